@@ -1,0 +1,1 @@
+"""ppfunc: pipeline parallelism for PyTorch with pure stages and schedules as values."""

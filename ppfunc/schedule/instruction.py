@@ -1,0 +1,92 @@
+"""One instruction of a schedule: what it does, for which stage, on which microbatch."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class Op(StrEnum):
+    """The kinds of instruction; each value is the token of the text form.
+
+    Where ``torch.distributed.pipelining`` has a token for the same thing, this is that token.
+    """
+
+    F = "F"
+    B = "B"
+    I = "I"  # noqa: E741 - the field's letter for the input gradient
+    W = "W"
+    OVERLAP_F_B = "OVERLAP_F_B"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+    LOAD = "LOAD"
+    OFFLOAD = "OFFLOAD"
+    FETCH = "FETCH"
+    UNSHARD = "UNSHARD"
+    RESHARD = "RESHARD"
+    REDUCE_TIED = "REDUCE_TIED"
+    REDUCE_GRAD = "REDUCE_GRAD"
+    STEP = "STEP"
+
+
+COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W, Op.OVERLAP_F_B})
+COMMUNICATION = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
+SENDS = frozenset({Op.SEND_F, Op.SEND_B})
+RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})
+# These belong to a stage as a whole, so their text form has no microbatch.
+WHOLE_STAGE = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_TIED, Op.REDUCE_GRAD, Op.STEP})
+
+
+class Instruction(NamedTuple):
+    """What one rank does at one place of its program.
+
+    Args:
+        op: the kind of instruction.
+        stage: the stage it belongs to. A message is named by the stage that performs it:
+            ``0SEND_F3`` meets ``1RECV_F3``.
+        microbatch: the microbatch, or None for the instructions of a whole stage.
+        peer: for a message along a skip connection, the stage at the other end; None where
+            the other end is the stage's neighbour in its chain.
+        slot: the buffer that holds the value, once slots have been allocated.
+        parts: for ``OVERLAP_F_B``, the forward and the backward that run as one program;
+            ``stage`` and ``microbatch`` then repeat those of the forward.
+
+    >>> str(Instruction(Op.F, 2, 0))
+    '2F0'
+    >>> str(overlap(Instruction(Op.F, 0, 3), Instruction(Op.B, 3, 1)))
+    '(0F3;3B1)OVERLAP_F_B'
+    >>> str(Instruction(Op.SEND_F, 0, 3, peer=2, slot=1))
+    '0SEND_F3>2@1'
+    """
+
+    op: Op
+    stage: int
+    microbatch: int | None = None
+    peer: int | None = None
+    slot: int | None = None
+    parts: tuple[Instruction, ...] = ()
+
+    def __str__(self) -> str:
+        if self.parts:
+            text = f"({';'.join(map(str, self.parts))}){self.op.value}"
+        elif self.microbatch is None:
+            text = f"{self.stage}{self.op.value}"
+        else:
+            text = f"{self.stage}{self.op.value}{self.microbatch}"
+        if self.peer is not None:
+            text += f">{self.peer}"
+        if self.slot is not None:
+            text += f"@{self.slot}"
+        return text
+
+
+def overlap(forward: Instruction, backward: Instruction) -> Instruction:
+    """The forward of one microbatch and the backward of another, run as one program."""
+    return Instruction(Op.OVERLAP_F_B, forward.stage, forward.microbatch, parts=(forward, backward))
+
+
+def parts_of(instruction: Instruction) -> tuple[Instruction, ...]:
+    """The elementary instructions in order: the parts of an overlapped pair, else itself."""
+    return instruction.parts or (instruction,)

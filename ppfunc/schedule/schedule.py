@@ -1,0 +1,142 @@
+"""A schedule: the immutable value that says what every rank does, and in which order."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from .instruction import COMMUNICATION, Instruction, Op, parts_of
+
+Step = tuple[Instruction, ...]
+Program = tuple[Step, ...]
+
+
+class Chain(NamedTuple):
+    """A path of stages that a set of microbatches walks.
+
+    Args:
+        stages: stage numbers in the order of the forward.
+        microbatches: the numbers of the microbatches that walk it.
+    """
+
+    stages: tuple[int, ...]
+    microbatches: range
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What every rank does, as a value: hashable, comparable, with a stable digest.
+
+    A step is a tuple of instructions, a program a rank's tuple of steps. A step posts its
+    communications together as one batch, then loads, then computes; the compute waits for
+    the receives that it consumes, wherever they were posted.
+
+    Args:
+        name: the name of the builder that made it, or of the file it was read from.
+        placement: rank of every stage; ``placement[s]`` holds stage ``s``.
+        chains: the paths that microbatches walk through the stages.
+        programs: one program per rank.
+        skips: additional edges ``(source stage, destination stage)`` of skip connections.
+    """
+
+    name: str
+    placement: tuple[int, ...]
+    chains: tuple[Chain, ...]
+    programs: tuple[Program, ...]
+    skips: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.programs)
+
+    @property
+    def stages(self) -> int:
+        """Number of stages, the copies in a second chain counted too."""
+        return len(self.placement)
+
+    @cached_property
+    def microbatches(self) -> int:
+        """Number of microbatches over all chains."""
+        return max((c.microbatches.stop for c in self.chains), default=0)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that ``rank`` holds, ascending."""
+        return tuple(s for s, r in enumerate(self.placement) if r == rank)
+
+    def instructions(self, rank: int) -> Iterator[Instruction]:
+        """The instructions of ``rank`` in order, steps opened up, overlapped pairs whole."""
+        return (i for step in self.programs[rank] for i in step)
+
+    @cached_property
+    def ops(self) -> frozenset[Op]:
+        """The kinds of instruction that occur, overlapped pairs and their parts both counted."""
+        everything = [i for program in self.programs for step in program for i in step]
+        return frozenset({i.op for i in everything} | {q.op for i in everything for q in i.parts})
+
+    @property
+    def lowered(self) -> bool:
+        """Whether communication has been placed (true where no two ranks have to talk)."""
+        return bool(self.ops & COMMUNICATION) or not self.crossing_edges
+
+    @property
+    def forward_only(self) -> bool:
+        """Whether there is no backward in it, as in inference."""
+        return not self.ops & {Op.B, Op.I, Op.W}
+
+    @cached_property
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        """Every ``(source stage, destination stage)`` that an activation travels."""
+        along = [pair for c in self.chains for pair in zip(c.stages, c.stages[1:], strict=False)]
+        return (*along, *self.skips)
+
+    @property
+    def crossing_edges(self) -> tuple[tuple[int, int], ...]:
+        """The edges whose two stages are on different ranks."""
+        return tuple((a, b) for a, b in self.edges if self.placement[a] != self.placement[b])
+
+    @cached_property
+    def copies(self) -> tuple[tuple[int, ...], ...]:
+        """Groups of stages that hold the same parameters: equal positions of the chains.
+
+        Empty where there is one chain. With chains ``0..p-1`` and ``p..2p-1``: ``(0, p), (1, p+1), ...``.
+        """
+        if len(self.chains) < 2:
+            return ()
+        return tuple(zip(*(c.stages for c in self.chains), strict=True))
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the canonical text, in hexadecimal: equal in every process and version.
+
+        The name is not part of it: two schedules that do the same have the same digest.
+        """
+        head = [list(self.placement), [[c.stages, [c.microbatches.start, c.microbatches.stop]] for c in self.chains], self.skips]
+        state = hashlib.sha256(json.dumps(head, separators=(",", ":")).encode())
+        for program in self.programs:
+            state.update(b"\n")
+            for step in program:
+                state.update(" ".join(map(str, step)).encode() + b";")
+        return state.hexdigest()
+
+
+def single_chain(
+    name: str, placement: Iterable[int], microbatches: int, programs: Iterable[Iterable[Instruction]]
+) -> Schedule:
+    """A schedule with one chain through stages 0, 1, ... and one instruction per step."""
+    placement = tuple(placement)
+    return Schedule(
+        name,
+        placement,
+        (Chain(tuple(range(len(placement))), range(microbatches)),),
+        tuple(tuple((i,) for i in program) for program in programs),
+    )
+
+
+def elementary(schedule: Schedule, rank: int) -> Iterator[Instruction]:
+    """The instructions of ``rank`` in order, overlapped pairs opened into their parts."""
+    return (part for i in schedule.instructions(rank) for part in parts_of(i))
