@@ -1,0 +1,1 @@
+"""Arithmetic on ranks and layers: topologies, placements, partitions. The standard library only."""

@@ -1,0 +1,108 @@
+"""Which rank holds which stage: a placement is the tuple of ranks, one entry per stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+Placement = tuple[int, ...]
+"""``placement[stage]`` is the rank that holds the stage."""
+
+
+def loop(ranks: int, chunks: int = 1) -> Placement:
+    """Stages dealt round the ranks, ``chunks`` times: stage ``s`` is on rank ``s % ranks``.
+
+    >>> loop(3, chunks=2)
+    (0, 1, 2, 0, 1, 2)
+    """
+    _require_counts(ranks, chunks)
+    return tuple(range(ranks)) * chunks
+
+
+def v_shape(ranks: int, chunks: int = 2) -> Placement:
+    """Stages snaking over the ranks, forwards and back: neighbours at a turn share a rank.
+
+    Args:
+        ranks: number of ranks.
+        chunks: stages per rank; even, so that the last stage is on rank 0 with the first.
+
+    >>> v_shape(3)
+    (0, 1, 2, 2, 1, 0)
+    """
+    _require_counts(ranks, chunks)
+    if chunks % 2:
+        raise ValueError(f"a V has an even number of chunks, got chunks={chunks}: use {chunks + 1} or {chunks - 1 or 2}, or loop(ranks, chunks)")
+    down = tuple(range(ranks))
+    return (down + down[::-1]) * (chunks // 2)
+
+
+def bidirectional(ranks: int) -> Placement:
+    """Two copies of a pipeline that run through the ranks in opposite directions.
+
+    Stages ``0..ranks-1`` go up the ranks, their copies ``ranks..2*ranks-1`` go down: stage
+    ``ranks + k`` is the copy of stage ``k`` and sits on rank ``ranks - 1 - k``.
+
+    >>> bidirectional(4)
+    (0, 1, 2, 3, 3, 2, 1, 0)
+
+    References:
+        DeepSeek-AI, DualPipe (2025).
+    """
+    return v_shape(ranks, chunks=2)
+
+
+def explicit(ranks_of_stages: Iterable[int]) -> Placement:
+    """The placement that is written out: the rank of stage 0, of stage 1, and so on.
+
+    Raises:
+        ValueError: where it is empty, or where a rank between 0 and the largest holds nothing.
+
+    >>> explicit([0, 1, 1, 0])
+    (0, 1, 1, 0)
+    """
+    placement = tuple(ranks_of_stages)
+    wrong = [r for r in placement if isinstance(r, bool) or not isinstance(r, int) or r < 0]
+    if wrong or not placement:
+        raise ValueError(f"a placement is the rank, 0 or more, of each of one or more stages; got {placement}")
+    idle = sorted(set(range(max(placement))) - set(placement))
+    if idle:
+        raise ValueError(f"ranks {idle} hold no stage in {placement}: number the ranks 0..{len(set(placement)) - 1} without gaps")
+    return placement
+
+
+def place(style: str, ranks: int, stages: int) -> Placement:
+    """The placement of ``stages`` stages on ``ranks`` ranks that a style names.
+
+    Args:
+        style: ``"loop"`` or ``"v"``.
+        ranks: number of ranks.
+        stages: number of stages, a multiple of ``ranks``; for ``"v"`` an even multiple.
+
+    >>> place("v", ranks=4, stages=8)
+    (0, 1, 2, 3, 3, 2, 1, 0)
+    """
+    styles = {"loop": loop, "v": v_shape}
+    if style not in styles:
+        raise ValueError(f"unknown placement style {style!r}: expected one of {', '.join(map(repr, styles))}")
+    _require_counts(ranks, stages)
+    if stages % ranks:
+        raise ValueError(f"{stages} stages do not spread evenly over {ranks} ranks: use a multiple of {ranks}")
+    return styles[style](ranks, stages // ranks)
+
+
+def stage_ids_of_rank(placement: Placement, rank: int) -> tuple[int, ...]:
+    """The stages that ``rank`` holds, ascending.
+
+    Raises:
+        ValueError: where no rank of that number is in the placement.
+
+    >>> stage_ids_of_rank(loop(4, 2), 1), stage_ids_of_rank(v_shape(4), 1)
+    ((1, 5), (1, 6))
+    """
+    if rank not in placement:
+        raise ValueError(f"rank {rank} holds no stage: the ranks of this placement are 0..{max(placement, default=-1)}")
+    return tuple(stage for stage, holder in enumerate(placement) if holder == rank)
+
+
+def _require_counts(ranks: int, chunks: int) -> None:
+    if ranks < 1 or chunks < 1:
+        raise ValueError(f"expected at least one rank and one stage per rank, got {ranks} and {chunks}")
