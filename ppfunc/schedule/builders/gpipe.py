@@ -1,0 +1,31 @@
+"""GPipe: all forwards, then all backwards."""
+
+from __future__ import annotations
+
+from ..schedule import Schedule, single_chain
+from ._parts import B, F, require_counts
+
+
+def gpipe(ranks: int, microbatches: int) -> Schedule:
+    """All forwards, then all backwards, both in the order of the microbatches.
+
+    Bubble time ``(p - 1)(F + B)``; ``m`` live activations on every rank.
+
+    >>> for program in gpipe(ranks=2, microbatches=3).programs:
+    ...     print(" ".join(str(i) for step in program for i in step))
+    0F0 0F1 0F2 0B0 0B1 0B2
+    1F0 1F1 1F2 1B0 1B1 1B2
+
+    Args:
+        ranks: number of ranks p, one stage each.
+        microbatches: number of microbatches m.
+
+    Raises:
+        ValueError: an argument is below 1.
+
+    References:
+        Huang et al., GPipe, NeurIPS 2019 (arXiv:1811.06965), section 2.3.
+    """
+    require_counts(ranks, microbatches)
+    programs = ([op(r, m) for op in (F, B) for m in range(microbatches)] for r in range(ranks))
+    return single_chain("gpipe", range(ranks), microbatches, programs)
