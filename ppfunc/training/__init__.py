@@ -1,0 +1,5 @@
+"""What a training loop needs around a step: optimizers as pairs of pure functions."""
+
+from .optimizers import AdamWState, Optimizer, SGDState, adamw, sgd
+
+__all__ = ["AdamWState", "Optimizer", "SGDState", "adamw", "sgd"]

@@ -1,0 +1,283 @@
+"""Optimizers as pairs of pure functions over trees of tensors, run by torch's fused kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw as torch_adamw
+from torch.optim.sgd import sgd as torch_sgd
+
+Tree = Any
+LearningRate = float | Callable[[int], float]
+
+
+class Optimizer(NamedTuple):
+    """Two functions; any such pair serves as an optimizer, as in optax.
+
+    Args:
+        init: ``init(params) -> state``, a tree of tensors.
+        update: ``update(grads, state, params) -> (params, state)``, where ``grads`` has the
+            structure, shapes, dtypes and devices of ``params``.
+
+    Leaves that are neither floating nor complex go through unchanged. What an update returns
+    never carries an autograd graph.
+
+    References:
+        The protocol: optax, ``GradientTransformation``.
+    """
+
+    init: Callable[[Tree], Tree]
+    update: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
+
+
+class AdamWState(NamedTuple):
+    """Number of updates made (int64[], CPU), and the two moments of every gradient.
+
+    The moments have the structure of the parameters, with None for leaves that are not floating.
+    """
+
+    count: Tensor
+    mean: Tree
+    square: Tree
+
+
+class SGDState(NamedTuple):
+    """Number of updates made (int64[], CPU), and the momentum, None where it is not used."""
+
+    count: Tensor
+    momentum: Tree
+
+
+def adamw(
+    lr: LearningRate,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 1e-2,
+    *,
+    donate: bool = False,
+) -> Optimizer:
+    """Adam with decoupled weight decay.
+
+    Equivalent to, for update number t = 1, 2, ...:
+        mean = betas[0] * mean + (1 - betas[0]) * g
+        square = betas[1] * square + (1 - betas[1]) * g**2
+        p = p - lr * weight_decay * p
+        p = p - lr * (mean / (1 - betas[0]**t)) / (sqrt(square / (1 - betas[1]**t)) + eps)
+
+    Args:
+        lr: the learning rate, or a function of the number of updates made before this one.
+        betas: decay of the two moments.
+        eps: added to the denominator.
+        weight_decay: share of each parameter removed per update, times ``lr``.
+        donate: give the parameters and the state up: what is row-major in memory is updated
+            in place and returned, so that no copy is made. Otherwise nothing that was passed
+            in changes.
+
+    References:
+        Loshchilov and Hutter, Decoupled Weight Decay Regularization, algorithm 2.
+        The numbers are those of ``torch.optim.AdamW(..., fused=True)``.
+
+    >>> optimizer = adamw(lr=0.5, weight_decay=0.0)
+    >>> params = {"w": torch.tensor([1.0, 2.0])}
+    >>> state = optimizer.init(params)
+    >>> updated, state = optimizer.update({"w": torch.tensor([3.0, -3.0])}, state, params)
+    >>> updated["w"], params["w"]
+    (tensor([0.5000, 2.5000]), tensor([1., 2.]))
+    """
+
+    def init(params: Tree) -> AdamWState:
+        return AdamWState(_zero_count(), _zeros_like(params), _zeros_like(params))
+
+    @torch.no_grad()
+    def update(grads: Tree, state: AdamWState, params: Tree) -> tuple[Tree, AdamWState]:
+        count = int(state.count)
+        new, (mean, square) = _owned(params, (state.mean, state.square), donate)
+        leaves = _trained(new)
+        torch_adamw(
+            leaves,
+            _gradients(grads, params),
+            _trained(mean),
+            _trained(square),
+            [],
+            _step_tensors(leaves, count),
+            fused=True,
+            amsgrad=False,
+            beta1=betas[0],
+            beta2=betas[1],
+            lr=_rate(lr, count),
+            weight_decay=weight_decay,
+            eps=eps,
+            maximize=False,
+        )
+        return new, AdamWState(state.count + 1, mean, square)
+
+    return Optimizer(init, update)
+
+
+def sgd(
+    lr: LearningRate,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+    *,
+    dampening: float = 0.0,
+    nesterov: bool = False,
+    donate: bool = False,
+) -> Optimizer:
+    """Stochastic gradient descent, with momentum if asked for.
+
+    Equivalent to:
+        g = g + weight_decay * p
+        buffer = g at the first update, then momentum * buffer + (1 - dampening) * g
+        p = p - lr * (g + momentum * buffer if nesterov else buffer)
+
+    Args:
+        lr: the learning rate, or a function of the number of updates made before this one.
+        momentum: decay of the buffer; 0 keeps none.
+        weight_decay: share of each parameter added to its gradient.
+        dampening: share of each gradient that is kept out of the buffer.
+        nesterov: look ahead along the momentum.
+        donate: as in :func:`adamw`.
+
+    Raises:
+        ValueError: if ``nesterov`` is asked for without momentum, or with dampening.
+
+    >>> optimizer = sgd(lr=0.1)
+    >>> params = [torch.tensor(1.0)]
+    >>> optimizer.update([torch.tensor(2.0)], optimizer.init(params), params)[0]
+    [tensor(0.8000)]
+    """
+    if nesterov and (momentum <= 0 or dampening != 0):
+        raise ValueError(
+            f"nesterov needs momentum > 0 and dampening 0, got momentum={momentum} and dampening={dampening}"
+        )
+
+    def init(params: Tree) -> SGDState:
+        return SGDState(_zero_count(), _zeros_like(params) if momentum else None)
+
+    @torch.no_grad()
+    def update(grads: Tree, state: SGDState, params: Tree) -> tuple[Tree, SGDState]:
+        count = int(state.count)
+        new, (buffers,) = _owned(params, (state.momentum,), donate)
+        leaves, gradients, filled = _trained(new), _gradients(grads, params), _trained(buffers)
+        # torch knows the first update by buffers that are None, and makes new ones for it.
+        handed: list[Tensor | None] = list(filled) if filled and count else [None] * len(leaves)
+        torch_sgd(
+            leaves,
+            gradients,
+            handed,
+            fused=True,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            lr=_rate(lr, count),
+            dampening=dampening,
+            nesterov=nesterov,
+            maximize=False,
+        )
+        if filled and not count:
+            torch._foreach_copy_(filled, handed)
+        return new, SGDState(state.count + 1, buffers)
+
+    return Optimizer(init, update)
+
+
+def _rate(lr: LearningRate, count: int) -> float:
+    return float(lr(count) if callable(lr) else lr)
+
+
+def _zero_count() -> Tensor:
+    # On the CPU wherever the parameters are: reading it must not wait for a device.
+    return torch.zeros((), dtype=torch.int64, device="cpu")
+
+
+def _step_tensors(leaves: list[Tensor], count: int) -> list[Tensor]:
+    """One float32[] per leaf, on its device: the kernel increments each before it uses it."""
+    wells = {
+        device: iter(torch.full((len(leaves),), float(count), device=device).unbind())
+        for device in {leaf.device for leaf in leaves}
+    }
+    return [next(wells[leaf.device]) for leaf in leaves]
+
+
+def _differentiable(leaf: Tensor) -> bool:
+    return leaf.is_floating_point() or leaf.is_complex()
+
+
+def _as_real(leaf: Tensor) -> Tensor:
+    """A view of the same memory in a real dtype: the kernels know no complex numbers."""
+    return torch.view_as_real(leaf) if leaf.is_complex() else leaf
+
+
+def _dense(leaf: Tensor) -> Tensor:
+    """The same values in row-major memory; no copy where they already are.
+
+    The kernels walk the memory of a parameter, its gradient and its moments side by side,
+    so that all of them must have one layout.
+    """
+    return leaf.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def _trained(tree: Tree) -> list[Tensor]:
+    """The leaves that an update changes, as real views of their memory."""
+    return [_as_real(leaf) for leaf in optree.tree_leaves(tree) if _differentiable(leaf)]
+
+
+def _zeros_like(params: Tree) -> Tree:
+    zeros = lambda p: torch.zeros(p.shape, dtype=p.dtype, device=p.device) if _differentiable(p) else None  # noqa: E731
+    return optree.tree_map(zeros, params)
+
+
+def _owned(params: Tree, moments: tuple[Tree, ...], donate: bool) -> tuple[Tree, tuple[Tree, ...]]:
+    """Trees that the update may write to: copies, or what was donated.
+
+    Raises:
+        ValueError: if memory that was donated belongs to two leaves, which would be updated twice.
+    """
+    if donate:
+        _refuse_shared_memory(params)
+
+    def own(leaf: Tensor) -> Tensor:
+        if not _differentiable(leaf):
+            return leaf
+        return _dense(leaf) if donate else leaf.detach().clone(memory_format=torch.contiguous_format)
+
+    return optree.tree_map(own, params), tuple(optree.tree_map(own, m) for m in moments)
+
+
+def _refuse_shared_memory(params: Tree) -> None:
+    seen: dict[int, str] = {}
+    paths, leaves, _ = optree.tree_flatten_with_path(params)
+    for path, leaf in zip(paths, leaves, strict=True):
+        if _differentiable(leaf) and leaf.numel():
+            name = "".join(f"[{key!r}]" for key in path)
+            first = seen.setdefault(leaf.data_ptr(), name)
+            if first != name:
+                raise ValueError(
+                    f"params{first} and params{name} share their memory, so that they cannot both be "
+                    "updated in place; pass donate=False or make them separate tensors"
+                )
+
+
+def _gradients(grads: Tree, params: Tree) -> list[Tensor]:
+    """The gradients of the leaves that an update changes, as real views.
+
+    Raises:
+        ValueError: if ``grads`` has another structure, shape, dtype or device than ``params``.
+    """
+    paths, wanted, structure = optree.tree_flatten_with_path(params)
+    got, got_structure = optree.tree_flatten(grads)
+    if structure != got_structure:
+        raise ValueError(
+            f"grads must have the structure of params, got {got_structure} and expected {structure}"
+        )
+    for path, g, p in zip(paths, got, wanted, strict=True):
+        if (g.shape, g.dtype, g.device) != (p.shape, p.dtype, p.device):
+            name = "".join(f"[{key!r}]" for key in path)
+            raise ValueError(
+                f"grads{name} must match its parameter: got {g.dtype}{list(g.shape)} on {g.device}, "
+                f"expected {p.dtype}{list(p.shape)} on {p.device}"
+            )
+    return [_as_real(_dense(g)) for g, p in zip(got, wanted, strict=True) if _differentiable(p)]
