@@ -1,0 +1,1 @@
+"""Schedules: instructions, builders, lowering passes, proof, simulation, formats."""
