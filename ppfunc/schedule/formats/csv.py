@@ -1,0 +1,117 @@
+"""The CSV form of ``torch.distributed.pipelining``: one row per rank, one instruction per cell.
+
+What torch has a token for comes out as torch's own file, compute only or with communication, and
+torch's files are read, blanks included. Everything else is written in the same grammar (see
+:mod:`ppfunc.schedule.formats.text`): ``0LOAD3 0OFFLOAD3 0FETCH3 0REDUCE_TIED 0STEP``, the peer of a skip
+connection as ``>PEER`` and a slot as ``@SLOT``.
+
+* A cell is a step of its own, as torch runs it: the cells of one step stand in its order.
+* A blank is an idle step. Only a file of nothing but compute may have blanks.
+* The rank of a stage is the row that computes it.
+* Chains are those that the microbatches show. All stages work on all microbatches: one chain.
+  Two chains, as in DualPipe, are stages ``0..p-1`` working on the first half of the microbatches and
+  stages ``p..2p-1`` on the second half; k chains likewise, in k equal parts.
+* Skip connections are the edges that messages with ``>PEER`` travel.
+* The name is not in the file; a schedule that is read gets the name of its file.
+
+torch divides the gradients by the number of microbatches where a ``REDUCE_GRAD`` stands, and nowhere
+else: a file without that instruction gives it the sum over the microbatches.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator
+
+from ..instruction import COMPUTE, Instruction
+from ..schedule import Schedule
+from .infer import infer_layout
+from .text import FormatError, parse_instruction, shortened
+
+
+def to_csv(schedule: Schedule) -> str:
+    r"""The CSV text of ``schedule``: a row per rank, a cell per instruction.
+
+    >>> from ppfunc.schedule.builders import gpipe
+    >>> to_csv(gpipe(ranks=2, microbatches=2))
+    '0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n'
+    """
+    blanks = schedule.ops <= COMPUTE
+    out = io.StringIO(newline="")
+    writer = csv.writer(out, lineterminator="\n")
+    for program in schedule.programs:
+        writer.writerow([cell for step in program for cell in (step or ("",) * blanks)])
+    return out.getvalue()
+
+
+def from_csv(text: str, name: str = "csv") -> Schedule:
+    """The schedule that the CSV ``text`` describes, not yet checked.
+
+    >>> from_csv("0F0,0B0\\n1F0,1B0\\n").placement
+    (0, 1)
+    >>> from_csv("0F0,0B0\\n1F0,1B0junk\\n")
+    Traceback (most recent call last):
+        ...
+    ppfunc.schedule.formats.text.FormatError: row 2, column 2: '1B0junk' is not an instruction: ...
+
+    Args:
+        text: the content of a file.
+        name: the name of the schedule.
+
+    Raises:
+        FormatError: a cell that is not an instruction, with row and column (both from 1).
+        ScheduleError: the numbers of stages and microbatches cannot be those of any schedule.
+    """
+    rows = list(_rows(text))
+    if not rows:
+        raise FormatError("the text is empty: expected one row of instructions per rank")
+    ops = {i.op for row in rows for i in row if i is not None}
+    if not ops <= COMPUTE:
+        _refuse_blanks(rows, min(op.value for op in ops - COMPUTE))
+    placement, chains = infer_layout(rows)
+    programs = tuple(tuple(() if i is None else (i,) for i in row) for row in rows)
+    return Schedule(name, placement, chains, programs, _skips(rows))
+
+
+def _rows(text: str) -> Iterator[list[Instruction | None]]:
+    known: dict[str, Instruction | None] = {"": None}
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    row = 0
+    while True:
+        row += 1
+        try:
+            cells = next(reader, None)
+        except csv.Error as error:
+            raise FormatError(f"row {row}: not CSV: {error}") from None
+        if cells is None:
+            return
+        yield [known[cell] if cell in known else _cell(cell, row, column, known) for column, cell in enumerate(cells, 1)]
+
+
+def _cell(cell: str, row: int, column: int, known: dict[str, Instruction | None]) -> Instruction:
+    try:
+        instruction = parse_instruction(cell)
+    except FormatError as error:
+        raise FormatError(f"row {row}, column {column}: {error}") from None
+    known[cell] = instruction
+    return instruction
+
+
+def _refuse_blanks(rows: list[list[Instruction | None]], token: str) -> None:
+    for row, cells in enumerate(rows, 1):
+        if None in cells:
+            raise FormatError(
+                f"row {row}, column {cells.index(None) + 1}: a blank, but the file also holds {token}: only a file of nothing "
+                "but compute may have blanks"
+            )
+
+
+def _skips(rows: list[list[Instruction | None]]) -> tuple[tuple[int, int], ...]:
+    """The edges of messages that name their peer, each from its source stage."""
+    edges = set()
+    for row in rows:
+        for i in row:
+            if i is not None and i.peer is not None:
+                edges.add((i.stage, i.peer) if i.op.value in ("SEND_F", "RECV_B") else (i.peer, i.stage))
+    return tuple(sorted(edges))

@@ -1,0 +1,159 @@
+"""The JSON form: everything that a schedule is, versioned, so that reading gives back an equal value.
+
+The document is one object; steps are lists of instructions in the grammar of :mod:`ppfunc.schedule.formats.text`::
+
+    {"format": "ppfunc.schedule", "version": 1, "name": "gpipe", "placement": [0, 1],
+     "chains": [{"stages": [0, 1], "microbatches": [0, 2]}], "skips": [],
+     "programs": [[["0F0"], ["0F1"], ["0B0"], ["0B1"]], ...]}
+
+``microbatches`` is the half-open range of the chain; ``placement[s]`` is the rank of stage ``s``.
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from typing import Any
+
+from ..instruction import Instruction
+from ..schedule import Chain, Program, Schedule
+from .text import FormatError, parse_instruction, shortened
+
+FORMAT = "ppfunc.schedule"
+VERSION = 1
+_KEYS = ("format", "version", "name", "placement", "chains", "skips", "programs")
+
+
+def to_json(schedule: Schedule) -> str:
+    """The JSON text of ``schedule``, one line per rank.
+
+    >>> from ppfunc.schedule.builders import gpipe
+    >>> schedule = gpipe(ranks=2, microbatches=2)
+    >>> from_json(to_json(schedule)) == schedule
+    True
+    """
+    chains = [{"stages": list(c.stages), "microbatches": _bounds(c)} for c in schedule.chains]
+    head = {
+        "format": FORMAT,
+        "version": VERSION,
+        "name": schedule.name,
+        "placement": list(schedule.placement),
+        "chains": chains,
+        "skips": [list(edge) for edge in schedule.skips],
+    }
+    programs = ",\n".join(
+        json.dumps([[str(i) for i in step] for step in program], separators=(",", ":")) for program in schedule.programs
+    )
+    return f'{json.dumps(head)[:-1]}, "programs": [\n{programs}\n]}}\n'
+
+
+def _bounds(chain: Chain) -> list[int]:
+    if chain.microbatches.step != 1:
+        raise ValueError(f"the microbatches of a chain are consecutive: expected a range with step 1, got {chain.microbatches}")
+    return [chain.microbatches.start, chain.microbatches.stop]
+
+
+def from_json(text: str) -> Schedule:
+    """The schedule that the JSON ``text`` describes, not yet checked.
+
+    Raises:
+        FormatError: the text is not such a document; the message begins with the JSON path of the
+            place, as in ``$.programs[2][5][0]``.
+    """
+    try:
+        document = json.loads(text, object_pairs_hook=_unique)
+    except FormatError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"$: not JSON: {str(error)[:200]}") from None
+    _header(document)
+    return Schedule(
+        _text("$.name", document["name"]),
+        tuple(_integers("$.placement", document["placement"])),
+        tuple(_chain(f"$.chains[{n}]", c) for n, c in enumerate(_list("$.chains", document["chains"]))),
+        tuple(_program(f"$.programs[{n}]", p) for n, p in enumerate(_list("$.programs", document["programs"]))),
+        tuple(_pair(f"$.skips[{n}]", e) for n, e in enumerate(_list("$.skips", document["skips"]))),
+    )
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise FormatError(f"$: the key {shortened(key)} occurs twice in one object")
+        found[key] = value
+    return found
+
+
+def _wrong(path: str, value: Any, expected: str) -> FormatError:
+    return FormatError(f"{path}: expected {expected}, got {reprlib.repr(value)}")
+
+
+def _header(document: Any) -> None:
+    """Format and version first, so that a newer document is called newer, not malformed."""
+    if not isinstance(document, dict):
+        raise _wrong("$", document, f"an object with the keys {', '.join(_KEYS)}")
+    if document.get("format") != FORMAT:
+        raise _wrong("$.format", document.get("format"), repr(FORMAT))
+    version = document.get("version")
+    if type(version) is not int or version != VERSION:
+        raise _wrong("$.version", version, f"{VERSION}, the version that this ppfunc reads and writes")
+    _object("$", document, _KEYS)
+
+
+def _object(path: str, value: Any, keys: tuple[str, ...]) -> None:
+    if not isinstance(value, dict):
+        raise _wrong(path, value, f"an object with the keys {', '.join(keys)}")
+    for key in keys:
+        if key not in value:
+            raise FormatError(f"{path}.{key}: missing: expected the keys {', '.join(keys)}")
+    for key in value:
+        if key not in keys:
+            raise FormatError(f"{path}: unknown key {shortened(key)}: expected the keys {', '.join(keys)}")
+
+
+def _list(path: str, value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise _wrong(path, value, "a list")
+    return value
+
+
+def _text(path: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise _wrong(path, value, "a string")
+    return value
+
+
+def _integers(path: str, value: Any) -> list[int]:
+    for n, number in enumerate(_list(path, value)):
+        if type(number) is not int or number < 0:
+            raise _wrong(f"{path}[{n}]", number, "a whole number from 0")
+    return value
+
+
+def _pair(path: str, value: Any) -> tuple[int, int]:
+    numbers = _integers(path, value)
+    if len(numbers) != 2:
+        raise _wrong(path, value, "a list of two numbers")
+    return numbers[0], numbers[1]
+
+
+def _chain(path: str, value: Any) -> Chain:
+    _object(path, value, ("stages", "microbatches"))
+    start, stop = _pair(f"{path}.microbatches", value["microbatches"])
+    return Chain(tuple(_integers(f"{path}.stages", value["stages"])), range(start, stop))
+
+
+def _program(path: str, value: Any) -> Program:
+    return tuple(
+        tuple(_instruction(f"{path}[{s}][{i}]", text) for i, text in enumerate(_list(f"{path}[{s}]", step)))
+        for s, step in enumerate(_list(path, value))
+    )
+
+
+def _instruction(path: str, value: Any) -> Instruction:
+    text = _text(path, value)
+    try:
+        return parse_instruction(text)
+    except FormatError as error:
+        raise FormatError(f"{path}: {error}") from None

@@ -1,0 +1,53 @@
+"""The form of DeepSpeed's instruction streams: what every rank does, step by step.
+
+A line ``rank R``, then a line per step, its instructions separated by blanks, or ``-`` for an empty
+step. An operation on a buffer names its slot, as in ``ForwardPass(buffer_id=0)``; one without a slot
+names its microbatch, ``ForwardPass(micro_batch_id=3)``. What belongs to a whole stage has empty
+parentheses, ``OptimizerStep()``. An operation that DeepSpeed has no name for keeps its token, ``0W3``.
+"""
+
+from __future__ import annotations
+
+from ..instruction import WHOLE_STAGE, Instruction, Op
+from ..schedule import Schedule
+
+NAMES = {
+    Op.F: "ForwardPass",
+    Op.B: "BackwardPass",
+    Op.SEND_F: "SendActivation",
+    Op.RECV_F: "RecvActivation",
+    Op.SEND_B: "SendGrad",
+    Op.RECV_B: "RecvGrad",
+    Op.LOAD: "LoadMicroBatch",
+    Op.REDUCE_TIED: "ReduceTiedGrads",
+    Op.REDUCE_GRAD: "ReduceGrads",
+    Op.STEP: "OptimizerStep",
+}
+
+
+def to_steps(schedule: Schedule) -> str:
+    """The streams of ``schedule`` in DeepSpeed's names.
+
+    >>> from ppfunc.schedule.builders import gpipe
+    >>> print(to_steps(gpipe(ranks=1, microbatches=1)), end="")
+    rank 0
+    ForwardPass(micro_batch_id=0)
+    BackwardPass(micro_batch_id=0)
+    """
+    lines = []
+    for rank, program in enumerate(schedule.programs):
+        lines.append(f"rank {rank}")
+        lines += [" ".join(map(_name, step)) or "-" for step in program]
+    return "\n".join(lines) + "\n"
+
+
+def _name(instruction: Instruction) -> str:
+    if instruction.op not in NAMES:
+        return str(instruction)
+    if instruction.op in WHOLE_STAGE:
+        argument = ""
+    elif instruction.slot is not None:
+        argument = f"buffer_id={instruction.slot}"
+    else:
+        argument = f"micro_batch_id={instruction.microbatch}"
+    return f"{NAMES[instruction.op]}({argument})"

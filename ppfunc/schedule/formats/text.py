@@ -1,0 +1,83 @@
+"""One instruction as text: the strict inverse of ``str(Instruction)``.
+
+The grammar, of which everything that ``torch.distributed.pipelining`` can write is a part::
+
+    cell        = elementary | "(" F ";" (B or I) ")OVERLAP_F_B"
+    elementary  = STAGE OP [MICROBATCH] [">" PEER] ["@" SLOT]
+
+``UNSHARD RESHARD REDUCE_TIED REDUCE_GRAD STEP`` belong to a whole stage and have no microbatch
+and no slot; every other operation has a microbatch. ``>PEER`` names the stage at the other end
+of a message along a skip connection, ``@SLOT`` the buffer that holds the value. Numbers are
+decimal, without sign or leading zeros; there are no blanks.
+"""
+
+from __future__ import annotations
+
+import re
+
+from ..instruction import COMMUNICATION, WHOLE_STAGE, Instruction, Op, overlap
+
+_NUMBER = r"(0|[1-9][0-9]{0,39})"
+_ELEMENTARY = re.compile(rf"{_NUMBER}([A-Z_]{{1,12}}){_NUMBER}?(?:>{_NUMBER})?(?:@{_NUMBER})?")
+_OVERLAP = re.compile(r"\(([^();]{1,200});([^();]{1,200})\)OVERLAP_F_B")
+_OPS = {op.value: op for op in Op}
+
+
+class FormatError(ValueError):
+    """Text that is not a schedule: it says where, what was found and what was expected."""
+
+
+def shortened(text: str, limit: int = 40) -> str:
+    """``text`` quoted for an error message, cut in the middle where it is long."""
+    if len(text) <= limit:
+        return repr(text)
+    return f"{text[: limit // 2]!r}...{text[-limit // 4 :]!r} ({len(text)} characters)"
+
+
+def parse_instruction(text: str) -> Instruction:
+    """The instruction whose ``str`` is ``text``.
+
+    >>> parse_instruction("2F0")
+    Instruction(op=<Op.F: 'F'>, stage=2, microbatch=0, peer=None, slot=None, parts=())
+    >>> str(parse_instruction("(0F3;3B1)OVERLAP_F_B"))
+    '(0F3;3B1)OVERLAP_F_B'
+    >>> parse_instruction("0F1junk")
+    Traceback (most recent call last):
+        ...
+    ppfunc.schedule.formats.text.FormatError: '0F1junk' is not an instruction: ...
+
+    Raises:
+        FormatError: where ``text`` is anything else; nothing is guessed or left over.
+    """
+    if text.startswith("("):
+        return _parse_overlap(text)
+    match = _ELEMENTARY.fullmatch(text)
+    if match is None:
+        raise FormatError(f"{shortened(text)} is not an instruction: expected STAGE OP MICROBATCH such as 2F0 or 0SEND_F3")
+    stage, token, microbatch, peer, slot = match.groups()
+    op = _OPS.get(token)
+    if op is None or op is Op.OVERLAP_F_B:
+        known = " ".join(o.value for o in Op if o is not Op.OVERLAP_F_B)
+        raise FormatError(f"{shortened(text)} has the unknown operation {token}: expected one of {known}")
+    if (microbatch is None) != (op in WHOLE_STAGE):
+        needs = "belongs to a whole stage: expected no microbatch" if op in WHOLE_STAGE else "needs a microbatch"
+        raise FormatError(f"{shortened(text)}: {token} {needs}")
+    if peer is not None and op not in COMMUNICATION:
+        raise FormatError(f"{shortened(text)}: only a message has a peer (>{peer}), {token} is none")
+    if slot is not None and op in WHOLE_STAGE:
+        raise FormatError(f"{shortened(text)}: {token} uses no buffer: expected no slot (@{slot})")
+    return Instruction(op, int(stage), _integer(microbatch), _integer(peer), _integer(slot))
+
+
+def _integer(digits: str | None) -> int | None:
+    return None if digits is None else int(digits)
+
+
+def _parse_overlap(text: str) -> Instruction:
+    match = _OVERLAP.fullmatch(text)
+    if match is None:
+        raise FormatError(f"{shortened(text)} is not an overlapped pair: expected a form such as (0F3;3B1)OVERLAP_F_B")
+    forward, backward = (parse_instruction(part) for part in match.groups())
+    if forward.op is not Op.F or backward.op not in (Op.B, Op.I):
+        raise FormatError(f"{shortened(text)}: expected a forward, then a backward (B or I), got {forward} and {backward}")
+    return overlap(forward, backward)
