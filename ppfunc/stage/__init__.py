@@ -1,0 +1,1 @@
+"""Stages: pure functions, their signatures, and the engines that differentiate them."""

@@ -1,0 +1,180 @@
+"""Signatures: the structure, the shapes, the dtypes and the gradient flags of a tree of tensors."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import optree
+import torch
+
+from .structure import structure_from_json, structure_to_json
+
+_DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
+
+
+@dataclass(frozen=True, slots=True)
+class LeafSignature:
+    """One tensor of a tree.
+
+    Args:
+        shape: its sizes.
+        dtype: its dtype.
+        grad: whether a gradient is wanted for it; only floating and complex leaves can have one.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    grad: bool
+
+    def __post_init__(self) -> None:
+        if self.grad and not differentiable(self.dtype):
+            raise ValueError(f"a leaf of {self.dtype} was marked grad=True; only floating and complex leaves carry gradients")
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}[{','.join(map(str, self.shape))}]{'' if self.grad else ' no grad'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """The structure of a tree and its leaves: hashable, comparable, storable as JSON.
+
+    Args:
+        treedef: the structure, as ``optree`` gives it (``None`` is a node without leaves).
+        leaves: one entry per tensor, in the order of ``optree.tree_leaves``.
+    """
+
+    treedef: optree.PyTreeSpec
+    leaves: tuple[LeafSignature, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.leaves) != self.treedef.num_leaves:
+            raise ValueError(f"got {len(self.leaves)} leaves for a structure of {self.treedef.num_leaves}: {self.treedef}")
+
+    @classmethod
+    def of(cls, tree: Any, name: str = "tree") -> Signature:
+        """The signature of ``tree``; every floating or complex leaf is marked as carrying a gradient.
+
+        Args:
+            tree: a tree of tensors. A signature is returned as it is.
+            name: how to call the tree in an error.
+
+        Raises:
+            TypeError: a leaf is not a tensor; the message gives its path.
+
+        >>> str(Signature.of({"w": torch.zeros(2, 3), "n": torch.zeros(4, dtype=torch.int64)}))
+        "{'w': float32[2,3], 'n': int64[4] no grad}"
+        """
+        if isinstance(tree, Signature):
+            return tree
+        leaves, treedef = flatten(tree, name)
+        return cls(treedef, tuple(LeafSignature(tuple(t.shape), t.dtype, differentiable(t.dtype)) for t in leaves))
+
+    def without_grad(self) -> Signature:
+        """The same tree, no leaf of which wants a gradient."""
+        return replace(self, leaves=tuple(replace(leaf, grad=False) for leaf in self.leaves))
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all leaves in bytes."""
+        return sum(leaf.nbytes for leaf in self.leaves)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """How every leaf is reached, such as ``"['w'][0]"``."""
+        return tuple(accessor.codify("") for accessor in optree.treespec_accessors(self.treedef))
+
+    def unflatten(self, leaves: Iterable[Any]) -> Any:
+        """The tree with these leaves."""
+        return optree.tree_unflatten(self.treedef, leaves)
+
+    def require(self, tree: Any, name: str) -> tuple[torch.Tensor, ...]:
+        """The leaves of ``tree``, which must have this signature (gradient flags aside).
+
+        Raises:
+            ValueError: another structure, shape or dtype; the message names the leaf.
+        """
+        leaves, treedef = flatten(tree, name)
+        if treedef != self.treedef:
+            raise ValueError(f"{name}: got the structure {treedef}, expected {self.treedef}")
+        for path, leaf, want in zip(self.paths, leaves, self.leaves, strict=True):
+            if tuple(leaf.shape) != want.shape or leaf.dtype != want.dtype:
+                got = LeafSignature(tuple(leaf.shape), leaf.dtype, want.grad)
+                raise ValueError(f"{name}{path}: got {got}, expected {want}; build the program again for new shapes")
+        return leaves
+
+    def to_json(self) -> str:
+        """JSON text, equal for equal signatures; read back by :meth:`from_json`.
+
+        Raises:
+            TypeError: a node of the tree has keys or fields that JSON cannot hold.
+        """
+        leaves = [[list(leaf.shape), str(leaf.dtype).removeprefix("torch."), leaf.grad] for leaf in self.leaves]
+        return json.dumps([structure_to_json(self.treedef), leaves], separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Signature:
+        """Read what :meth:`to_json` wrote. No code is imported and nothing is unpickled.
+
+        Raises:
+            ValueError: not such a text, or a class in it is not known in this process.
+
+        >>> s = Signature.of((torch.zeros(2), None))
+        >>> Signature.from_json(s.to_json()) == s
+        True
+        """
+        try:
+            structure, leaves = json.loads(text)
+            read = tuple(_leaf_from_json(*leaf) for leaf in leaves)
+        except (TypeError, KeyError, ValueError) as error:
+            raise ValueError(f"not the JSON text of a signature: {text[:200]!r} ({error})") from error
+        return cls(structure_from_json(structure), read)
+
+    def __str__(self) -> str:
+        return str(self.unflatten(_Plain(str(leaf)) for leaf in self.leaves))
+
+
+class _Plain(str):
+    """A text that shows itself without quotes."""
+
+    __repr__ = str.__str__
+
+
+def _leaf_from_json(shape: list[int], dtype: str, grad: bool) -> LeafSignature:
+    if not all(type(n) is int and n >= 0 for n in shape) or type(grad) is not bool:
+        raise ValueError(f"got the leaf {[shape, dtype, grad]}, expected [sizes, dtype, true or false]")
+    return LeafSignature(tuple(shape), _DTYPES[dtype], grad)
+
+
+def differentiable(dtype: torch.dtype) -> bool:
+    """Whether tensors of this dtype can carry gradients.
+
+    >>> differentiable(torch.complex64), differentiable(torch.bool)
+    (True, False)
+    """
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def flatten(tree: Any, name: str = "tree") -> tuple[tuple[torch.Tensor, ...], optree.PyTreeSpec]:
+    """The tensors of ``tree`` and its structure.
+
+    Raises:
+        TypeError: a leaf is not a tensor; the message gives its path below ``name``.
+    """
+    leaves, treedef = optree.tree_flatten(tree)
+    for index, leaf in enumerate(leaves):
+        if not isinstance(leaf, torch.Tensor):
+            path = optree.treespec_accessors(treedef)[index].codify(name)
+            raise TypeError(
+                f"{path}: got {leaf!r} of type {type(leaf).__name__}, expected a tensor; "
+                "bind constants with functools.partial, or make tensors of them"
+            )
+    return tuple(leaves), treedef
