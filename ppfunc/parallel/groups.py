@@ -1,0 +1,203 @@
+"""The groups of ranks that talk to each other, as plain tuples made from a topology.
+
+The axes ``pipe``, ``data`` and ``model`` (tensor slices) have a meaning here; other axes take
+part in the arithmetic alone. A kind of parallelism whose axis is missing has groups of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from .topology import Topology
+
+Group = tuple[int, ...]
+
+
+class NamedGroup(NamedTuple):
+    """A group of ranks with the word for what it is for."""
+
+    kind: str
+    ranks: Group
+
+
+class ParallelSizes(NamedTuple):
+    """How many ranks work together in each kind of parallelism, one where a kind is not used."""
+
+    pipe: int
+    data: int
+    model: int
+
+    @property
+    def slices(self) -> int:
+        """The number of tensor slices, which is the size of the ``model`` axis."""
+        return self.model
+
+
+class Membership(NamedTuple):
+    """Where one rank stands in every kind of group.
+
+    Args:
+        rank: the rank itself, in the world.
+        stage: its place along ``pipe``: its rank in the pipeline group.
+        replica: its place along ``data``: its rank in the data parallel group.
+        slice: its place along ``model``: its rank among the tensor slices.
+        rank_in_replica: its place among all ranks of its replica, over which norms and overflow are agreed.
+        pipeline_group, data_parallel_group, slice_group, replica_group: the ranks of these groups;
+            their lengths are the sizes.
+        is_first_stage, is_last_stage: whether its stage is at an end of the pipeline.
+    """
+
+    rank: int
+    stage: int
+    replica: int
+    slice: int
+    rank_in_replica: int
+    pipeline_group: Group
+    data_parallel_group: Group
+    slice_group: Group
+    replica_group: Group
+    is_first_stage: bool
+    is_last_stage: bool
+
+
+def parallel_sizes(topology: Topology) -> ParallelSizes:
+    """The sizes of the axes pipe, data and model, one for each that is missing.
+
+    >>> parallel_sizes(Topology.of(pipe=4, data=2))
+    ParallelSizes(pipe=4, data=2, model=1)
+    """
+    return ParallelSizes(*(max(topology.axis_size(axis), 1) for axis in ParallelSizes._fields))
+
+
+def replica_groups(topology: Topology) -> Iterator[Group]:
+    """All ranks that hold one copy of the model together, one group per data index.
+
+    Overflow flags and gradient norms are agreed over these.
+
+    >>> list(replica_groups(Topology.of(pipe=2, data=2, model=2)))
+    [(0, 1, 4, 5), (2, 3, 6, 7)]
+    """
+    if "data" not in topology.axes:
+        yield tuple(range(topology.world_size))
+        return
+    for index in range(topology.axis_size("data")):
+        yield topology.ranks_at("data", index)
+
+
+def data_parallel_groups(topology: Topology) -> Iterator[Group]:
+    """The ranks that hold the same part of the model: gradients are summed over these."""
+    return _along(topology, "data")
+
+
+def pipeline_groups(topology: Topology) -> Iterator[Group]:
+    """The ranks of one pipeline, in the order of their place along ``pipe``."""
+    return _along(topology, "pipe")
+
+
+def slice_groups(topology: Topology) -> Iterator[Group]:
+    """The ranks among which every tensor of one stage is sliced."""
+    return _along(topology, "model")
+
+
+def neighbour_pairs(topology: Topology) -> Iterator[tuple[int, int]]:
+    """For every rank, in order: the rank and the next one in its pipeline, the last wrapping to the first.
+
+    >>> list(neighbour_pairs(Topology.of(pipe=2, data=2)))
+    [(0, 2), (1, 3), (2, 0), (3, 1)]
+    """
+    for rank in range(topology.world_size):
+        pipeline = _group_of(topology, rank, "pipe")
+        yield rank, pipeline[(_index(topology, rank, "pipe") + 1) % len(pipeline)]
+
+
+def model_groups(world_size: int, tensor: int, pipe: int) -> Iterator[Group]:
+    """Contiguous groups of ``tensor * pipe`` ranks: all model parallel ranks of one replica.
+
+    For grids whose data axis is outermost. The place of rank ``r`` in its group is
+    ``r % (tensor * pipe)``.
+
+    >>> list(model_groups(8, tensor=2, pipe=2))
+    [(0, 1, 2, 3), (4, 5, 6, 7)]
+
+    References:
+        ColossalAI, ``ParallelMode.MODEL``.
+    """
+    size = tensor * pipe
+    if tensor < 1 or pipe < 1 or world_size < 1 or world_size % size:
+        raise ValueError(
+            f"{world_size} ranks do not divide into replicas of tensor x pipe = {tensor} x {pipe} ranks: "
+            "the world has a positive multiple of that"
+        )
+    return (tuple(range(first, first + size)) for first in range(0, world_size, size))
+
+
+def groups_in_creation_order(topology: Topology) -> Iterator[NamedGroup]:
+    """Every group, in the one order in which all ranks have to create them.
+
+    First ``replica``, then ``data``, ``neighbours``, ``pipe`` and ``slice``.
+    """
+    kinds = {
+        "replica": replica_groups,
+        "data": data_parallel_groups,
+        "neighbours": neighbour_pairs,
+        "pipe": pipeline_groups,
+        "slice": slice_groups,
+    }
+    return (NamedGroup(kind, ranks) for kind, groups in kinds.items() for ranks in groups(topology))
+
+
+def rank_of_stage(topology: Topology, rank: int, stage: int, **elsewhere: int) -> int:
+    """The rank that holds ``stage`` in the replica of ``rank``: its coordinate with ``pipe`` replaced.
+
+    Args:
+        topology: one with an axis ``pipe``.
+        rank: the rank that asks.
+        stage: the place along ``pipe``.
+        elsewhere: other axes to replace as well, by name.
+
+    >>> rank_of_stage(Topology.of(pipe=2, data=2), rank=1, stage=1)
+    3
+    >>> rank_of_stage(Topology.of(pipe=2, data=2), rank=1, stage=1, data=0)
+    2
+    """
+    here = dict(zip(topology.axes, topology.coordinate(rank), strict=True))
+    return topology.rank(**{**here, "pipe": stage, **elsewhere})
+
+
+def membership(topology: Topology, rank: int) -> Membership:
+    """Where ``rank`` stands in every kind of group, without making the groups of others.
+
+    >>> membership(Topology.of(pipe=2, data=2), 3).pipeline_group
+    (1, 3)
+    """
+    stage, replica, slice_ = (_index(topology, rank, axis) for axis in ("pipe", "data", "model"))
+    whole = topology.ranks_at("data", replica) if "data" in topology.axes else tuple(range(topology.world_size))
+    return Membership(
+        rank=rank,
+        stage=stage,
+        replica=replica,
+        slice=slice_,
+        rank_in_replica=whole.index(rank),
+        pipeline_group=_group_of(topology, rank, "pipe"),
+        data_parallel_group=_group_of(topology, rank, "data"),
+        slice_group=_group_of(topology, rank, "model"),
+        replica_group=whole,
+        is_first_stage=stage == 0,
+        is_last_stage=stage == parallel_sizes(topology).pipe - 1,
+    )
+
+
+def _along(topology: Topology, axis: str) -> Iterator[Group]:
+    if axis in topology.axes:
+        return topology.groups(axis)
+    return ((rank,) for rank in range(topology.world_size))
+
+
+def _group_of(topology: Topology, rank: int, axis: str) -> Group:
+    return topology.group_of(rank, axis) if axis in topology.axes else (rank,)
+
+
+def _index(topology: Topology, rank: int, axis: str) -> int:
+    coordinate = topology.coordinate(rank)
+    return coordinate[topology.axes.index(axis)] if axis in topology.axes else 0

@@ -1,0 +1,256 @@
+"""A topology: ranks arranged on a grid with named axes, as pure integer arithmetic."""
+
+from __future__ import annotations
+
+import keyword
+import math
+from collections import namedtuple
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import product
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Ranks ``0..world_size-1`` on a grid with named axes, row-major: the last axis varies fastest.
+
+    Nothing is stored per rank: every question is a few integer operations per axis.
+
+    Args:
+        axes: the names of the axes, each a Python identifier, slowest first.
+        sizes: the size of each axis, one or more.
+
+    >>> topology = Topology(("pipe", "data"), (2, 3))
+    >>> topology.rank(pipe=1, data=0), topology.coordinate(4)
+    (3, Coordinate(pipe=1, data=1))
+    >>> list(topology.groups("pipe"))
+    [(0, 3), (1, 4), (2, 5)]
+    >>> print(topology)
+    pipe=2,data=3
+    """
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "axes", tuple(self.axes))
+        object.__setattr__(self, "sizes", tuple(self.sizes))
+        if len(self.axes) != len(self.sizes):
+            raise ValueError(f"expected one size per axis, got axes {self.axes} and sizes {self.sizes}")
+        for axis in self.axes:
+            if not isinstance(axis, str) or not axis.isidentifier() or keyword.iskeyword(axis) or axis.startswith("_"):
+                raise ValueError(f"{axis!r} cannot name an axis: use letters, digits and _, as in 'pipe'")
+            if self.axes.count(axis) > 1:
+                raise ValueError(f"axis {axis!r} occurs twice in {self.axes}: name every axis once")
+        for axis, size in zip(self.axes, self.sizes, strict=True):
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(f"the size of axis {axis!r} is a whole number, one or more; got {size!r}")
+
+    @classmethod
+    def of(cls, **sizes: int) -> Topology:
+        """The topology with these axes in this order: ``Topology.of(pipe=2, data=3)``."""
+        return cls(tuple(sizes), tuple(sizes.values()))
+
+    @classmethod
+    def parse(cls, text: str) -> Topology:
+        """The topology that ``str`` writes: ``Topology.parse("pipe=2,data=3")``."""
+        axes, sizes = [], []
+        for part in text.split(","):
+            axis, equals, size = part.partition("=")
+            if not equals or not size.strip().isascii() or not size.strip().isdigit():
+                raise ValueError(f"cannot read {part!r} in {text!r}: expected axis=size, as in pipe=2,data=2,model=2")
+            axes.append(axis.strip())
+            sizes.append(int(size))
+        return cls(tuple(axes), tuple(sizes))
+
+    def __str__(self) -> str:
+        return ",".join(f"{axis}={size}" for axis, size in zip(self.axes, self.sizes, strict=True))
+
+    @cached_property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return math.prod(self.sizes)
+
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """Per axis, how far apart two ranks are that are neighbours along it."""
+        return tuple(math.prod(self.sizes[i + 1 :]) for i in range(len(self.sizes)))
+
+    def axis_size(self, axis: str) -> int:
+        """The number of ranks along ``axis``; 0 for an axis that the topology does not have.
+
+        So code for several kinds of parallelism may ask without knowing which are in use.
+        """
+        return self.sizes[self.axes.index(axis)] if axis in self.axes else 0
+
+    def rank(self, **coordinate: int) -> int:
+        """The rank at a coordinate, which names every axis.
+
+        Raises:
+            ValueError: for a missing or unknown axis, or an index outside its axis.
+        """
+        missing = [axis for axis in self.axes if axis not in coordinate]
+        if missing:
+            raise ValueError(
+                f"a rank needs a coordinate on every axis of {self}, got {_named(coordinate)} without "
+                f"{', '.join(missing)}: ranks_where(...) takes a part of the axes"
+            )
+        self._require(coordinate)
+        return sum(coordinate[axis] * stride for axis, stride in zip(self.axes, self.strides, strict=True))
+
+    def coordinate(self, rank: int) -> tuple[int, ...]:
+        """The coordinate of ``rank``: a named tuple with one field per axis.
+
+        Raises:
+            ValueError: for a rank outside the topology.
+        """
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank!r} is not in the topology {self}: its ranks are 0..{self.world_size - 1}")
+        pairs = zip(self.strides, self.sizes, strict=True)
+        return _coordinate_type(self.axes)._make([rank // stride % size for stride, size in pairs])
+
+    def coordinates(self) -> Iterator[tuple[int, ...]]:
+        """The coordinates of all ranks, in the order of the ranks."""
+        return map(_coordinate_type(self.axes)._make, product(*map(range, self.sizes)))
+
+    def groups(self, axis: str) -> Iterator[tuple[int, ...]]:
+        """The groups of ranks that differ along ``axis`` alone, made one at a time.
+
+        The other axes vary row-major, in their declared order. No groups for an axis that the
+        topology does not have, as in `axis_size`.
+        """
+        if axis not in self.axes:
+            return
+        others = {other: range(size) for other, size in zip(self.axes, self.sizes, strict=True) if other != axis}
+        for first in self._ranks({**others, axis: range(1)}):
+            yield self._line(first, axis)
+
+    def group_of(self, rank: int, axis: str) -> tuple[int, ...]:
+        """The group along ``axis`` that ``rank`` is in.
+
+        >>> Topology.of(pipe=2, data=2, model=2).group_of(3, "pipe")
+        (3, 7)
+        """
+        self._require_axes([axis])
+        place = self.axes.index(axis)
+        return self._line(rank - self.coordinate(rank)[place] * self.strides[place], axis)
+
+    def ranks_where(self, **coordinate: int) -> tuple[int, ...]:
+        """The ranks whose coordinate matches on the axes that are named, ascending.
+
+        >>> Topology.of(pipe=2, data=2, model=2).ranks_where(pipe=0, data=1)
+        (2, 3)
+        """
+        self._require(coordinate)
+        return tuple(self._ranks({axis: range(i, i + 1) for axis, i in coordinate.items()}))
+
+    def ranks_at(self, axis: str, index: int) -> tuple[int, ...]:
+        """The ranks whose place on ``axis`` is ``index``, ascending.
+
+        >>> Topology.of(x=2, y=3).ranks_at("y", 0)
+        (0, 3)
+        """
+        return self.ranks_where(**{axis: index})
+
+    def rank_repr(
+        self, rank: int, omit_axes: Iterable[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
+    ) -> str:
+        """The coordinate of ``rank`` as text for file names, without the axes to omit.
+
+        >>> Topology.of(a=2, b=2).rank_repr(3), Topology.of(a=2, b=2).rank_repr(3, omit_axes=["a"])
+        ('a_01-b_01', 'b_01')
+        """
+        omitted = frozenset(omit_axes)
+        pairs = zip(self.axes, self.coordinate(rank), strict=True)
+        return outer_sep.join(f"{axis}{inner_sep}{index:02d}" for axis, index in pairs if axis not in omitted)
+
+    def require_world_size(self, world_size: int) -> Topology:
+        """This topology, if it has ``world_size`` ranks.
+
+        Raises:
+            ValueError: where it has another number.
+        """
+        if self.world_size != world_size:
+            product_ = " x ".join(map(str, self.sizes)) or "1"
+            raise ValueError(
+                f"the topology {self} has {product_} = {self.world_size} ranks, but the world has {world_size}: "
+                f"choose sizes whose product is {world_size}"
+            )
+        return self
+
+    def _line(self, first: int, axis: str) -> tuple[int, ...]:
+        place = self.axes.index(axis)
+        stride, size = self.strides[place], self.sizes[place]
+        return tuple(range(first, first + stride * size, stride))
+
+    def _ranks(self, chosen: dict[str, range]) -> Iterator[int]:
+        """The ranks in the box of ``chosen`` index ranges (whole axes where none is chosen), ascending."""
+        offsets = [
+            [index * stride for index in chosen.get(axis, range(size))]
+            for axis, size, stride in zip(self.axes, self.sizes, self.strides, strict=True)
+        ]
+        return map(sum, product(*offsets))
+
+    def _require(self, coordinate: dict[str, int]) -> None:
+        self._require_axes(coordinate)
+        for axis, index in coordinate.items():
+            size = self.axis_size(axis)
+            if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < size:
+                raise ValueError(f"{axis}={index!r} is out of range: axis {axis!r} of {self} has indices 0..{size - 1}")
+
+    def _require_axes(self, axes: Iterable[str]) -> None:
+        unknown = [axis for axis in axes if axis not in self.axes]
+        if unknown:
+            raise ValueError(f"unknown axis {', '.join(map(repr, unknown))}: the axes of {self} are {', '.join(self.axes)}")
+
+
+def pipe_data(pipe: int, data: int) -> Topology:
+    """Pipeline and data parallelism, data innermost: its reductions get the fastest links."""
+    return Topology.of(pipe=pipe, data=data)
+
+
+def pipe_model_data(pipe: int, model: int, data: int) -> Topology:
+    """Pipeline, tensor slicing and data parallelism; the axes are (pipe, data, model).
+
+    Slices, which talk most, are innermost. Mind that the arguments come in another order.
+    """
+    return Topology.of(pipe=pipe, data=data, model=model)
+
+
+def default_grid(world_size: int) -> Topology:
+    """The `pipe_data` topology of ``world_size`` ranks when nobody chose one.
+
+    The prime factors, ascending, go to the pipeline and to data parallelism in turn.
+
+    >>> [str(default_grid(n)) for n in (1, 6, 12, 30)]
+    ['pipe=1,data=1', 'pipe=2,data=3', 'pipe=6,data=2', 'pipe=10,data=3']
+    """
+    factors = prime_factors(world_size)
+    return pipe_data(pipe=math.prod(factors[0::2]), data=math.prod(factors[1::2]))
+
+
+def prime_factors(number: int) -> tuple[int, ...]:
+    """The prime factors of a positive whole number, ascending, with their multiplicity.
+
+    >>> prime_factors(12), prime_factors(1)
+    ((2, 2, 3), ())
+    """
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ValueError(f"prime factors are those of a whole number, one or more; got {number!r}")
+    factors, candidate = [], 2
+    while candidate * candidate <= number:
+        while number % candidate == 0:
+            factors.append(candidate)
+            number //= candidate
+        candidate += 1
+    return (*factors, number) if number > 1 else tuple(factors)
+
+
+@lru_cache(maxsize=64)
+def _coordinate_type(axes: tuple[str, ...]) -> type:
+    return namedtuple("Coordinate", axes)
+
+
+def _named(coordinate: dict[str, int]) -> str:
+    return ", ".join(f"{axis}={index}" for axis, index in coordinate.items()) or "nothing"
