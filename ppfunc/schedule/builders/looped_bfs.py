@@ -1,0 +1,35 @@
+"""Looped breadth first: every chunk runs all its microbatches before the next chunk starts."""
+
+from __future__ import annotations
+
+from ...parallel.placement import loop, stage_ids_of_rank
+from ..schedule import Schedule, single_chain
+from ._parts import B, F, require_counts
+
+
+def looped_bfs(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
+    """All forwards chunk by chunk, then all backwards, chunks and microbatches reversed.
+
+    Bubble time ``(p - 1)(F + B)/v`` where ``m >= p``; ``m v`` live chunk activations.
+
+    >>> for program in looped_bfs(ranks=2, microbatches=2).programs:
+    ...     print(" ".join(str(i) for step in program for i in step))
+    0F0 0F1 2F0 2F1 2B1 2B0 0B1 0B0
+    1F0 1F1 3F0 3F1 3B1 3B0 1B1 1B0
+
+    Args:
+        ranks: number of ranks p.
+        microbatches: number of microbatches m.
+        chunks: stages per rank v; rank r holds stages r, r + p, ...
+
+    Raises:
+        ValueError: an argument is below 1.
+
+    References:
+        Lamy-Poirier, Breadth-First Pipeline Parallelism, MLSys 2023 (arXiv:2211.05953), section 4.
+    """
+    require_counts(ranks, microbatches, chunks)
+    placement = loop(ranks, chunks)
+    forwards = ([F(s, m) for s in stage_ids_of_rank(placement, r) for m in range(microbatches)] for r in range(ranks))
+    programs = ([*program, *(B(f.stage, f.microbatch) for f in reversed(program))] for program in forwards)
+    return single_chain("looped_bfs", placement, microbatches, programs)
