@@ -1,0 +1,186 @@
+"""Abstract evaluation: what a stage returns and how it behaves, learned without computing anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .errors import StageError
+from .example import Example, Leaves, split_aux
+from .signature import LeafSignature, Signature, differentiable
+
+DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+
+class Outline(NamedTuple):
+    """What a stage returns and whether it draws random numbers.
+
+    Args:
+        y: signature of the output; ``grad=True`` where it depends on a differentiable leaf of the parameters or of ``x``.
+        aux: signature of the auxiliary output, no leaf of which carries a gradient.
+        random: whether an operator drew from a generator.
+    """
+
+    y: Signature
+    aux: Signature
+    random: bool
+
+
+def abstract(fn: Callable[..., Any], params: Any, x: Any, *consts: Any) -> Signature:
+    """The signature of ``fn(params, x, *consts)``, without computing anything.
+
+    Args:
+        fn: a stage.
+        params, x, consts: trees of tensors, or signatures.
+
+    Raises:
+        StageError: the control flow or the shapes depend on values, or the stage changes its arguments.
+        TypeError: a leaf is not a tensor.
+
+    >>> f = lambda w, x: {"y": x @ w, "n": x.argmax()}
+    >>> print(abstract(f, torch.zeros(2, 3), torch.zeros(5, 2)))
+    {'y': float32[5,3], 'n': int64[] no grad}
+    """
+    return outline(fn, Example.of((params, x, *consts))).y
+
+
+def outline(fn: Callable[..., Any], example: Example, *, has_aux: bool = False, name: str = "the stage") -> Outline:
+    """As :func:`abstract`, with the auxiliary output and with randomness.
+
+    Raises:
+        StageError: as :func:`abstract`.
+    """
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            return _observe(fn, example, example.make(), has_aux, name)
+    except DATA_DEPENDENT as error:
+        raise StageError(name, data_dependence(error), "use the functional engine, which runs any Python") from error
+
+
+def outline_by_zeros(fn: Callable[..., Any], example: Example, *, has_aux: bool, name: str) -> Outline:
+    """As :func:`outline`, by running the stage once on zeros: for stages whose path depends on values."""
+    seen = _observe(fn, example, example.make(_zeros), has_aux, name)
+    return seen._replace(random=True)
+
+
+def data_dependence(error: Exception) -> str:
+    """In plain words, why a stage could not be evaluated without values."""
+    operator = getattr(error, "func", None) or (error.args[0] if error.args else error)
+    return f"its control flow or its shapes depend on the values of tensors (operator {operator}), so that it cannot be evaluated abstractly"
+
+
+def _zeros(shape: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
+
+
+def _observe(fn: Callable[..., Any], example: Example, tensors: tuple[Leaves, Leaves, Leaves], has_aux: bool, name: str) -> Outline:
+    wanted = (
+        tuple(differentiable(leaf.dtype) for leaf in example.params.leaves),
+        tuple(leaf.grad for leaf in example.x.leaves),
+        (False,) * len(tensors[2]),
+    )
+    watch = _Watch(name, abstract=isinstance(next(iter(sum(tensors, ())), None), FakeTensor))
+    with torch.enable_grad():
+        # Clones, so that a stage may try to change its arguments and be told so in our words.
+        groups = tuple(
+            tuple(t.requires_grad_(g).clone() for t, g in zip(group, flags, strict=True))
+            for group, flags in zip(tensors, wanted, strict=True)
+        )
+        trees = (example.params.unflatten(groups[0]), example.x.unflatten(groups[1]), *example.unflatten_consts(groups[2]))
+        with watch:
+            out = call_named(fn, trees, name)
+        (y, y_def), (aux, aux_def) = split_aux(out, has_aux, name)
+    _require_unchanged(example, trees, groups, name)
+    return Outline(
+        Signature(y_def, tuple(_leaf(t, t.requires_grad) for t in y)),
+        Signature(aux_def, tuple(_leaf(t, False) for t in aux)),
+        watch.random,
+    )
+
+
+def call_named(fn: Callable[..., Any], args: tuple[Any, ...], name: str) -> Any:
+    """``fn(*args)``; an exception out of it gets a note that names the stage."""
+    try:
+        return fn(*args)
+    except Exception as error:
+        error.add_note(f"raised in {name}")
+        raise
+
+
+def _leaf(t: torch.Tensor, grad: bool) -> LeafSignature:
+    return LeafSignature(tuple(t.shape), t.dtype, grad and differentiable(t.dtype))
+
+
+def _require_unchanged(example: Example, trees: tuple[Any, ...], groups: tuple[Leaves, ...], name: str) -> None:
+    """Raise if the stage wrote into its arguments, or replaced something in their containers."""
+    names = ("params", "x", *(f"const {i}" for i in range(len(example.consts))))
+    before = iter([*groups[0], *groups[1], *groups[2]])
+    for what, tree, signature in zip(names, trees, (example.params, example.x, *example.consts), strict=True):
+        mine = [next(before) for _ in signature.leaves]
+        leaves, treedef = optree.tree_flatten(tree)
+        written = [path for path, t in zip(signature.paths, mine, strict=True) if t._version]
+        same = treedef == signature.treedef and all(a is b for a, b in zip(leaves, mine, strict=True))
+        if written or not same:
+            place = what + (written[0] if written else "")
+            how = "writes into" if written else "replaces entries of"
+            raise StageError(name, f"it is not pure: it {how} its argument {place}", "return the new value, or work on a clone")
+
+
+class _Watch(TorchDispatchMode):
+    """Sees every operator that a stage calls: random ones, and those that reach outside the arguments."""
+
+    def __init__(self, stage: str, abstract: bool) -> None:
+        super().__init__()
+        self.stage, self.abstract, self.random = stage, abstract, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.random = self.random or draws(func, args, kwargs)
+        if func is not torch.ops.aten.detach.default:
+            for argument, value in zip(func._schema.arguments, args, strict=False):
+                if _captured(value):
+                    self._judge(value, argument.alias_info is not None and argument.alias_info.is_write)
+        return func(*args, **kwargs)
+
+    def _judge(self, value: torch.Tensor, written: bool) -> None:
+        """Raise if using this tensor, which is not among the arguments, is not pure."""
+        what = f"a tensor of shape {tuple(value.shape)} that is not among its arguments"
+        if written and self.abstract:
+            self._reach(f"it is not pure: it writes into {what}", "pass it as state and return the new value")
+        if value.requires_grad and value.is_leaf and torch.is_grad_enabled():
+            self._reach(f"it reads {what} and requires a gradient, which would be lost", "pass it in params, or detach it")
+
+    def _reach(self, reason: str, instead: str) -> None:
+        raise StageError(self.stage, reason, instead)
+
+
+def _captured(value: Any) -> bool:
+    """Whether this is a plain tensor from outside: neither fake nor wrapped by a transform."""
+    plain = type(value) in (torch.Tensor, torch.nn.Parameter)
+    return plain and not torch._C._functorch.is_functorch_wrapped_tensor(value)
+
+
+def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this call draws from a random generator; attention with a dropout of zero does not.
+
+    >>> draws(torch.ops.aten.rand_like.default, (torch.zeros(2),), {})
+    True
+    """
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name in ("dropout_p", "dropout"):
+            given = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
+            return given != 0
+    return True

@@ -1,0 +1,106 @@
+"""The example that an engine builds a program for: what goes into a stage, without the values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+
+from .signature import Signature, flatten
+
+Leaves = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """What goes into a stage: hashable, so that programs can be kept by it.
+
+    Args:
+        params: signature of the parameters.
+        strides: strides of every parameter, in elements.
+        x: signature of what comes over the boundary; gradients are wanted for its ``grad=True`` leaves.
+        consts: signatures of the further arguments, which are never differentiated.
+        device: where the stage computes.
+        subclasses: names of tensor types other than ``Tensor`` and ``Parameter`` that occur.
+    """
+
+    params: Signature
+    strides: tuple[tuple[int, ...], ...]
+    x: Signature
+    consts: tuple[Signature, ...]
+    device: torch.device
+    subclasses: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, example: tuple[Any, ...], device: torch.device | str | None = None) -> Example:
+        """Read ``(params, x, *consts)``, each a tree of tensors or a :class:`Signature`.
+
+        Args:
+            example: the arguments of the stage.
+            device: where it computes; by default where the first tensor of the example is, else the CPU.
+
+        Raises:
+            TypeError: a leaf is not a tensor.
+        """
+        names = ["params", "x", *(f"const {i}" for i in range(len(example) - 2))]
+        signatures = [Signature.of(tree, name) for tree, name in zip(example, names, strict=True)]
+        given = [t for tree in example if not isinstance(tree, Signature) for t in optree.tree_leaves(tree)]
+        if isinstance(example[0], Signature):
+            strides = tuple(torch.empty(leaf.shape, device="meta").stride() for leaf in signatures[0].leaves)
+        else:
+            strides = tuple(t.stride() for t in optree.tree_leaves(example[0]))
+        where = torch.device(device) if device is not None else next((t.device for t in given), torch.device("cpu"))
+        plain = (torch.Tensor, torch.nn.Parameter)
+        others = tuple(sorted({type(t).__name__ for t in given if type(t) not in plain}))
+        return cls(signatures[0], strides, signatures[1], tuple(signatures[2:]), where, others)
+
+    @property
+    def const_leaves(self) -> tuple[Any, ...]:
+        """The leaves of all further arguments, in order."""
+        return tuple(leaf for signature in self.consts for leaf in signature.leaves)
+
+    def unflatten_consts(self, leaves: Iterable[Any]) -> tuple[Any, ...]:
+        """The further arguments with these leaves."""
+        rest = iter(leaves)
+        return tuple(s.unflatten([next(rest) for _ in s.leaves]) for s in self.consts)
+
+    def caller(self, fn: Callable[..., Any]) -> Callable[[Leaves, Leaves, Leaves], Any]:
+        """``fn`` as a function of the leaves of its arguments."""
+        params, x, unflatten = self.params.treedef, self.x.treedef, self.unflatten_consts
+
+        def call(p: Leaves, a: Leaves, c: Leaves) -> Any:
+            return fn(optree.tree_unflatten(params, p), optree.tree_unflatten(x, a), *unflatten(c))
+
+        return call
+
+    def make(self, fill: Callable[..., torch.Tensor] = torch.empty_strided) -> tuple[Leaves, Leaves, Leaves]:
+        """New tensors for the parameters, for ``x`` and for the further arguments, all of them distinct.
+
+        Args:
+            fill: called with ``(shape, stride, dtype=, device=)``.
+        """
+        p = tuple(
+            fill(leaf.shape, stride, dtype=leaf.dtype, device=self.device)
+            for leaf, stride in zip(self.params.leaves, self.strides, strict=True)
+        )
+        rest = [
+            tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device=self.device).zero_() for leaf in leaves)
+            for leaves in (self.x.leaves, self.const_leaves)
+        ]
+        return p, rest[0], rest[1]
+
+
+def split_aux(out: Any, has_aux: bool, stage: str) -> tuple[tuple[Any, optree.PyTreeSpec], tuple[Any, optree.PyTreeSpec]]:
+    """What a stage returned, as ``(leaves, structure)`` of ``y`` and of ``aux`` (``None`` without it).
+
+    Raises:
+        TypeError: with ``has_aux``, not a pair; or a leaf is not a tensor.
+    """
+    if not has_aux:
+        return flatten(out, f"{stage} y"), ((), optree.tree_structure(None))
+    if not (isinstance(out, tuple) and len(out) == 2):
+        raise TypeError(f"{stage} has an auxiliary output: got {type(out).__name__}, expected the pair (y, aux)")
+    return flatten(out[0], f"{stage} y"), flatten(out[1], f"{stage} aux")
