@@ -70,7 +70,7 @@ def outline(fn: Callable[..., Any], example: Example, *, has_aux: bool = False, 
 
 def outline_by_zeros(fn: Callable[..., Any], example: Example, *, has_aux: bool, name: str) -> Outline:
     """As :func:`outline`, by running the stage once on zeros: for stages whose path depends on values."""
-    seen = _observe(fn, example, example.make(_zeros), has_aux, name)
+    seen = _observe(fn, example, example.make(zeros), has_aux, name)
     return seen._replace(random=True)
 
 
@@ -80,7 +80,8 @@ def data_dependence(error: Exception) -> str:
     return f"its control flow or its shapes depend on the values of tensors (operator {operator}), so that it cannot be evaluated abstractly"
 
 
-def _zeros(shape: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def zeros(shape: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros with these strides."""
     return torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
 
 

@@ -1,0 +1,144 @@
+"""The engine that differentiates at run time by ``torch.func.vjp``: any Python, at the price of its overhead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from .abstract import DATA_DEPENDENT, Outline, call_named, outline, outline_by_zeros, zeros
+from .boundary import settled
+from .errors import StageError
+from .example import Example, Leaves, split_aux
+from .program import FlatProgram, Gradients, StageProgram, stage_program
+from .signature import differentiable
+
+
+def functional(
+    fn: Callable[..., Any],
+    example: tuple[Any, ...],
+    *,
+    has_aux: bool = False,
+    name: str = "the stage",
+    device: torch.device | str | None = None,
+) -> StageProgram:
+    """An engine: ``torch.func.vjp`` at every forward.
+
+    Control flow may depend on values, and the programs nest under ``vmap``, ``jvp`` and ``grad``.
+    ``residuals`` is one opaque function, to be used once. The whole backward runs in
+    ``backward_input``, which hands the gradients of the parameters over to ``backward_weight``.
+    Where abstract evaluation needs values, the stage is run once on zeros to learn its outputs.
+
+    Args, Returns: as :class:`~ppfunc.stage.program.Engine`; ``device`` as :meth:`Example.of`.
+
+    Raises:
+        StageError: the stage changes its arguments, or uses what ``torch.func`` cannot take.
+
+    >>> program = functional(lambda w, x: (w * x).sin(), (torch.ones(2), torch.zeros(2)))
+    >>> y, residuals = program.forward(torch.ones(2), torch.zeros(2))
+    >>> gw, gx = program.backward(residuals, torch.ones(2))
+    >>> gx
+    tensor([1., 1.])
+    """
+    seen = Example.of(example, device)
+    known, abstract = _outline(fn, seen, has_aux, name)
+    flat = _flat(_Split(fn, seen, known, has_aux, name))
+    _try(flat, seen, known, abstract, name)
+    return stage_program(flat, seen, known, has_aux=has_aux, residual_bytes=None)
+
+
+def _outline(fn: Callable[..., Any], example: Example, has_aux: bool, name: str) -> tuple[Outline, bool]:
+    """What the stage returns, and whether that could be learned without values."""
+    try:
+        return outline(fn, example, has_aux=has_aux, name=name), True
+    except StageError as error:
+        if not isinstance(error.__cause__, DATA_DEPENDENT):
+            raise
+    return outline_by_zeros(fn, example, has_aux=has_aux, name=name), False
+
+
+def _try(flat: FlatProgram, example: Example, known: Outline, abstract: bool, name: str) -> None:
+    """Raise if ``torch.func`` refuses a stage that runs without it."""
+    with FakeTensorMode(allow_non_fake_inputs=True) if abstract else nullcontext(), torch.no_grad():
+        params, x, consts = example.make(zeros)
+        try:
+            outputs, residuals = flat.forward(params, x, consts)
+            gy = tuple(torch.ones_like(t) for t, leaf in zip(outputs, known.y.leaves, strict=False) if leaf.grad)
+            flat.backward(residuals, gy)
+        except (RuntimeError, NotImplementedError) as error:
+            reason = f"torch.func cannot differentiate it ({str(error).splitlines()[0]})"
+            raise StageError(name, reason, "use the eager engine, which uses torch.autograd.grad") from error
+
+
+class _Split:
+    """The stage as a function of its differentiable leaves alone; the others are set beforehand."""
+
+    def __init__(self, fn: Callable[..., Any], example: Example, known: Outline, has_aux: bool, name: str) -> None:
+        self.call, self.has_aux, self.name = example.caller(fn), has_aux, name
+        self.param_at = [i for i, leaf in enumerate(example.params.leaves) if differentiable(leaf.dtype)]
+        self.x_at = [i for i, leaf in enumerate(example.x.leaves) if leaf.grad]
+        self.y_at = [i for i, leaf in enumerate(known.y.leaves) if leaf.grad]
+        self.y = known.y
+
+    def primals(self, params: Leaves, x: Leaves) -> tuple[Leaves, Leaves]:
+        return tuple(params[i] for i in self.param_at), tuple(x[i] for i in self.x_at)
+
+    def with_others(self, params: Leaves, x: Leaves, consts: Leaves) -> Callable[[Leaves, Leaves], tuple[Leaves, Leaves]]:
+        """A function ``(primal params, primal x) -> (y leaves with gradient, all outputs)``."""
+
+        def run(primal_params: Leaves, primal_x: Leaves) -> tuple[Leaves, Leaves]:
+            p, a = list(params), list(x)
+            for i, value in zip(self.param_at, primal_params, strict=True):
+                p[i] = value
+            for i, value in zip(self.x_at, primal_x, strict=True):
+                a[i] = value
+            out = call_named(lambda: self.call(tuple(p), tuple(a), consts), (), self.name)
+            (y, y_def), (aux, _) = split_aux(out, self.has_aux, self.name)
+            self.require_same(y, y_def)
+            y = settled(y)
+            return tuple(y[i] for i in self.y_at), y + settled(aux)
+
+        return run
+
+    def no_gradients(self, gy: Leaves, **_: Any) -> tuple[Gradients, Gradients]:
+        """The backward of a stage through which no gradient flows."""
+        return (None,) * len(self.param_at), (None,) * len(self.x_at)
+
+    def require_same(self, y: Leaves, treedef: Any) -> None:
+        """Raise unless ``y`` is what the example promised: neighbours were told so."""
+        same = treedef == self.y.treedef and all(
+            tuple(t.shape) == s.shape and t.dtype == s.dtype for t, s in zip(y, self.y.leaves, strict=True)
+        )
+        if not same:
+            got = [f"{t.dtype}{list(t.shape)}" for t in y]
+            reason = f"its output depends on values in structure or shape: got {got}, expected {self.y}"
+            raise StageError(self.name, reason, "return the same shapes for every microbatch, by padding for instance")
+
+
+def _flat(stage: _Split) -> FlatProgram:
+    def forward(params: Leaves, x: Leaves, consts: Leaves) -> tuple[Leaves, tuple[Any, ...]]:
+        x, consts = settled(x), settled(consts)
+        primals = stage.primals(params, x)
+        run = stage.with_others(params, x, consts)
+        if not (stage.y_at and any(primals)):
+            return run(*primals)[1], (stage.no_gradients,)
+        _, pull, outputs = torch.func.vjp(run, *primals, has_aux=True)
+        return outputs, (pull,)
+
+    def backward(residuals: tuple[Any, ...], gy: Leaves) -> tuple[Gradients, Gradients]:
+        (pull,) = residuals
+        again = torch.is_grad_enabled()
+        gparams, gx = pull(settled(gy), retain_graph=again, create_graph=again)
+        return gparams, settled(gx)
+
+    def backward_input(residuals: tuple[Any, ...], gy: Leaves) -> tuple[Gradients, tuple[Any, ...]]:
+        gparams, gx = backward(residuals, gy)
+        return gx, gparams
+
+    def backward_weight(rest: tuple[Any, ...]) -> Gradients:
+        return rest
+
+    return FlatProgram(forward, backward, backward_input, backward_weight)

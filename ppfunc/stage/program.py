@@ -1,0 +1,144 @@
+"""Stage programs: the pure functions that forward and backward of one stage consist of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import optree
+import torch
+
+from .abstract import Outline
+from .example import Example, Leaves
+from .signature import LeafSignature, Signature, differentiable
+
+Gradients = tuple[torch.Tensor | None, ...]
+
+
+class FlatProgram(NamedTuple):
+    """The functions of a stage on flat tuples of tensors; call them under ``torch.no_grad()``.
+
+    Leaves of ``x``, of the constants and of ``gy`` may have any strides; outputs and ``gx`` are
+    contiguous, so that a tensor is the same whether it was sent or handed over. Gradients of
+    parameters have the strides that their operator gives. What is returned may alias the
+    arguments, and parts of it each other: nobody may write into it without owning it.
+
+    Args:
+        forward: ``(params, x, consts) -> (outputs, residuals)``: all leaves in order; the outputs
+            are the leaves of ``y``, then those of the auxiliary output.
+        backward: ``(residuals, gy) -> (gparams, gx)``: ``gy`` has one entry per ``grad=True`` leaf
+            of ``y``; ``gparams`` one per floating or complex parameter, ``gx`` one per ``grad=True``
+            leaf of ``x``; ``None`` where there is no dependence.
+        backward_input: ``(residuals, gy) -> (gx, rest)``.
+        backward_weight: ``(rest,) -> gparams``.
+    """
+
+    forward: Callable[[Leaves, Leaves, Leaves], tuple[Leaves, tuple[Any, ...]]]
+    backward: Callable[[tuple[Any, ...], Leaves], tuple[Gradients, Gradients]]
+    backward_input: Callable[[tuple[Any, ...], Leaves], tuple[Gradients, tuple[Any, ...]]]
+    backward_weight: Callable[[tuple[Any, ...]], Gradients]
+
+
+class StageProgram(NamedTuple):
+    """The functions of a stage on trees, and what is known of them beforehand.
+
+    Equivalent to, for ``y, pull = torch.func.vjp(fn, params, x)``::
+
+        y, residuals = forward(params, x)
+        gparams, gx = backward(residuals, gy)       # pull(gy)
+        gx, rest = backward_input(residuals, gy)    # the same gx ...
+        gparams = backward_weight(rest)             # ... and the same gparams, apart
+
+    Args:
+        forward: ``(params, x, *consts) -> (y, residuals)``, or ``((y, aux), residuals)``.
+        backward: ``(residuals, gy) -> (gparams, gx)``, with the structures of ``params`` and ``x``,
+            zeros where there is no dependence or no gradient is wanted.
+        backward_input: ``(residuals, gy) -> (gx, rest)``.
+        backward_weight: ``(rest) -> gparams``.
+        flat: the same on flat tuples, which the interpreter calls.
+        y: signature of the output.
+        aux: signature of the auxiliary output.
+        residual_bytes: bytes of the residuals of one microbatch, each storage counted once and
+            parameters not at all; ``None`` where an engine cannot know it.
+        random: whether the forward draws random numbers; a backward never does.
+    """
+
+    forward: Callable[..., tuple[Any, tuple[Any, ...]]]
+    backward: Callable[[tuple[Any, ...], Any], tuple[Any, Any]]
+    backward_input: Callable[[tuple[Any, ...], Any], tuple[Any, tuple[Any, ...]]]
+    backward_weight: Callable[[tuple[Any, ...]], Any]
+    flat: FlatProgram
+    y: Signature
+    aux: Signature
+    residual_bytes: int | None
+    random: bool
+
+
+class Engine(Protocol):
+    """How a stage is differentiated."""
+
+    def __call__(self, fn: Callable[..., Any], example: tuple[Any, ...], *, has_aux: bool = False, name: str = "the stage") -> StageProgram:
+        """The program of the stage ``fn(params, x, *consts) -> y``.
+
+        Args:
+            fn: the stage; with ``has_aux`` it returns ``(y, aux)``.
+            example: ``(params, x, *consts)``, trees of tensors or signatures.
+            has_aux: whether there is an auxiliary output, which gets no cotangent.
+            name: how errors call the stage.
+
+        Raises:
+            StageError: the engine cannot serve the stage; says why, and which one can.
+        """
+        ...
+
+
+def stage_program(
+    flat: FlatProgram, example: Example, outline: Outline, *, has_aux: bool, residual_bytes: int | None
+) -> StageProgram:
+    """The program on trees, made of the one on flat tuples."""
+    y, aux = outline.y, outline.aux
+    wants_param = [differentiable(leaf.dtype) for leaf in example.params.leaves]
+    wants_x = [leaf.grad for leaf in example.x.leaves]
+
+    def zeros(leaf: LeafSignature) -> torch.Tensor:
+        return torch.zeros(leaf.shape, dtype=leaf.dtype, device=example.device)
+
+    def fill(signature: Signature, wanted: Sequence[bool], gradients: Gradients) -> Any:
+        given = iter(gradients)
+        pairs = [(leaf, next(given) if want else None) for leaf, want in zip(signature.leaves, wanted, strict=True)]
+        return signature.unflatten([zeros(leaf) if g is None else g for leaf, g in pairs])
+
+    def cotangents(gy: Any) -> Leaves:
+        leaves, treedef = optree.tree_flatten(gy)
+        if treedef != y.treedef:
+            raise ValueError(f"gy: got the structure {treedef}, expected that of y, {y.treedef}")
+        return tuple(g for g, leaf in zip(leaves, y.leaves, strict=True) if leaf.grad)
+
+    @torch.no_grad()
+    def forward(params: Any, x: Any, *consts: Any) -> tuple[Any, tuple[Any, ...]]:
+        if len(consts) != len(example.consts):
+            raise TypeError(f"got {len(consts)} arguments after x, expected {len(example.consts)}, as in the example")
+        extra = [s.require(c, f"const {i}") for i, (s, c) in enumerate(zip(example.consts, consts, strict=True))]
+        own = tuple(p.detach() for p in example.params.require(params, "params"))
+        outputs, residuals = flat.forward(own, example.x.require(x, "x"), sum(extra, ()))
+        cut = len(y.leaves)
+        out = y.unflatten(outputs[:cut])
+        return ((out, aux.unflatten(outputs[cut:])) if has_aux else out), residuals
+
+    @torch.no_grad()
+    def backward(residuals: tuple[Any, ...], gy: Any) -> tuple[Any, Any]:
+        gparams, gx = flat.backward(residuals, cotangents(gy))
+        return fill(example.params, wants_param, gparams), fill(example.x, wants_x, gx)
+
+    @torch.no_grad()
+    def backward_input(residuals: tuple[Any, ...], gy: Any) -> tuple[Any, tuple[Any, ...]]:
+        gx, rest = flat.backward_input(residuals, cotangents(gy))
+        return fill(example.x, wants_x, gx), rest
+
+    @torch.no_grad()
+    def backward_weight(rest: tuple[Any, ...]) -> Any:
+        return fill(example.params, wants_param, flat.backward_weight(rest))
+
+    return StageProgram(
+        forward, backward, backward_input, backward_weight, flat, y, aux, residual_bytes, outline.random
+    )
