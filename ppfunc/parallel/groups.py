@@ -106,9 +106,11 @@ def neighbour_pairs(topology: Topology) -> Iterator[tuple[int, int]]:
     >>> list(neighbour_pairs(Topology.of(pipe=2, data=2)))
     [(0, 2), (1, 3), (2, 0), (3, 1)]
     """
+    stages = parallel_sizes(topology).pipe
+    stride = topology.strides[topology.axes.index("pipe")] if "pipe" in topology.axes else 0
     for rank in range(topology.world_size):
-        pipeline = _group_of(topology, rank, "pipe")
-        yield rank, pipeline[(_index(topology, rank, "pipe") + 1) % len(pipeline)]
+        stage = _index(topology, rank, "pipe")
+        yield rank, rank + ((stage + 1) % stages - stage) * stride
 
 
 def model_groups(world_size: int, tensor: int, pipe: int) -> Iterator[Group]:

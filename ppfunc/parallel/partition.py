@@ -1,0 +1,185 @@
+"""A partition of a model's layers into stages, as the boundaries between them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import InitVar, dataclass
+from itertools import accumulate, pairwise
+from typing import Literal, TypeVar
+
+T = TypeVar("T")
+Interval = tuple[int, int]
+"""``(start, end)``: the layers from ``start`` up to and without ``end``."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Layers ``0..n-1`` in order, cut into stages: stage ``s`` has ``boundaries[s]`` up to ``boundaries[s + 1]``.
+
+    Because only the boundaries are stored, every layer is in exactly one stage.
+
+    Args:
+        boundaries: from 0 to the number of layers, ascending; one more than there are stages.
+        allow_empty: whether stages without layers are wanted.
+
+    Raises:
+        ValueError: where the boundaries do not start at 0 or do not ascend, or where a stage
+            is empty without being asked for.
+
+    >>> partition = Partition((0, 2, 5))
+    >>> partition.sizes, list(partition.layers_of(1)), partition.stage_of(1)
+    ((2, 3), [2, 3, 4], 0)
+    >>> partition.loads([1, 1, 4, 1, 1])
+    (2, 6)
+    """
+
+    boundaries: tuple[int, ...]
+    allow_empty: InitVar[bool] = False
+
+    def __post_init__(self, allow_empty: bool) -> None:
+        boundaries = tuple(self.boundaries)
+        object.__setattr__(self, "boundaries", boundaries)
+        if any(isinstance(b, bool) or not isinstance(b, int) for b in boundaries):
+            raise ValueError(f"boundaries are whole numbers, got {_shown(boundaries)}")
+        if len(boundaries) < 2 or boundaries[0] != 0:
+            raise ValueError(f"boundaries run from 0 to the number of layers, as in (0, 3, 6); got {_shown(boundaries)}")
+        if min(self.sizes) < 0:
+            raise ValueError(f"boundaries have to ascend, got {_shown(boundaries)}")
+        if not allow_empty and 0 in self.sizes:
+            raise ValueError(
+                f"stage {self.sizes.index(0)} would be empty: {self.layers} layers in {self.stages} stages of sizes "
+                f"{_shown(self.sizes)}; use fewer stages, or allow_empty=True"
+            )
+
+    @classmethod
+    def from_sizes(cls, sizes: Iterable[int], allow_empty: bool = False) -> Partition:
+        """The partition with so many layers in each stage: ``Partition.from_sizes((2, 3))``."""
+        return cls(tuple(accumulate(sizes, initial=0)), allow_empty)
+
+    @property
+    def stages(self) -> int:
+        """The number of stages."""
+        return len(self.boundaries) - 1
+
+    @property
+    def layers(self) -> int:
+        """The number of layers."""
+        return self.boundaries[-1]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The number of layers of each stage."""
+        return tuple(end - start for start, end in self.intervals)
+
+    @property
+    def intervals(self) -> tuple[Interval, ...]:
+        """The interval of layers of each stage."""
+        return tuple(pairwise(self.boundaries))
+
+    def layers_of(self, stage: int) -> range:
+        """The layers of a stage."""
+        if not 0 <= stage < self.stages:
+            raise ValueError(f"stage {stage} is out of range: the stages are 0..{self.stages - 1}")
+        return range(*self.boundaries[stage : stage + 2])
+
+    def stage_of(self, layer: int) -> int:
+        """The stage that has a layer."""
+        if not 0 <= layer < self.layers:
+            raise ValueError(f"layer {layer} is out of range: the layers are 0..{self.layers - 1}")
+        return next(s for s, (start, end) in enumerate(self.intervals) if start <= layer < end)
+
+    def loads(self, weights: Sequence[float]) -> tuple[float, ...]:
+        """The sum of the weights of each stage; whole where the weights are."""
+        self._require_length(weights)
+        add = sum if all(isinstance(w, int) for w in weights) else math.fsum
+        return tuple(add(weights[start:end]) for start, end in self.intervals)
+
+    def split(self, items: Sequence[T]) -> tuple[tuple[T, ...], ...]:
+        """Items, one per layer, as one tuple per stage."""
+        self._require_length(items)
+        return tuple(tuple(items[start:end]) for start, end in self.intervals)
+
+    def split_points(self, prefix: str = "layers.") -> tuple[str, ...]:
+        """The name of the first layer of every stage but the first.
+
+        >>> Partition((0, 3, 8)).split_points()
+        ('layers.3',)
+        """
+        return tuple(f"{prefix}{boundary}" for boundary in self.boundaries[1:-1])
+
+    def dealt(self, ranks: int) -> tuple[tuple[Interval, ...], ...]:
+        """The intervals of each rank when the stages are dealt round the ranks, as `loop` places them.
+
+        >>> Partition((0, 1, 2, 4, 6)).dealt(2)
+        (((0, 1), (2, 4)), ((1, 2), (4, 6)))
+        """
+        if ranks < 1 or self.stages % ranks:
+            raise ValueError(f"{self.stages} stages cannot be dealt evenly to {ranks} ranks: use a divisor of {self.stages}")
+        return tuple(self.intervals[rank::ranks] for rank in range(ranks))
+
+    def _require_length(self, items: Sequence[object]) -> None:
+        if len(items) != self.layers:
+            raise ValueError(f"expected one item for each of the {self.layers} layers, got {len(items)}")
+
+
+def partition_uniform(
+    layers: int, stages: int, *, remainder: Literal["first", "last"] = "first", allow_empty: bool = False
+) -> Partition:
+    """Equal numbers of layers; what is left over goes one each to the first stages, or to the last.
+
+    Args:
+        layers: number of layers.
+        stages: number of stages.
+        remainder: which stages are larger by one where the layers do not divide.
+        allow_empty: whether there may be fewer layers than stages. With ``"first"`` the last
+            stages are then empty, with ``"last"`` the first.
+
+    Raises:
+        ValueError: for fewer layers than stages, unless empty stages are allowed.
+
+    References:
+        DeepSpeed gives the remainder to the first stages, ColossalAI to the last.
+
+    >>> partition_uniform(10, 4).sizes, partition_uniform(10, 4, remainder="last").sizes
+    ((3, 3, 2, 2), (2, 2, 3, 3))
+    """
+    require_counts(layers, stages)
+    if remainder not in ("first", "last"):
+        raise ValueError(f"the remainder goes to the 'first' or the 'last' stages, got {remainder!r}")
+    size, left_over = divmod(layers, stages)
+    sizes = (size + 1,) * left_over + (size,) * (stages - left_over)
+    return Partition.from_sizes(sizes if remainder == "first" else sizes[::-1], allow_empty)
+
+
+def partition_explicit(boundaries: Iterable[int], layers: int, *, allow_empty: bool = False) -> Partition:
+    """The partition with boundaries that are written out, checked against the number of layers.
+
+    Args:
+        boundaries: ``[0, ..., layers]``.
+        layers: how many layers there are.
+
+    >>> partition_explicit([0, 2, 5], layers=5).sizes
+    (2, 3)
+    """
+    partition = Partition(tuple(boundaries), allow_empty)
+    if partition.layers != layers:
+        raise ValueError(
+            f"the boundaries {_shown(partition.boundaries)} end at {partition.layers}, but there are {layers} layers: "
+            f"the last boundary has to be {layers}"
+        )
+    return partition
+
+
+def require_counts(layers: int, stages: int) -> None:
+    """Raise ValueError unless both are whole numbers, ``stages`` at least one and ``layers`` not negative."""
+    for name, value, least in (("layers", layers, 0), ("stages", stages, 1)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"the number of {name} is a whole number, {least} or more; got {value!r}")
+
+
+def _shown(numbers: Sequence[int]) -> str:
+    """Numbers for a message, the middle left out where there are very many."""
+    if len(numbers) <= 64:
+        return str(list(numbers))
+    return f"[{', '.join(map(str, numbers[:30]))}, ..., {', '.join(map(str, numbers[-30:]))}]"

@@ -1,0 +1,149 @@
+"""The partition whose stages differ least in load: the least maximum minus minimum."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Sequence
+from itertools import accumulate
+
+from .balance import exact_weights, least_maximum, partition_balanced
+from .partition import Partition, partition_uniform, require_counts
+
+
+def partition_spread(weights: Sequence[float], stages: int, *, allow_empty: bool = False) -> Partition:
+    """The partition with the least difference between the heaviest and the lightest load, exactly.
+
+    Where several have it, later cuts are preferred, the last cut first.
+
+    Args:
+        weights: one per layer, in any unit.
+        stages: number of stages.
+        allow_empty: whether there may be fewer layers than stages; the last are then empty.
+
+    Raises:
+        ValueError: for fewer layers than stages, or weights that are negative or not finite.
+
+    References:
+        The objective of DeepSpeed's ``partition_balanced``. Its dynamic programme keeps one
+        partition per prefix of the layers, which is not always part of a best one.
+
+    >>> partition_spread([1, 1, 1, 1, 1], 4).boundaries
+    (0, 2, 3, 4, 5)
+    """
+    require_counts(len(weights), stages)
+    if len(weights) <= stages:
+        exact_weights(weights)
+        return partition_uniform(len(weights), stages, allow_empty=allow_empty)
+    prefix = list(accumulate(exact_weights(weights), initial=0))
+    spread, (low, high) = _least_spread(prefix, stages, partition_balanced(weights, stages))
+    return Partition(tuple(_best_of_prefixes(prefix, stages, spread) or _within(prefix, stages, low, high)))
+
+
+def _least_spread(prefix: Sequence[int], stages: int, start: Partition) -> tuple[int, tuple[int, int]]:
+    """The least spread, and bounds of the loads that it is reached with.
+
+    Sweeps a window over the sums of runs of layers: while the loads cannot all lie inside, its
+    upper end rises; when they can, the lower end. A window no narrower than the best is skipped.
+    """
+    loads = [prefix[b] - prefix[a] for a, b in start.intervals]
+    best, bounds = max(loads) - min(loads), (min(loads), max(loads))
+    share, least = prefix[-1] // stages, least_maximum(prefix, stages)
+    highs = _run_sums(prefix, least, share + best)
+    lows = _run_sums(prefix, max(0, least - best), share)
+    position = 0
+    for low in lows:
+        while position < len(highs) and highs[position] - low < best:
+            high = highs[position]
+            if _counts(prefix, stages, low, high) is not None:
+                best, bounds = high - low, (low, high)
+                break
+            position += 1
+    return best, bounds
+
+
+def _run_sums(prefix: Sequence[int], low: int, high: int) -> list[int]:
+    """The different sums of runs of layers in ``low..high``, ascending."""
+    sums = set()
+    for end, total in enumerate(prefix[1:], start=1):
+        first = bisect_left(prefix, total - high, 0, end)
+        final = bisect_right(prefix, total - low, first, end)
+        sums.update(total - before for before in prefix[first:final])
+    return sorted(sums)
+
+
+def _counts(prefix: Sequence[int], stages: int, low: int, high: int) -> list[tuple[int, int] | None] | None:
+    """Into how many stages with loads in ``low..high`` each prefix can be cut; None if not all layers into ``stages``.
+
+    The fewest and the most: every number between them is possible too. (Where a cut into more
+    stages has a stage inside one of the other cut, one can go over from this to that.)
+    """
+    counts: list[tuple[int, int] | None] = [(0, 0)]
+    fewest: deque[int] = deque()  # ends of prefixes in the window, their fewest ascending
+    most: deque[int] = deque()  # the same, their most descending
+    entering = 0
+    for end in range(1, len(prefix)):
+        while entering < end and prefix[end] - prefix[entering] >= low:
+            if (count := counts[entering]) is not None:
+                while fewest and counts[fewest[-1]][0] >= count[0]:
+                    fewest.pop()
+                while most and counts[most[-1]][1] <= count[1]:
+                    most.pop()
+                fewest.append(entering)
+                most.append(entering)
+            entering += 1
+        for window in (fewest, most):
+            while window and prefix[end] - prefix[window[0]] > high:
+                window.popleft()
+        counts.append((counts[fewest[0]][0] + 1, counts[most[0]][1] + 1) if fewest else None)
+    whole = counts[-1]
+    return counts if whole is not None and whole[0] <= stages <= whole[1] else None
+
+
+def _within(prefix: Sequence[int], stages: int, low: int, high: int) -> list[int]:
+    """The boundaries with all loads in ``low..high`` whose cuts are latest, the last cut first."""
+    counts = _counts(prefix, stages, low, high)
+    boundaries = [len(prefix) - 1]
+    for left in reversed(range(stages)):
+        end = boundaries[-1]
+        boundaries.append(
+            next(
+                cut
+                for cut in reversed(range(end))
+                if counts[cut] is not None
+                and counts[cut][0] <= left <= counts[cut][1]
+                and low <= prefix[end] - prefix[cut] <= high
+            )
+        )
+    return boundaries[::-1]
+
+
+def _best_of_prefixes(prefix: Sequence[int], stages: int, spread: int) -> list[int] | None:
+    """Boundaries made of the best partition of every prefix, ties to the later cut; None above ``spread``.
+
+    Only loads within ``spread`` of the average can take part.
+    """
+    total = prefix[-1]
+    low = max(0, -((spread * stages - total) // stages))
+    high = total // stages + spread
+    reached = {0: (0, 0, total)}  # end of a prefix: spread, heaviest and lightest load of its partition
+    cuts: list[dict[int, int]] = []
+    for left in reversed(range(stages)):
+        found: dict[int, tuple[int, int, int]] = {}
+        cut_at: dict[int, int] = {}
+        for cut, (_, heaviest, lightest) in sorted(reached.items()):
+            first = max(cut + 1, bisect_left(prefix, max(prefix[cut] + low, total - left * high), cut))
+            final = bisect_right(prefix, min(prefix[cut] + high, total - left * low), first)
+            for end in range(first, final):
+                load = prefix[end] - prefix[cut]
+                up, down = max(heaviest, load), min(lightest, load)
+                if up - down <= min(spread, found[end][0] if end in found else spread):
+                    found[end], cut_at[end] = (up - down, up, down), cut
+        reached = found
+        cuts.append(cut_at)
+    if len(prefix) - 1 not in reached:
+        return None
+    boundaries = [len(prefix) - 1]
+    for cut_at in reversed(cuts):
+        boundaries.append(cut_at[boundaries[-1]])
+    return boundaries[::-1]
