@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from ..check import ScheduleError
+from ..errors import ScheduleError
 from ..instruction import COMPUTE, Instruction, Op, parts_of
 from ..schedule import Chain
 
@@ -34,7 +34,7 @@ def infer_layout(rows: Sequence[Row]) -> tuple[tuple[int, ...], tuple[Chain, ...
         forwards += part.op is Op.F
     placement = _placement(rows, owners)
     for rank in sorted(set(range(len(rows))) - set(placement)):
-        raise ScheduleError(rank, 0, None, f"rank {rank} computes nothing: every row needs at least one stage")
+        raise ScheduleError(rank, None, None, f"rank {rank} computes nothing: every row needs at least one stage")
     return placement, _chains(rows, len(placement), forwards)
 
 
@@ -51,7 +51,7 @@ def _bounded(rank: int, position: int, part: Instruction, cells: int) -> None:
     for what, number in (("stage", part.stage), ("microbatch", part.microbatch or 0)):
         if number >= cells:
             raise ScheduleError(
-                rank, position, part, f"{what} {number} is out of range: numbers begin at 0 and have no gaps, and a table of "
+                rank, (position, 0), part, f"{what} {number} is out of range: numbers begin at 0 and have no gaps, and a table of "
                 f"{cells} cells has fewer than {cells} of them"
             )
 
@@ -61,9 +61,9 @@ def _placement(rows: Sequence[Row], owners: dict[int, Counter[int]]) -> tuple[in
     for stage in range(highest):
         if stage not in owners:
             rank, position, part = next(c for c in _compute(rows) if c[2].stage > stage)
-            raise ScheduleError(rank, position, part, f"no rank computes stage {stage}, but this is stage {part.stage}")
+            raise ScheduleError(rank, (position, 0), part, f"no rank computes stage {stage}, but this is stage {part.stage}")
     if highest < 0:
-        raise ScheduleError(0, 0, None, "the table holds no compute instruction")
+        raise ScheduleError(None, None, None, "the table holds no compute instruction")
     # The first of equals, so that the answer does not depend on the order of a dictionary.
     return tuple(min(owners[s], key=lambda rank, s=s: (-owners[s][rank], rank)) for s in range(highest + 1))
 
@@ -95,6 +95,6 @@ def _far_too_few(rows: Sequence[Row], total: int, forwards: int) -> ScheduleErro
     """The table names stages and microbatches whose product is far beyond its forwards."""
     rank, position, part = next(c for c in _compute(rows) if c[2].microbatch == total - 1)
     return ScheduleError(
-        rank, position, part, f"microbatch {part.microbatch} needs a forward of it and of every one before it in each stage, "
+        rank, (position, 0), part, f"microbatch {part.microbatch} needs a forward of it and of every one before it in each stage, "
         f"but the table has only {forwards} forwards"
     )

@@ -1,0 +1,195 @@
+"""A picture of a schedule in time: one row per rank, bars to scale, light and dark, plain SVG.
+
+Colour says the kind of instruction, its strength which of the rank's stages it belongs to (the first
+is the strongest), the number the microbatch; an overlapped pair is a bar of two halves, the forward
+above. At the right: how much of the time a rank is idle, and its peak of live activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import floor, log10
+from typing import NamedTuple
+from xml.sax.saxutils import escape
+
+from ..instruction import Instruction, Op, parts_of
+from ..schedule import Schedule
+from ..simulate import Timeline
+from .bars import Bar, compute_bars, in_units
+
+_KINDS = {Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient"}
+_LEFT, _RIGHT, _TOP, _BOTTOM = 76.0, 168.0, 104.0, 44.0
+_DIGIT = 6.8  # pixels of one digit at 11 px
+
+_STYLE = """
+svg { font: 11px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; font-variant-numeric: tabular-nums }
+.paper { fill: #ffffff } .track { fill: #eceff4 } .ink { fill: #1c2330 } .soft { fill: #667085 } .level { fill: #b4bdcc }
+.tick { stroke: #d5dae3 } .F { fill: #3f72d0 } .B { fill: #23906c } .I { fill: #8a5cc8 } .W { fill: #e5a62f }
+.n { fill: #ffffff; text-anchor: middle } .n.dark { fill: #3a2600 } .n.pale { fill: #16202f } .n.half { font-size: 10px }
+.h { font-size: 18px; font-weight: 600 } .end { text-anchor: end } .mid { text-anchor: middle }
+@media (prefers-color-scheme: dark) {
+.paper { fill: #12161d } .track { fill: #232a35 } .ink { fill: #e8ebf1 } .soft { fill: #98a2b3 } .level { fill: #566277 }
+.tick { stroke: #333c4a } .F { fill: #4f83ea } .B { fill: #2a9b76 } .I { fill: #9a6fdc } .W { fill: #eab54a }
+.n.pale { fill: #f2f4f8 }
+}"""
+
+
+class _Scale(NamedTuple):
+    """Where time and ranks are on the page, in pixels."""
+
+    per_time: float
+    width: float
+    row: float
+
+    def x(self, time: float) -> float:
+        return _LEFT + time * self.per_time
+
+    def y(self, rank: int) -> float:
+        return _TOP + rank * self.row
+
+    @property
+    def bar(self) -> float:
+        return self.row - 4
+
+
+def to_svg(schedule: Schedule, timeline: Timeline | None = None) -> str:
+    """The picture of ``schedule`` as the text of an SVG file.
+
+    Args:
+        schedule: what to draw; messages, loads and reductions take no room.
+        timeline: start and end of every instruction, simulated or measured; without one, the
+            simulation in units of a forward (see :func:`ppfunc.schedule.formats.bars.in_units`).
+    """
+    timeline = in_units(schedule) if timeline is None else timeline
+    rows = compute_bars(schedule, timeline)
+    scale = _scale(rows, timeline.makespan)
+    width, height = _LEFT + scale.width + _RIGHT, scale.y(len(rows)) + _BOTTOM
+    size = f'width="{_n(width)}" height="{_n(height)}"'
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_n(width)} {_n(height)}" {size}>',
+        f"<title>{escape(schedule.name)}</title>\n<style>{_STYLE}\n</style>",
+        f'<rect class="paper" {size}/>',
+        *_heading(schedule, timeline),
+        *_legend(schedule, rows),
+        *_axis(scale, timeline.makespan, len(rows)),
+    ]
+    for rank, row in enumerate(rows):
+        lines += [*_margins(scale, timeline, rank), *_bars(schedule, scale, rank, row)]
+    return "\n".join([*lines, "</svg>"]) + "\n"
+
+
+def _scale(rows: list[list[Bar]], makespan: float) -> _Scale:
+    """Wide enough for the numbers of three bars in four, within what a page can show."""
+    durations = sorted(bar.end - bar.start for row in rows for bar in row)
+    digits = max((len(str(part.microbatch)) for row in rows for bar in row for part in parts_of(bar.instruction)), default=1)
+    typical = durations[len(durations) // 4] if durations else makespan
+    wanted = (_DIGIT * digits + 5) * makespan / typical if typical else 0.0
+    width = min(max(wanted, 720.0), 16000.0)
+    paired = any(bar.instruction.parts for row in rows for bar in row)
+    return _Scale(width / (makespan or 1.0), width, 30.0 if paired or len(rows) <= 16 else 22.0)
+
+
+def _heading(schedule: Schedule, timeline: Timeline) -> Iterator[str]:
+    counts = ((schedule.ranks, "rank"), (schedule.stages, "stage"), (schedule.microbatches, "microbatch"))
+    facts = [f"{n} {word}{('es' if word.endswith('h') else 's') * (n != 1)}" for n, word in counts]
+    facts += [f"makespan {_n(timeline.makespan)}", f"bubble {timeline.bubble:.1%}"]
+    facts += [f"bubble of the span {timeline.span_bubble:.1%}"]
+    facts += [f"peak activations {_n(max(timeline.peak_activations, default=0))}"]
+    yield _text("ink h", _LEFT, 34, schedule.name)
+    yield _text("soft", _LEFT, 56, " · ".join(facts))
+
+
+def _legend(schedule: Schedule, rows: list[list[Bar]]) -> Iterator[str]:
+    seen = [bar.instruction for row in rows for bar in row]
+    kinds = {part.op for i in seen for part in parts_of(i)}
+    x, y = _LEFT, 72.0
+    for op, label in _KINDS.items():
+        if op in kinds:
+            yield _rect(op.value, x, y, 14, 14, 'rx="2"')
+            yield _text("ink", x + 20, y + 11, label)
+            x += 44 + 6 * len(label)
+    if any(i.parts for i in seen):
+        yield _rect("F", x, y, 14, 7) + _rect("B", x, y + 7, 14, 7)
+        yield _text("ink", x + 20, y + 11, "overlapped pair")
+        x += 44 + 6 * 15
+    chunks = max(len(schedule.stages_of(rank)) for rank in range(schedule.ranks))
+    if chunks > 1:
+        for chunk in range(chunks):
+            yield _rect("F", x + 14 * chunk, y, 14, 14, f'fill-opacity="{_strength(chunk, chunks)}"')
+        yield _text("ink", x + 14 * chunks + 6, y + 11, f"the {chunks} stages of a rank, in order")
+
+
+def _strength(chunk: int, chunks: int) -> str:
+    return "1" if chunks == 1 else _n(1 - 0.55 * chunk / (chunks - 1))
+
+
+def _axis(scale: _Scale, makespan: float, ranks: int) -> Iterator[str]:
+    top, bottom = scale.y(0), scale.y(ranks)
+    for rank in range(ranks):
+        yield _rect("track", _LEFT, scale.y(rank) + 2, scale.width, scale.bar)
+    for time in _ticks(makespan, scale.width):
+        x = _n(scale.x(time))
+        yield f'<line class="tick" x1="{x}" x2="{x}" y1="{_n(top)}" y2="{_n(bottom + 5)}"/>'
+        yield _text("soft mid", scale.x(time), bottom + 18, _n(time))
+    yield _text("soft end", _LEFT - 10, bottom + 18, "time")
+    yield _text("soft end", _LEFT + scale.width + 52, top - 6, "idle")
+    yield _text("soft", _LEFT + scale.width + 70, top - 6, "peak activations")
+
+
+def _ticks(makespan: float, width: float) -> Iterator[float]:
+    """Round times, at least 70 pixels apart."""
+    if makespan <= 0:
+        return
+    least = 70 * makespan / width
+    power = 10.0 ** floor(log10(least))
+    step = next(power * k for k in (1, 2, 5, 10) if power * k >= least * 0.999)
+    for n in range(int(makespan / step * 1.000001) + 1):
+        yield n * step
+
+
+def _margins(scale: _Scale, timeline: Timeline, rank: int) -> Iterator[str]:
+    """The name of the rank at the left, its idle share and its memory at the right."""
+    middle, right = scale.y(rank) + scale.row / 2 + 4, _LEFT + scale.width
+    idle = timeline.idle[rank] / timeline.makespan if timeline.makespan else 0.0
+    peak, most = timeline.peak_activations[rank], max(timeline.peak_activations) or 1
+    yield _text("ink end", _LEFT - 10, middle, f"rank {rank}")
+    yield _text("soft end", right + 52, middle, f"{idle:.0%}")
+    yield _rect("level", right + 70, scale.y(rank) + scale.row / 2 - 5, 56 * peak / most, 10, 'rx="2"')
+    yield _text("ink", right + 76 + 56 * peak / most, middle, _n(peak))
+
+
+def _bars(schedule: Schedule, scale: _Scale, rank: int, row: list[Bar]) -> Iterator[str]:
+    order = {stage: n for n, stage in enumerate(schedule.stages_of(rank))}
+    for instruction, start, end in row:
+        parts = parts_of(instruction)
+        height = scale.bar / len(parts)
+        tip = f"<title>{instruction} on rank {rank}, {_n(start)} to {_n(end)}</title>"
+        for n, part in enumerate(parts):
+            strength = _strength(order.get(part.stage, 0), max(len(order), 1))
+            y = scale.y(rank) + 2 + n * height
+            # A hairline of the paper between bars, so that equal neighbours can be told apart.
+            width = max((end - start) * scale.per_time - 0.8, 0.4)
+            faded = "" if strength == "1" else f' fill-opacity="{strength}"'
+            yield _rect(_class(part), scale.x(start), y, width, height - (n < len(parts) - 1) * 0.6, faded.strip(), tip)
+            number = str(part.microbatch)
+            if width >= _DIGIT * len(number) + 1:
+                tone = " pale" if float(strength) < 0.75 else " dark" * (part.op is Op.W)
+                yield _text("n" + tone + " half" * (len(parts) > 1), scale.x(start) + width / 2, y + height / 2 + 4, number)
+
+
+def _class(part: Instruction) -> str:
+    return part.op.value
+
+
+def _rect(kind: str, x: float, y: float, width: float, height: float, extra: str = "", inside: str = "") -> str:
+    body = f'<rect class="{kind}" x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{_n(height)}"{" " * bool(extra)}{extra}'
+    return f"{body}>{inside}</rect>" if inside else f"{body}/>"
+
+
+def _text(kind: str, x: float, y: float, text: str) -> str:
+    return f'<text class="{kind}" x="{_n(x)}" y="{_n(y)}">{escape(text)}</text>'
+
+
+def _n(number: float) -> str:
+    """A number with at most two decimals, none where it is whole."""
+    return f"{number:.2f}".rstrip("0").rstrip(".")

@@ -1,0 +1,92 @@
+"""A schedule in time as a Chrome trace: opens in Perfetto (ui.perfetto.dev) and chrome://tracing.
+
+One track per rank, one slice per instruction that takes time, one arrow per message, from the end of
+the instruction that makes the value to the start of the one that consumes it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from ..instruction import Op, parts_of
+from ..schedule import Schedule
+from ..simulate import Timeline
+from .bars import Bar, compute_bars, in_units
+
+_Event = dict[str, Any]
+_Place = tuple[int, float, float]
+
+
+def to_trace(schedule: Schedule, timeline: Timeline | None = None, *, microseconds: float = 1000.0) -> str:
+    """The trace of ``schedule`` as JSON text.
+
+    Args:
+        schedule: what ran, or would run.
+        timeline: start and end of every instruction, simulated or measured; without one, the
+            simulation in units of a forward (see :func:`ppfunc.schedule.formats.bars.in_units`).
+        microseconds: how long one unit of the timeline is in the trace; 1e6 for seconds.
+    """
+    rows = compute_bars(schedule, in_units(schedule) if timeline is None else timeline)
+    events = [
+        *_names(schedule),
+        *(_slice(rank, bar, microseconds) for rank, row in enumerate(rows) for bar in row),
+        *_arrows(schedule, rows, microseconds),
+    ]
+    lines = ",\n".join(json.dumps(event) for event in events)
+    return f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n'
+
+
+def _names(schedule: Schedule) -> Iterator[_Event]:
+    yield {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": schedule.name}}
+    for rank in range(schedule.ranks):
+        yield {"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}}
+        yield {"ph": "M", "pid": 0, "tid": rank, "name": "thread_sort_index", "args": {"sort_index": rank}}
+
+
+def _slice(rank: int, bar: Bar, microseconds: float) -> _Event:
+    instruction = bar.instruction
+    return {
+        "ph": "X",
+        "pid": 0,
+        "tid": rank,
+        "ts": bar.start * microseconds,
+        "dur": (bar.end - bar.start) * microseconds,
+        "name": str(instruction),
+        "cat": instruction.op.value,
+        "args": {"stage": instruction.stage, "microbatch": instruction.microbatch},
+    }
+
+
+def _arrows(schedule: Schedule, rows: list[list[Bar]], microseconds: float) -> Iterator[_Event]:
+    """A pair of events per message; ``bp: e`` ends the arrow at the slice that encloses its time."""
+    forward, backward = _places(rows, (Op.F,)), _places(rows, (Op.B, Op.I))
+    number = 0
+    for source, target in schedule.crossing_edges:
+        for name, made, used in (
+            ("activation", forward.get(source, {}), forward.get(target, {})),
+            ("gradient", backward.get(target, {}), backward.get(source, {})),
+        ):
+            for microbatch in made.keys() & used.keys():
+                number += 1
+                yield from _arrow(number, name, made[microbatch], used[microbatch], microseconds)
+
+
+def _places(rows: list[list[Bar]], ops: tuple[Op, ...]) -> dict[int, dict[int | None, _Place]]:
+    """Rank, start and end of the instruction of each stage and microbatch."""
+    places: dict[int, dict[int | None, _Place]] = {}
+    for rank, row in enumerate(rows):
+        for bar in row:
+            for part in parts_of(bar.instruction):
+                if part.op in ops:
+                    places.setdefault(part.stage, {})[part.microbatch] = (rank, bar.start, bar.end)
+    return places
+
+
+def _arrow(number: int, name: str, made: _Place, used: _Place, microseconds: float) -> Iterator[_Event]:
+    shared = {"pid": 0, "id": number, "name": name, "cat": "message"}
+    # A thousandth before the end: at the very end the arrow would begin at the next slice.
+    leaves = made[2] - (made[2] - made[1]) / 1000
+    yield {"ph": "s", "tid": made[0], "ts": leaves * microseconds, **shared}
+    yield {"ph": "f", "bp": "e", "tid": used[0], "ts": used[1] * microseconds, **shared}
