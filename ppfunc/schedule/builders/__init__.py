@@ -16,6 +16,8 @@ from .interleaved_one_f_one_b import interleaved_one_f_one_b
 from .interleaved_zero_bubble import interleaved_zero_bubble
 from .looped_bfs import looped_bfs
 from .one_f_one_b import one_f_one_b
+from .v_half import v_half
+from .v_min import v_min
 from .zb_h1 import zb_h1
 from .zb_h2 import zb_h2
 from .zbv import zbv
@@ -31,6 +33,8 @@ BUILDERS: dict[str, Callable[..., Schedule]] = {
     "zb_h2": zb_h2,
     "interleaved_zb": interleaved_zero_bubble,
     "zbv": zbv,
+    "v_half": v_half,
+    "v_min": v_min,
     "dualpipe": dualpipe,
     "dualpipev": dualpipev,
     "deepspeed_train": deepspeed_train,
