@@ -1,0 +1,71 @@
+"""Put all steps of all ranks in one order."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from ..asap import cycle_text
+from ..dataflow import PRODUCT, Dataflow, dataflow
+from ..errors import ScheduleError, refuse
+from ..instruction import COMPUTE
+from ..schedule import Schedule, Step
+
+
+def linearize(schedule: Schedule) -> tuple[tuple[int, int], ...]:
+    """One order ``((rank, step index), ...)`` of all steps in which what a step consumes was computed before it.
+
+    Equivalent to: in turn, every rank runs its next step if it can, until all have ended. Ranks
+    advance evenly, so few values wait between them. Communications are not looked at: in one
+    process a value is there once it has been computed.
+
+    Raises:
+        ScheduleError: some steps wait for each other for ever, or for what nobody computes.
+    """
+    flow = dataflow(schedule)
+    there: set[int] = set()
+    waiting: dict[int, list[int]] = {}
+    order: list[tuple[int, int]] = []
+    at = [0] * schedule.ranks
+    ready = deque(rank for rank, program in enumerate(schedule.programs) if program)
+    while ready:
+        rank = ready.popleft()
+        program = schedule.programs[rank]
+        missing, made = _try(program[at[rank]], flow, there)
+        if missing is not None:
+            waiting.setdefault(missing, []).append(rank)
+            continue
+        order.append((rank, at[rank]))
+        at[rank] += 1
+        if at[rank] < len(program):
+            ready.append(rank)
+        there.update(made)
+        for value in made:
+            ready += waiting.pop(value, ())
+    if waiting:
+        raise _stuck(schedule, flow, at, {r: v for v, ranks in waiting.items() for r in ranks})
+    return tuple(order)
+
+
+def _try(step: Step, flow: Dataflow, there: set[int]) -> tuple[int | None, list[int]]:
+    """What a step waits for, or None and the values that it computes."""
+    made: list[int] = []
+    for instruction in step:
+        if instruction.op not in COMPUTE:
+            continue
+        fresh = []
+        for op, stage, microbatch, *_ in instruction.parts or (instruction,):
+            output = flow.output(stage, microbatch)
+            for distance, _ in flow.needs[op][stage]:
+                if output + distance not in there and output + distance not in made:
+                    return output + distance, []
+            if PRODUCT[op] is not None:
+                fresh.append(output + PRODUCT[op])
+        made += fresh
+    return None, made
+
+
+def _stuck(schedule: Schedule, flow: Dataflow, at: list[int], missing: dict[int, int]) -> ScheduleError:
+    """The error for steps that wait for ever; ``missing`` gives what each blocked rank waits for."""
+    sentences = [f"rank {rank} waits at step {at[rank]} for {flow.name(value)}" for rank, value in sorted(missing.items())]
+    rank = min(missing)
+    return refuse(schedule, rank, (at[rank], 0), "no order of the steps exists: " + cycle_text(sentences))
