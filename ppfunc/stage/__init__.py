@@ -1,1 +1,20 @@
 """Stages: pure functions, their signatures, and the engines that differentiate them."""
+
+from .abstract import abstract
+from .errors import StageError
+from .functional_engine import functional
+from .graph_engine import graph
+from .program import Engine, FlatProgram, StageProgram
+from .signature import LeafSignature, Signature
+
+__all__ = [
+    "Engine",
+    "FlatProgram",
+    "LeafSignature",
+    "Signature",
+    "StageError",
+    "StageProgram",
+    "abstract",
+    "functional",
+    "graph",
+]

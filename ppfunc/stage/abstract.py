@@ -29,12 +29,17 @@ class Outline(NamedTuple):
     Args:
         y: signature of the output; ``grad=True`` where it depends on a differentiable leaf of the parameters or of ``x``.
         aux: signature of the auxiliary output, no leaf of which carries a gradient.
-        random: whether an operator drew from a generator.
+        draws: how many operators drew from a random generator.
     """
 
     y: Signature
     aux: Signature
-    random: bool
+    draws: int
+
+    @property
+    def random(self) -> bool:
+        """Whether the stage draws random numbers."""
+        return self.draws > 0
 
 
 def abstract(fn: Callable[..., Any], params: Any, x: Any, *consts: Any) -> Signature:
@@ -69,9 +74,12 @@ def outline(fn: Callable[..., Any], example: Example, *, has_aux: bool = False, 
 
 
 def outline_by_zeros(fn: Callable[..., Any], example: Example, *, has_aux: bool, name: str) -> Outline:
-    """As :func:`outline`, by running the stage once on zeros: for stages whose path depends on values."""
+    """As :func:`outline`, by running the stage once on zeros: for stages whose path depends on values.
+
+    Since another path may draw random numbers, the stage counts as random.
+    """
     seen = _observe(fn, example, example.make(zeros), has_aux, name)
-    return seen._replace(random=True)
+    return seen._replace(draws=max(1, seen.draws))
 
 
 def data_dependence(error: Exception) -> str:
@@ -106,7 +114,7 @@ def _observe(fn: Callable[..., Any], example: Example, tensors: tuple[Leaves, Le
     return Outline(
         Signature(y_def, tuple(_leaf(t, t.requires_grad) for t in y)),
         Signature(aux_def, tuple(_leaf(t, False) for t in aux)),
-        watch.random,
+        watch.draws,
     )
 
 
@@ -143,11 +151,11 @@ class _Watch(TorchDispatchMode):
 
     def __init__(self, stage: str, abstract: bool) -> None:
         super().__init__()
-        self.stage, self.abstract, self.random = stage, abstract, False
+        self.stage, self.abstract, self.draws = stage, abstract, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.random = self.random or draws(func, args, kwargs)
+        self.draws += draws(func, args, kwargs)
         if func is not torch.ops.aten.detach.default:
             for argument, value in zip(func._schema.arguments, args, strict=False):
                 if _captured(value):

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from .abstract import DATA_DEPENDENT, Outline, call_named, outline, outline_by_zeros, zeros
+from .abstract import DATA_DEPENDENT, Outline, outline, outline_by_zeros, zeros
 from .boundary import settled
 from .errors import StageError
-from .example import Example, Leaves, split_aux
+from .example import Example, Leaves
+from .primals import Primals
 from .program import FlatProgram, Gradients, StageProgram, stage_program
-from .signature import differentiable
 
 
 def functional(
@@ -45,7 +45,7 @@ def functional(
     """
     seen = Example.of(example, device)
     known, abstract = _outline(fn, seen, has_aux, name)
-    flat = _flat(_Split(fn, seen, known, has_aux, name))
+    flat = _flat(Primals(fn, seen, known, has_aux, name))
     _try(flat, seen, known, abstract, name)
     return stage_program(flat, seen, known, has_aux=has_aux, residual_bytes=None)
 
@@ -73,52 +73,7 @@ def _try(flat: FlatProgram, example: Example, known: Outline, abstract: bool, na
             raise StageError(name, reason, "use the eager engine, which uses torch.autograd.grad") from error
 
 
-class _Split:
-    """The stage as a function of its differentiable leaves alone; the others are set beforehand."""
-
-    def __init__(self, fn: Callable[..., Any], example: Example, known: Outline, has_aux: bool, name: str) -> None:
-        self.call, self.has_aux, self.name = example.caller(fn), has_aux, name
-        self.param_at = [i for i, leaf in enumerate(example.params.leaves) if differentiable(leaf.dtype)]
-        self.x_at = [i for i, leaf in enumerate(example.x.leaves) if leaf.grad]
-        self.y_at = [i for i, leaf in enumerate(known.y.leaves) if leaf.grad]
-        self.y = known.y
-
-    def primals(self, params: Leaves, x: Leaves) -> tuple[Leaves, Leaves]:
-        return tuple(params[i] for i in self.param_at), tuple(x[i] for i in self.x_at)
-
-    def with_others(self, params: Leaves, x: Leaves, consts: Leaves) -> Callable[[Leaves, Leaves], tuple[Leaves, Leaves]]:
-        """A function ``(primal params, primal x) -> (y leaves with gradient, all outputs)``."""
-
-        def run(primal_params: Leaves, primal_x: Leaves) -> tuple[Leaves, Leaves]:
-            p, a = list(params), list(x)
-            for i, value in zip(self.param_at, primal_params, strict=True):
-                p[i] = value
-            for i, value in zip(self.x_at, primal_x, strict=True):
-                a[i] = value
-            out = call_named(lambda: self.call(tuple(p), tuple(a), consts), (), self.name)
-            (y, y_def), (aux, _) = split_aux(out, self.has_aux, self.name)
-            self.require_same(y, y_def)
-            y = settled(y)
-            return tuple(y[i] for i in self.y_at), y + settled(aux)
-
-        return run
-
-    def no_gradients(self, gy: Leaves, **_: Any) -> tuple[Gradients, Gradients]:
-        """The backward of a stage through which no gradient flows."""
-        return (None,) * len(self.param_at), (None,) * len(self.x_at)
-
-    def require_same(self, y: Leaves, treedef: Any) -> None:
-        """Raise unless ``y`` is what the example promised: neighbours were told so."""
-        same = treedef == self.y.treedef and all(
-            tuple(t.shape) == s.shape and t.dtype == s.dtype for t, s in zip(y, self.y.leaves, strict=True)
-        )
-        if not same:
-            got = [f"{t.dtype}{list(t.shape)}" for t in y]
-            reason = f"its output depends on values in structure or shape: got {got}, expected {self.y}"
-            raise StageError(self.name, reason, "return the same shapes for every microbatch, by padding for instance")
-
-
-def _flat(stage: _Split) -> FlatProgram:
+def _flat(stage: Primals) -> FlatProgram:
     def forward(params: Leaves, x: Leaves, consts: Leaves) -> tuple[Leaves, tuple[Any, ...]]:
         x, consts = settled(x), settled(consts)
         primals = stage.primals(params, x)

@@ -1,0 +1,1 @@
+"""Traces of stages: how forward and backward become one graph, and that graph becomes programs."""

@@ -1,0 +1,130 @@
+"""Clean-ups of a joint trace that change no bit of any result."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from .joint import Joint
+from .operators import ancestors, base, is_call, is_random, layout, root
+
+aten = torch.ops.aten
+_COPIES = {aten.clone.default, aten.lift_fresh_copy.default, aten.lift_fresh.default}
+_RESHAPES = {aten.view.default, aten._unsafe_view.default}
+
+
+def clean(joint: Joint) -> Joint:
+    """The joint trace without copies that nobody needs, views of views, duplicates and dead operators.
+
+    Duplicates are merged within the forward and within the backward, never between them: what a
+    stage chose to compute again in its backward (checkpointing) stays computed again.
+    """
+    joint = _replace(joint, _forwarded(joint))
+    _shorten_views(joint)
+    for late in (False, True):
+        joint = _replace(joint, _duplicates(joint, late))
+    _drop_dead(joint)
+    return joint
+
+
+def _replace(joint: Joint, instead: dict[Node, Node]) -> Joint:
+    """Put other nodes in the place of nodes, in the graph and in the lists of results."""
+
+    def final(node: Any) -> Any:
+        while node in instead:
+            node = instead[node]
+        return node
+
+    for node in instead:
+        node.replace_all_uses_with(final(node), propagate_meta=False)
+    results = {f: tuple(map(final, getattr(joint, f))) for f in ("outputs", "gparams", "gx")}
+    return joint._replace(**results)
+
+
+def _forwarded(joint: Joint) -> dict[Node, Node]:
+    """Nodes whose value is that of an earlier node: copies, and views that change nothing."""
+    instead: dict[Node, Node] = {}
+    for node in filter(is_call, joint.graph.nodes):
+        if node.target in _COPIES and _same_layout(node, node.args[0]):
+            instead[node] = node.args[0]
+            continue
+        below = base(node)
+        while below is not None and not (is_tensor(below) and layout(below) == layout(node)):
+            below = base(below)
+        if below is not None:
+            instead[node] = below
+    return instead
+
+
+def is_tensor(node: Node) -> bool:
+    """Whether the node is one tensor, not several."""
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _same_layout(node: Node, source: Node) -> bool:
+    """Whether a copy has the strides of its source; a constant has no more uses, so it needs none."""
+    if source.op == "get_attr":
+        return True
+    a, b = node.meta["val"], source.meta["val"]
+    return a.stride() == b.stride() and a.dtype == b.dtype and a.is_conj() == b.is_conj() and a.is_neg() == b.is_neg()
+
+
+def _shorten_views(joint: Joint) -> None:
+    """A reshape of a reshape of something contiguous is one reshape."""
+    for node in joint.graph.nodes:
+        if is_call(node) and node.target in _RESHAPES:
+            below = node.args[0]
+            while is_call(below) and below.target in _RESHAPES and below.args[0].meta["val"].is_contiguous():
+                below = below.args[0]
+            node.args = (below, *node.args[1:])
+
+
+def _duplicates(joint: Joint, late: bool) -> dict[Node, Node]:
+    """Nodes that compute what an earlier node of the same half computes."""
+    forward = ancestors(joint.outputs)
+    instead: dict[Node, Node] = {}
+    seen: dict[Hashable, Node] = {}
+    for node in filter(is_call, joint.graph.nodes):
+        if (node in forward) == late or is_random(node):
+            continue
+        node.args = torch.fx.map_arg(node.args, lambda n: instead.get(n, n))
+        node.kwargs = torch.fx.map_arg(node.kwargs, lambda n: instead.get(n, n))
+        key = _key(node)
+        if key in seen:
+            instead[node] = seen[key]
+        elif key is not None:
+            seen[key] = node
+    return instead
+
+
+def _key(node: Node) -> Hashable:
+    """Equal for nodes that compute the same; ``None`` where that cannot be told."""
+    if "empty" in str(node.target):
+        return None
+    if is_tensor(node) and base(node) is not None:
+        return ("view of", root(node), layout(node))
+    try:
+        key = (node.target, _freeze(node.args), _freeze(node.kwargs))
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _freeze(value: Any) -> Any:
+    """Arguments as something hashable that tells ``1`` from ``1.0`` and from ``True``, ``0.0`` from ``-0.0``."""
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_freeze, value))
+    if isinstance(value, dict):
+        return tuple((k, _freeze(v)) for k, v in sorted(value.items()))
+    return value if isinstance(value, Node) else (type(value), repr(value), value)
+
+
+def _drop_dead(joint: Joint) -> None:
+    alive = ancestors(joint.results)
+    for node in reversed(list(joint.graph.nodes)):
+        if node not in alive and node.op != "placeholder":
+            joint.graph.erase_node(node)

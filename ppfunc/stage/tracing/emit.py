@@ -1,0 +1,121 @@
+"""Python functions made of parts of a trace: straight-line code on flat tuples, nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from .cut import Part
+from .operators import is_element
+
+
+def emit(part: Part, names: tuple[str, ...], constants: dict[str, torch.Tensor], title: str, settle: tuple[str, ...] = ()) -> Callable[..., Any]:
+    """Compile a part to a function; its source is its docstring.
+
+    Every value is let go right after its last use.
+
+    Args:
+        part: what to compute.
+        names: names of the arguments.
+        constants: the tensors of ``get_attr`` nodes.
+        title: name of the function, and of its place in a traceback.
+        settle: names of the arguments whose tensors may come with any strides.
+    """
+    writer = _Writer(part, constants)
+    writer.unpack(names, settle)
+    for node in part.body:
+        writer.call(node)
+    source = writer.source(title, names)
+    scope = dict(writer.objects)
+    exec(compile(source, f"<{title}>", "exec"), scope)  # noqa: S102: the source was written right here
+    function = scope[title.split()[-1]]
+    function.__doc__ = source
+    return function
+
+
+class _Writer:
+    """Writes one function."""
+
+    def __init__(self, part: Part, constants: dict[str, torch.Tensor]) -> None:
+        self.part, self.constants = part, constants
+        self.lines: list[str] = []
+        self.objects: dict[str, Any] = {}
+        self.known: dict[int, str] = {}
+        self.names: dict[Node, str] = {}
+        self.last = _last_uses(part)
+
+    def unpack(self, names: tuple[str, ...], settle: tuple[str, ...]) -> None:
+        for name, nodes in zip(names, self.part.arguments, strict=True):
+            used = [self.bind(n) if n in self.last else "_" for n in nodes]
+            if any(n in self.last for n in nodes):
+                self.lines.append(f"{', '.join(used)}, = {name}")
+            if name in settle:
+                for node in nodes:
+                    if node in self.last:
+                        lazy = ".resolve_conj()" if node.meta["val"].is_complex() else ""
+                        self.lines.append(f"{self.names[node]} = {self.names[node]}{lazy}.contiguous()")
+
+    def bind(self, node: Node) -> str:
+        self.names[node] = node.name
+        return node.name
+
+    def call(self, node: Node) -> None:
+        if is_element(node):
+            return
+        text = f"{self.object(node.target, 'op')}({', '.join(self.arguments(node))})"
+        elements = {n.args[1]: n for n in node.users if is_element(n) and n in self.last}
+        if any(map(is_element, node.users)):
+            count = len(node.meta["val"])
+            target = ", ".join(self.bind(elements[i]) if i in elements else "_" for i in range(count)) + ","
+        else:
+            target = self.bind(node) if node in self.last else "_"
+        self.lines.append(f"{target} = {text}")
+        gone = [self.names[n] for n in dict.fromkeys(node.all_input_nodes) if self.last.get(n) is node and n.op != "get_attr"]
+        if "_" in target.split(", ") or target in ("_", "_,"):
+            gone.append("_")
+        if gone:
+            self.lines.append(f"del {', '.join(gone)}")
+
+    def arguments(self, node: Node) -> list[str]:
+        return [self.value(a) for a in node.args] + [f"{k}={self.value(v)}" for k, v in node.kwargs.items()]
+
+    def value(self, value: Any) -> str:
+        """An argument as source."""
+        if isinstance(value, Node):
+            if value.op == "get_attr":
+                return self.object(self.constants[value.target], "const")
+            return self.names[value]
+        if isinstance(value, (list, tuple)):
+            return f"({''.join(self.value(v) + ', ' for v in value)})"
+        plain = value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value))
+        return repr(value) if plain else self.object(value, "const")
+
+    def object(self, value: Any, prefix: str) -> str:
+        """The global name of an operator or a constant."""
+        if id(value) not in self.known:
+            self.known[id(value)] = name = f"{prefix}{len(self.objects)}"
+            self.objects[name] = value
+        return self.known[id(value)]
+
+    def source(self, title: str, names: tuple[str, ...]) -> str:
+        results = [self.tuple(nodes) for nodes in self.part.results]
+        body = [*self.lines, f"return {', '.join(results)}"]
+        return f"def {title.split()[-1]}({', '.join(names)}):\n" + "".join(f"    {line}\n" for line in body)
+
+    def tuple(self, nodes: Iterable[Node | None]) -> str:
+        return f"({''.join(('None' if n is None else self.value(n)) + ', ' for n in nodes)})"
+
+
+def _last_uses(part: Part) -> dict[Node, Node | None]:
+    """By which call every value is used last; ``None`` for what is returned."""
+    last: dict[Node, Node | None] = {}
+    for node in part.body:
+        for argument in node.all_input_nodes:
+            last[argument] = node
+    for results in part.results:
+        last.update((n, None) for n in results if n is not None)
+    return last

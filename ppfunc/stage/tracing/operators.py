@@ -1,0 +1,79 @@
+"""What is known of the nodes of a trace: which give views, which draw random numbers."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ..abstract import draws
+
+ELEMENT = operator.getitem
+"""Target of the nodes that take one result of an operator with several."""
+
+
+def is_call(node: Node) -> bool:
+    """Whether the node calls an operator, or takes one of its results."""
+    return node.op == "call_function"
+
+
+def is_element(node: Node) -> bool:
+    """Whether the node takes one result of an operator with several."""
+    return node.target is ELEMENT
+
+
+def is_random(node: Node) -> bool:
+    """Whether the node draws random numbers."""
+    return isinstance(node.target, torch._ops.OpOverload) and draws(node.target, node.args, node.kwargs)
+
+
+def is_mutable(node: Node) -> bool:
+    """Whether the node writes into one of its arguments."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def base(node: Node) -> Node | None:
+    """The node of which ``node`` is a view, ``None`` if it is its own storage."""
+    if is_element(node):
+        return base(node.args[0])
+    if isinstance(node.target, torch._ops.OpOverload) and is_view(node.target):
+        return node.args[0]
+    return None
+
+
+def is_view(target: torch._ops.OpOverload) -> bool:
+    """Whether all that the operator does is to look at its first argument in another way.
+
+    >>> is_view(torch.ops.aten.t.default), is_view(torch.ops.aten.mm.default)
+    (True, False)
+    """
+    results = target._schema.returns
+    return bool(results) and all(r.alias_info is not None and not r.alias_info.is_write for r in results)
+
+
+def root(node: Node) -> Node:
+    """The node that owns the storage of ``node``."""
+    while (below := base(node)) is not None:
+        node = below
+    return node
+
+
+def layout(node: Node) -> Any:
+    """What two views of one storage must share to be the same tensor."""
+    t = node.meta["val"]
+    return (t.dtype, tuple(t.shape), t.stride(), t.storage_offset(), t.is_conj(), t.is_neg())
+
+
+def ancestors(nodes: Iterable[Node | None]) -> set[Node]:
+    """The nodes and all that they depend on."""
+    seen: set[Node] = set()
+    todo = [n for n in nodes if n is not None]
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            todo.extend(node.all_input_nodes)
+    return seen
