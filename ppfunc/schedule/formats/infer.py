@@ -2,17 +2,17 @@
 
 A table says neither, so both are read off its compute instructions, in linear time and without
 trusting a single number of it: a stage belongs to the rank that computes it (most often, where
-ranks disagree), and the number of chains is the one that the microbatches fit best. A wrong table
-so keeps its nearest meaning, and ``check`` names what is wrong with it.
+ranks disagree), and the number of chains is the one that the forwards fit best. A wrong table so
+keeps its nearest meaning, and ``check`` names what is wrong with it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from ..errors import ScheduleError
-from ..instruction import COMPUTE, Instruction, Op, parts_of
+from ..instruction import COMPUTE, Instruction, Op
 from ..schedule import Chain
 
 Row = Sequence[Instruction | None]
@@ -25,76 +25,67 @@ def infer_layout(rows: Sequence[Row]) -> tuple[tuple[int, ...], tuple[Chain, ...
         ScheduleError: no assignment of stages to ranks exists, or a stage or microbatch number
             is larger than the number of instructions could ever need.
     """
-    cells = sum(len(row) for row in rows)
-    forwards = 0
-    owners: dict[int, Counter[int]] = {}
-    for rank, position, part in _compute(rows):
-        _bounded(rank, position, part, cells)
-        owners.setdefault(part.stage, Counter())[rank] += 1
-        forwards += part.op is Op.F
-    placement = _placement(rows, owners)
-    for rank in sorted(set(range(len(rows))) - set(placement)):
-        raise ScheduleError(rank, None, None, f"rank {rank} computes nothing: every row needs at least one stage")
-    return placement, _chains(rows, len(placement), forwards)
+    held = []
+    forwards: set[tuple[int, int]] = set()
+    microbatches = 0
+    for rank, row in enumerate(rows):
+        parts = _compute(row)
+        if not parts:
+            raise ScheduleError(rank, None, None, f"rank {rank} computes nothing: expected at least one stage in every row")
+        held.append(Counter([part.stage for part in parts]))
+        microbatches = max(microbatches, 1 + max(part.microbatch for part in parts))
+        forwards.update((part.stage, part.microbatch) for part in parts if part.op is Op.F)
+    cells = sum(map(len, rows))
+    stages = 1 + max(map(max, held))
+    if stages > cells or microbatches > cells:
+        _refuse(rows, lambda part: max(part.stage, part.microbatch) >= cells, f"the numbers of a table of {cells} cells stay below {cells}")
+    placement = _placement(rows, held, stages)
+    return placement, _chains(rows, stages, microbatches, forwards)
 
 
-def _compute(rows: Sequence[Row]) -> Iterator[tuple[int, int, Instruction]]:
+def _compute(row: Row) -> list[Instruction]:
+    return [part for i in row if i is not None and i.op in COMPUTE for part in (i.parts or (i,))]
+
+
+def _refuse(rows: Sequence[Row], wrong: Callable[[Instruction], bool], reason: str) -> None:
+    """Raise the error for the first compute instruction that is ``wrong``."""
     for rank, row in enumerate(rows):
         for position, instruction in enumerate(row):
-            if instruction is not None and instruction.op in COMPUTE:
-                for part in parts_of(instruction):
-                    yield rank, position, part
+            for part in _compute([instruction]):
+                if wrong(part):
+                    raise ScheduleError(rank, (position, 0), instruction, f"stage or microbatch out of range: {reason}")
 
 
-def _bounded(rank: int, position: int, part: Instruction, cells: int) -> None:
-    """Refuse numbers that would need more instructions than the whole table has."""
-    for what, number in (("stage", part.stage), ("microbatch", part.microbatch or 0)):
-        if number >= cells:
-            raise ScheduleError(
-                rank, (position, 0), part, f"{what} {number} is out of range: numbers begin at 0 and have no gaps, and a table of "
-                f"{cells} cells has fewer than {cells} of them"
-            )
-
-
-def _placement(rows: Sequence[Row], owners: dict[int, Counter[int]]) -> tuple[int, ...]:
-    highest = max(owners, default=-1)
-    for stage in range(highest):
+def _placement(rows: Sequence[Row], held: list[Counter[int]], stages: int) -> tuple[int, ...]:
+    owners: dict[int, tuple[int, int]] = {}  # how often, then the rank, negative: the lowest of equals
+    for rank, counts in enumerate(held):
+        for stage, often in counts.items():
+            owners[stage] = max(owners.get(stage, (0, 0)), (often, -rank))
+    for stage in range(stages):
         if stage not in owners:
-            rank, position, part = next(c for c in _compute(rows) if c[2].stage > stage)
-            raise ScheduleError(rank, (position, 0), part, f"no rank computes stage {stage}, but this is stage {part.stage}")
-    if highest < 0:
-        raise ScheduleError(None, None, None, "the table holds no compute instruction")
-    # The first of equals, so that the answer does not depend on the order of a dictionary.
-    return tuple(min(owners[s], key=lambda rank, s=s: (-owners[s][rank], rank)) for s in range(highest + 1))
+            _refuse(rows, lambda part: part.stage > stage, f"no rank computes stage {stage}, but stages have no gaps")  # noqa: B023
+    return tuple(-owners[stage][1] for stage in range(stages))
 
 
-def _chains(rows: Sequence[Row], stages: int, forwards: int) -> tuple[Chain, ...]:
+def _chains(rows: Sequence[Row], stages: int, microbatches: int, forwards: set[tuple[int, int]]) -> tuple[Chain, ...]:
     """The division into equal chains that the forwards contradict least.
 
     With k chains, chain j holds stages ``j*S/k`` to ``(j+1)*S/k - 1`` and the j-th of k equal
     ranges of microbatches; k is 1 unless another one leaves fewer forwards missing or out of place.
     """
-    present = Counter({(p.stage, p.microbatch) for _, _, p in _compute(rows) if p.op is Op.F})
-    total = 1 + max((p.microbatch or 0) for _, _, p in _compute(rows))
-    best, least = 1, stages * total - len(present)
-    for count in (k for k in range(2, stages + 1) if stages % k == 0 and total % k == 0):
-        length, share = stages // count, total // count
-        outside = sum(stage // length != microbatch // share for stage, microbatch in present)
-        missing = stages * share - (len(present) - outside)
-        if outside + missing < least:
-            best, least = count, outside + missing
-    if least > 2 * len(present) + 1000:
-        raise _far_too_few(rows, total, forwards)
-    length, share = stages // best, total // best
+    best, least = 1, stages * microbatches - len(forwards)
+    for count in range(2, stages + 1) if least else ():
+        if stages % count == 0 and microbatches % count == 0:
+            length, share = stages // count, microbatches // count
+            outside = sum(stage // length != microbatch // share for stage, microbatch in forwards)
+            missing = stages * share - (len(forwards) - outside)
+            if outside + missing < least:
+                best, least = count, outside + missing
+    if least > 2 * len(forwards) + 1000:
+        # Far from any schedule: refused here, because a proof would have to walk all that is missing.
+        reason = f"{stages} stages and {microbatches} microbatches need far more than the {len(forwards)} forwards that there are"
+        _refuse(rows, lambda part: part.microbatch == microbatches - 1, reason)
+    length, share = stages // best, microbatches // best
     return tuple(
         Chain(tuple(range(j * length, (j + 1) * length)), range(j * share, (j + 1) * share)) for j in range(best)
-    )
-
-
-def _far_too_few(rows: Sequence[Row], total: int, forwards: int) -> ScheduleError:
-    """The table names stages and microbatches whose product is far beyond its forwards."""
-    rank, position, part = next(c for c in _compute(rows) if c[2].microbatch == total - 1)
-    return ScheduleError(
-        rank, (position, 0), part, f"microbatch {part.microbatch} needs a forward of it and of every one before it in each stage, "
-        f"but the table has only {forwards} forwards"
     )

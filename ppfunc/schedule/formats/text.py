@@ -20,7 +20,8 @@ from ..instruction import COMMUNICATION, WHOLE_STAGE, Instruction, Op, overlap
 _NUMBER = r"(0|[1-9][0-9]{0,39})"
 _ELEMENTARY = re.compile(rf"{_NUMBER}([A-Z_]{{1,12}}){_NUMBER}?(?:>{_NUMBER})?(?:@{_NUMBER})?")
 _OVERLAP = re.compile(r"\(([^();]{1,200});([^();]{1,200})\)OVERLAP_F_B")
-_OPS = {op.value: op for op in Op}
+# Per token: the operation, whether it has a microbatch, whether it may have a peer.
+_OPS = {op.value: (op, op not in WHOLE_STAGE, op in COMMUNICATION) for op in Op if op is not Op.OVERLAP_F_B}
 
 
 class FormatError(ValueError):
@@ -55,16 +56,15 @@ def parse_instruction(text: str) -> Instruction:
     if match is None:
         raise FormatError(f"{shortened(text)} is not an instruction: expected STAGE OP MICROBATCH such as 2F0 or 0SEND_F3")
     stage, token, microbatch, peer, slot = match.groups()
-    op = _OPS.get(token)
-    if op is None or op is Op.OVERLAP_F_B:
-        known = " ".join(o.value for o in Op if o is not Op.OVERLAP_F_B)
-        raise FormatError(f"{shortened(text)} has the unknown operation {token}: expected one of {known}")
-    if (microbatch is None) != (op in WHOLE_STAGE):
-        needs = "belongs to a whole stage: expected no microbatch" if op in WHOLE_STAGE else "needs a microbatch"
+    if token not in _OPS:
+        raise FormatError(f"{shortened(text)} has the unknown operation {token}: expected one of {' '.join(_OPS)}")
+    op, numbered, message = _OPS[token]
+    if numbered == (microbatch is None):
+        needs = "needs a microbatch" if numbered else "belongs to a whole stage: expected no microbatch"
         raise FormatError(f"{shortened(text)}: {token} {needs}")
-    if peer is not None and op not in COMMUNICATION:
+    if peer is not None and not message:
         raise FormatError(f"{shortened(text)}: only a message has a peer (>{peer}), {token} is none")
-    if slot is not None and op in WHOLE_STAGE:
+    if slot is not None and not numbered:
         raise FormatError(f"{shortened(text)}: {token} uses no buffer: expected no slot (@{slot})")
     return Instruction(op, int(stage), _integer(microbatch), _integer(peer), _integer(slot))
 

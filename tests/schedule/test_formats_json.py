@@ -1,0 +1,67 @@
+"""The JSON form: reading gives back an equal value, and errors name the place."""
+
+import json
+
+import pytest
+
+from ppfunc.schedule.builders import deepspeed_train, gpipe
+from ppfunc.schedule.formats.json import from_json, to_json
+from ppfunc.schedule.formats.text import FormatError
+from ppfunc.schedule.instruction import Instruction, Op, overlap
+from ppfunc.schedule.schedule import Chain, Schedule
+
+F = Instruction(Op.F, 0, 3)
+RICH = Schedule(
+    'two "chains"',
+    (0, 1, 1, 0),
+    (Chain((0, 1), range(2)), Chain((2, 3), range(2, 4))),
+    (((), (F, overlap(F, Instruction(Op.B, 2, 1)))), ((Instruction(Op.SEND_F, 0, 3, peer=2, slot=1), Instruction(Op.STEP, 1)),)),
+    ((0, 2),),
+)
+
+
+@pytest.mark.parametrize("schedule", [gpipe(2, 3), deepspeed_train(3, 4), RICH], ids=lambda s: s.name)
+def test_round_trip(schedule):
+    again = from_json(to_json(schedule))
+    assert again == schedule
+    assert again.digest == schedule.digest
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d.pop("chains"), r"^\$\.chains: missing"),
+        (lambda d: d.update(extra=1), r"^\$: unknown key 'extra'"),
+        (lambda d: d.update(version=2), r"^\$\.version: expected 1.*got 2"),
+        (lambda d: d.update(version=True), r"^\$\.version: expected 1"),
+        (lambda d: d.update(format="other"), r"^\$\.format"),
+        (lambda d: d.update(name=3), r"^\$\.name: expected a string, got 3"),
+        (lambda d: d.update(placement=[0, "1"]), r"^\$\.placement\[1\]: expected a whole number"),
+        (lambda d: d.update(placement=[0, -1]), r"^\$\.placement\[1\]"),
+        (lambda d: d.update(placement=[0, True]), r"^\$\.placement\[1\]"),
+        (lambda d: d.update(skips=[[0]]), r"^\$\.skips\[0\]: expected a list of two"),
+        (lambda d: d["chains"][0].update(microbatches=[0, 1.5]), r"^\$\.chains\[0\]\.microbatches\[1\]"),
+        (lambda d: d["chains"].append(7), r"^\$\.chains\[1\]: expected an object"),
+        (lambda d: d["programs"][1].__setitem__(2, "1B0"), r"^\$\.programs\[1\]\[2\]: expected a list"),
+        (lambda d: d["programs"][1][2].append("1B0x"), r"^\$\.programs\[1\]\[2\]\[1\]: '1B0x' is not an instruction"),
+        (lambda d: d["programs"][1][2].append(None), r"^\$\.programs\[1\]\[2\]\[1\]: expected a string"),
+    ],
+)
+def test_errors_begin_with_the_path(change, message):
+    document = json.loads(to_json(gpipe(2, 2)))
+    change(document)
+    with pytest.raises(FormatError, match=message):
+        from_json(json.dumps(document))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "1", "null", "[" * 100_000, '{"a": 1, "a": 2}', '{"version": ' + "9" * 100_000 + "}", "NaN", "\x00"]
+)
+def test_what_is_no_document_is_refused(text):
+    with pytest.raises(FormatError, match=r"^\$"):
+        from_json(text)
+
+
+def test_a_chain_with_gaps_has_no_form():
+    with pytest.raises(ValueError, match="range with step 1"):
+        to_json(Schedule("gaps", (0,), (Chain((0,), range(0, 4, 2)),), ((),)))
