@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ._parts import require
+from ._parts import require, require_counts
 
 
 def walk(microbatches: int, chunks: int, group: int) -> list[tuple[int, int]]:
@@ -29,9 +29,10 @@ def group_size(ranks: int, microbatches: int, chunks: int, group: int | None = N
         return microbatches // groups
     if group is None:
         return next(n for n in range(ranks, microbatches + 1) if not _stalls(ranks, microbatches, chunks, n))
+    require_counts(group=group)
+    moves = not _stalls(ranks, microbatches, chunks, group)
     mend = f"pass group={microbatches}, or one that leaves no small last group"
-    require("group", group, group >= 1, "at least 1", mend)
-    require("group", group, not _stalls(ranks, microbatches, chunks, group), "groups that do not stall the pipeline", mend)
+    require("group", group, moves, "groups that do not stall the pipeline", mend)
     return group
 
 

@@ -15,8 +15,8 @@ def require(name: str, got: object, holds: bool, expected: str, mend: str) -> No
         raise ValueError(f"{name} = {got!r}, expected {expected}: {mend}")
 
 
-def require_counts(ranks: int, microbatches: int, chunks: int = 1) -> None:
-    """Raise ValueError unless there is at least one rank, one microbatch, one chunk per rank."""
-    for name, got in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)):
+def require_counts(**counts: int) -> None:
+    """Raise ValueError, with the argument's name, unless every count is an integer of at least 1."""
+    for name, got in counts.items():
         holds = isinstance(got, int) and not isinstance(got, bool) and got >= 1
         require(name, got, holds, "an integer of at least 1", f"pass {name}=1 or more")

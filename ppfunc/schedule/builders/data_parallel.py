@@ -31,7 +31,7 @@ def data_parallel(ranks: int, microbatches: int) -> Schedule:
     References:
         DeepSpeed, ``runtime/pipe/schedule.py``, DataParallelSchedule.
     """
-    require_counts(ranks, microbatches)
+    require_counts(ranks=ranks, microbatches=microbatches)
     chains = tuple(Chain((r,), range(r * microbatches, (r + 1) * microbatches)) for r in range(ranks))
     programs = tuple(tuple(_steps(r, chain.microbatches)) for r, chain in enumerate(chains))
     return Schedule("data_parallel", tuple(range(ranks)), chains, programs)

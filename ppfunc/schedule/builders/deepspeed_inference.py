@@ -31,7 +31,7 @@ def deepspeed_inference(ranks: int, microbatches: int) -> Schedule:
     References:
         DeepSpeed, ``runtime/pipe/schedule.py``, InferenceSchedule.
     """
-    require_counts(ranks, microbatches)
+    require_counts(ranks=ranks, microbatches=microbatches)
     programs = tuple(tuple(_steps(r, ranks, microbatches)) for r in range(ranks))
     return Schedule("deepspeed_inference", loop(ranks), (Chain(tuple(range(ranks)), range(microbatches)),), programs)
 

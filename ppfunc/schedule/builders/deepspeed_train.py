@@ -36,7 +36,7 @@ def deepspeed_train(ranks: int, microbatches: int, order: str = "source") -> Sch
     References:
         DeepSpeed, ``runtime/pipe/schedule.py``, TrainSchedule, before and after pull request 2862.
     """
-    require_counts(ranks, microbatches)
+    require_counts(ranks=ranks, microbatches=microbatches)
     require("order", order, order in ("source", "head"), "'source' or 'head'", "name one of the two orders")
     programs = tuple(tuple(_steps(r, ranks, microbatches, order == "head")) for r in range(ranks))
     return Schedule("deepspeed_train", loop(ranks), (Chain(tuple(range(ranks)), range(microbatches)),), programs)

@@ -32,7 +32,7 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
         DeepSeek-AI, DeepSeek-V3 Technical Report (arXiv:2412.19437), section 3.2.1;
         deepseek-ai/DualPipe, ``dualpipe.py``.
     """
-    require_counts(ranks, microbatches)
+    require_counts(ranks=ranks, microbatches=microbatches)
     require("ranks", ranks, ranks % 2 == 0, "an even number", "use an even number, or dualpipev")
     fits = microbatches % 2 == 0 and microbatches >= 2 * ranks
     require("microbatches", microbatches, fits, f"an even number of at least 2 * ranks = {2 * ranks}", "split the batch finer")

@@ -29,7 +29,7 @@ def dualpipev(ranks: int, microbatches: int) -> Schedule:
     References:
         deepseek-ai/DualPipe, ``dualpipev.py``; Sea AI Lab, "Cut-in-half", 2025.
     """
-    require_counts(ranks, microbatches)
+    require_counts(ranks=ranks, microbatches=microbatches)
     fits = microbatches >= 2 * ranks
     require("microbatches", microbatches, fits, f"at least 2 * ranks = {2 * ranks}", "split the batch finer")
     walked = range(microbatches)

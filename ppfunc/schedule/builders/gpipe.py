@@ -26,6 +26,6 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
     References:
         Huang et al., GPipe, NeurIPS 2019 (arXiv:1811.06965), section 2.3.
     """
-    require_counts(ranks, microbatches)
+    require_counts(ranks=ranks, microbatches=microbatches)
     programs = ([op(r, m) for op in (F, B) for m in range(microbatches)] for r in range(ranks))
     return single_chain("gpipe", range(ranks), microbatches, programs)

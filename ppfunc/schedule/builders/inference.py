@@ -26,6 +26,6 @@ def inference(ranks: int, microbatches: int) -> Schedule:
     References:
         Huang et al., GPipe, NeurIPS 2019 (arXiv:1811.06965), section 2.3.
     """
-    require_counts(ranks, microbatches)
+    require_counts(ranks=ranks, microbatches=microbatches)
     programs = ([F(r, m) for m in range(microbatches)] for r in range(ranks))
     return single_chain("inference", range(ranks), microbatches, programs)

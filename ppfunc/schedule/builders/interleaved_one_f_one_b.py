@@ -35,7 +35,7 @@ def interleaved_one_f_one_b(ranks: int, microbatches: int, chunks: int = 2, grou
     References:
         Narayanan et al., Megatron-LM, SC 2021 (arXiv:2104.04473), section 2.2.
     """
-    require_counts(ranks, microbatches, chunks)
+    require_counts(ranks=ranks, microbatches=microbatches, chunks=chunks)
     size = group_size(ranks, microbatches, chunks, group)
     order = walk(microbatches, chunks, size)
     warm_ups = (min(len(order), 2 * (ranks - 1 - r) + (chunks - 1) * size) for r in range(ranks))

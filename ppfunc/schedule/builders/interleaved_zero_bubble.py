@@ -32,7 +32,7 @@ def interleaved_zero_bubble(ranks: int, microbatches: int, chunks: int = 2) -> S
         Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (arXiv:2401.10241), section 2;
         Narayanan et al., Megatron-LM, SC 2021, section 2.2.
     """
-    require_counts(ranks, microbatches, chunks)
+    require_counts(ranks=ranks, microbatches=microbatches, chunks=chunks)
     size = group_size(ranks, microbatches, chunks)
     order = walk(microbatches, chunks, size)
     programs = (

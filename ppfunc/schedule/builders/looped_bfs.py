@@ -28,7 +28,7 @@ def looped_bfs(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
     References:
         Lamy-Poirier, Breadth-First Pipeline Parallelism, MLSys 2023 (arXiv:2211.05953), section 4.
     """
-    require_counts(ranks, microbatches, chunks)
+    require_counts(ranks=ranks, microbatches=microbatches, chunks=chunks)
     placement = loop(ranks, chunks)
     forwards = ([F(s, m) for s in stage_ids_of_rank(placement, r) for m in range(microbatches)] for r in range(ranks))
     programs = ([*program, *(B(f.stage, f.microbatch) for f in reversed(program))] for program in forwards)

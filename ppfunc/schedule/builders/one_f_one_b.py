@@ -31,7 +31,7 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     References:
         Narayanan et al., PipeDream-flush (arXiv:2006.09503), section 2; Fan et al., DAPPLE, PPoPP 2021.
     """
-    require_counts(ranks, microbatches)
+    require_counts(ranks=ranks, microbatches=microbatches)
     programs = (_program(r, min(ranks - 1 - r, microbatches), microbatches) for r in range(ranks))
     return single_chain("one_f_one_b", range(ranks), microbatches, programs)
 

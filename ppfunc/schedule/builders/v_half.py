@@ -29,7 +29,7 @@ def v_half(ranks: int, microbatches: int) -> Schedule:
     References:
         Qi et al., Pipeline Parallelism with Controllable Memory, NeurIPS 2024 (arXiv:2405.15362), section 3.
     """
-    require_counts(ranks, microbatches)
+    require_counts(ranks=ranks, microbatches=microbatches)
     p, shift = ranks, 0 if ranks % 2 else 3
     return from_pattern(
         "v_half", ranks, microbatches, lambda r: (2 * r, 3 * p - r - 2, 3 * p + shift + 2 * r - 1, 6 * p + shift - r - 2)

@@ -30,6 +30,6 @@ def v_min(ranks: int, microbatches: int) -> Schedule:
     References:
         Qi et al., Pipeline Parallelism with Controllable Memory, NeurIPS 2024 (arXiv:2405.15362), section 3.
     """
-    require_counts(ranks, microbatches)
+    require_counts(ranks=ranks, microbatches=microbatches)
     p, shift = ranks, 0 if ranks % 3 else 2
     return from_pattern("v_min", ranks, microbatches, lambda r: (r, 2 * p - r - 1, 2 * p + shift + r, 4 * p + shift - r - 1))

@@ -27,7 +27,7 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
     References:
         Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (arXiv:2401.10241), section 2.1.
     """
-    require_counts(ranks, microbatches)
+    require_counts(ranks=ranks, microbatches=microbatches)
     programs = (
         delayed_weights([F(r, m) for m in range(microbatches)], [(r, m) for m in range(microbatches)], warm_up=ranks - 1 - r, delay=r)
         for r in range(ranks)

@@ -29,7 +29,7 @@ def zb_h2(ranks: int, microbatches: int) -> Schedule:
     References:
         Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (arXiv:2401.10241), section 2.2.
     """
-    require_counts(ranks, microbatches)
+    require_counts(ranks=ranks, microbatches=microbatches)
     programs = (
         delayed_weights([F(r, m) for m in range(microbatches)], [(r, m) for m in range(microbatches)], warm_up=2 * (ranks - 1 - r), delay=2 * r)
         for r in range(ranks)

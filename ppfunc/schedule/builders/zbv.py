@@ -33,7 +33,7 @@ def zbv(ranks: int, microbatches: int) -> Schedule:
     References:
         Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (arXiv:2401.10241), section 6.
     """
-    require_counts(ranks, microbatches)
+    require_counts(ranks=ranks, microbatches=microbatches)
     programs = ((i for i in _program(r, ranks, max(2 * ranks - 1, microbatches)) if i.microbatch < microbatches) for r in range(ranks))
     return single_chain("zbv", v_shape(ranks), microbatches, programs)
 
