@@ -51,7 +51,7 @@ def _forwarded(joint: Joint) -> dict[Node, Node]:
         if node.target in _COPIES and _same_layout(node, node.args[0]):
             instead[node] = node.args[0]
             continue
-        below = base(node)
+        below = base(node) if is_tensor(node) else None
         while below is not None and not (is_tensor(below) and layout(below) == layout(node)):
             below = base(below)
         if below is not None:

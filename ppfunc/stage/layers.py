@@ -1,0 +1,75 @@
+"""Stages made of a list of layers and a partition of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..parallel.partition import Partition
+
+Layer = Callable[..., Any]
+"""A pure function ``layer(params, x, *consts) -> y``."""
+
+
+def stages_from_layers(layers: Sequence[Layer], partition: Partition) -> list[Layer]:
+    """One stage function per stage of the partition, that runs its layers one after the other.
+
+    Equivalent to, for the stage with layers ``start..end-1``::
+
+        def stage(params, x, *consts):
+            for layer, p in zip(layers[start:end], params, strict=True):
+                x = layer(p, x, *consts)
+            return x
+
+    Args:
+        layers: pure functions ``layer(params, x, *consts) -> y``, in order.
+        partition: which stage has which layers.
+
+    Returns:
+        Stages whose ``params`` is the tuple of the params of their layers, see `params_of_stages`.
+
+    Raises:
+        ValueError: where the partition is for another number of layers.
+
+    >>> stages = stages_from_layers([lambda p, x: p + x, lambda p, x: p * x, lambda p, x: x - p], Partition((0, 2, 3)))
+    >>> stages[1]((1,), stages[0]((2, 3), 4))
+    17
+    """
+    return [_stage(chosen, interval) for chosen, interval in zip(partition.split(layers), partition.intervals, strict=True)]
+
+
+def params_of_stages(params: Sequence[Any], partition: Partition) -> dict[int, tuple[Any, ...]]:
+    """The params of layers, as the params of the stages that they make up.
+
+    Args:
+        params: one tree per layer.
+        partition: which stage has which layers.
+
+    >>> params_of_stages(["a", "b", "c"], Partition((0, 2, 3)))
+    {0: ('a', 'b'), 1: ('c',)}
+    """
+    return dict(enumerate(partition.split(params)))
+
+
+def params_of_layers(params: Mapping[int, Sequence[Any]], partition: Partition) -> list[Any]:
+    """The params, or gradients, of all stages as those of their layers: undoes `params_of_stages`.
+
+    >>> params_of_layers({1: ("c",), 0: ("a", "b")}, Partition((0, 2, 3)))
+    ['a', 'b', 'c']
+    """
+    sizes = {stage: len(params[stage]) for stage in sorted(params)}
+    if sizes != dict(enumerate(partition.sizes)):
+        raise ValueError(f"expected params for stages of sizes {dict(enumerate(partition.sizes))}, got {sizes}")
+    return [layer for stage in range(partition.stages) for layer in params[stage]]
+
+
+def _stage(layers: tuple[Layer, ...], interval: tuple[int, int]) -> Layer:
+    def stage(params: Sequence[Any], x: Any, *consts: Any) -> Any:
+        if len(params) != len(layers):
+            raise ValueError(f"{stage.__name__} takes params for {len(layers)} layers, got {len(params)}: params_of_stages splits them")
+        for layer, layer_params in zip(layers, params, strict=True):
+            x = layer(layer_params, x, *consts)
+        return x
+
+    stage.__name__ = stage.__qualname__ = f"layers_{interval[0]}_to_{interval[1]}"
+    return stage
