@@ -50,10 +50,10 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
 
     >>> from_csv("0F0,0B0\\n1F0,1B0\\n").placement
     (0, 1)
-    >>> from_csv("0F0,0B0\\n1F0,1B0junk\\n")
+    >>> from_csv("0F0,0B0\\n1F0,1B0junk\\n")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
-    ppfunc.schedule.formats.text.FormatError: row 2, column 2: '1B0junk' is not an instruction: ...
+    ppfunc.schedule.formats.text.FormatError: row 2 (rank 1), column 2: '1B0junk' is not an instruction: ...
 
     Args:
         text: the content of a file.
@@ -83,7 +83,7 @@ def _rows(text: str) -> Iterator[list[Instruction | None]]:
         try:
             cells = next(reader, None)
         except csv.Error as error:
-            raise FormatError(f"row {row}: not CSV: {error}") from None
+            raise FormatError(f"row {row} (rank {row - 1}): not CSV: {error}") from None
         if cells is None:
             return
         yield [known[cell] if cell in known else _cell(cell, row, column, known) for column, cell in enumerate(cells, 1)]
@@ -93,7 +93,7 @@ def _cell(cell: str, row: int, column: int, known: dict[str, Instruction | None]
     try:
         instruction = parse_instruction(cell)
     except FormatError as error:
-        raise FormatError(f"row {row}, column {column}: {error}") from None
+        raise FormatError(f"row {row} (rank {row - 1}), column {column}: {error}") from None
     known[cell] = instruction
     return instruction
 
@@ -102,7 +102,7 @@ def _refuse_blanks(rows: list[list[Instruction | None]], token: str) -> None:
     for row, cells in enumerate(rows, 1):
         if None in cells:
             raise FormatError(
-                f"row {row}, column {cells.index(None) + 1}: a blank, but the file also holds {token}: only a file of nothing "
+                f"row {row} (rank {row - 1}), column {cells.index(None) + 1}: a blank, but the file also holds {token}: only a file of nothing "
                 "but compute may have blanks"
             )
 

@@ -42,7 +42,7 @@ def parse_instruction(text: str) -> Instruction:
     Instruction(op=<Op.F: 'F'>, stage=2, microbatch=0, peer=None, slot=None, parts=())
     >>> str(parse_instruction("(0F3;3B1)OVERLAP_F_B"))
     '(0F3;3B1)OVERLAP_F_B'
-    >>> parse_instruction("0F1junk")
+    >>> parse_instruction("0F1junk")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
     ppfunc.schedule.formats.text.FormatError: '0F1junk' is not an instruction: ...

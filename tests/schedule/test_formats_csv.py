@@ -1,0 +1,133 @@
+"""The CSV form: strict, plain for torch, with placement and chains found in the content."""
+
+import time
+
+import pytest
+
+from ppfunc.schedule.builders import BUILDERS, gpipe
+from ppfunc.schedule.errors import ScheduleError
+from ppfunc.schedule.formats.csv import from_csv, to_csv
+from ppfunc.schedule.formats.files import read_csv, read_schedule, write_csv
+from ppfunc.schedule.formats.json import to_json
+from ppfunc.schedule.formats.plain import compute_only
+from ppfunc.schedule.formats.text import FormatError
+from ppfunc.schedule.instruction import Instruction, Op
+from ppfunc.schedule.passes import place_communication
+from ppfunc.schedule.schedule import Chain, Schedule
+
+SCHEDULES = [build(ranks, 8) for build in BUILDERS.values() for ranks in (2, 4)]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: f"{s.name}-{s.ranks}")
+def test_compute_only_comes_back_equal(schedule):
+    plain = compute_only(schedule)
+    again = from_csv(to_csv(plain), plain.name)
+    assert (again.placement, again.chains) == (plain.placement, plain.chains)
+    for rank in range(plain.ranks):
+        assert list(again.instructions(rank)) == list(plain.instructions(rank))
+    if all(len(step) <= 1 for program in plain.programs for step in program):
+        assert again == plain
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: f"{s.name}-{s.ranks}")
+def test_lowered_comes_back_one_instruction_per_step(schedule):
+    lowered = schedule if schedule.lowered else place_communication(schedule)
+    text = to_csv(lowered)
+    assert ",," not in text
+    again = from_csv(text, lowered.name)
+    assert (again.placement, again.chains) == (lowered.placement, lowered.chains)
+    assert again.programs == tuple(tuple((i,) for i in lowered.instructions(r)) for r in range(lowered.ranks))
+
+
+def test_blanks_are_idle_steps():
+    schedule = from_csv("0F0,,0B0\n,1F0,1B0,\n")
+    assert schedule.programs == tuple(
+        tuple((Instruction(Op[text[1]], int(text[0]), 0),) if text else () for text in row)
+        for row in (("0F0", "", "0B0"), ("", "1F0", "1B0", ""))
+    )
+    assert to_csv(schedule) == "0F0,,0B0\n,1F0,1B0,\n"
+
+
+def test_skip_connections_are_the_edges_of_messages_with_a_peer():
+    schedule = from_csv("0F0,0SEND_F0,0SEND_F0>2\n1RECV_F0,1F0,1SEND_F0\n2RECV_F0,2RECV_F0>0,2F0\n")
+    assert schedule.skips == ((0, 2),)
+
+
+def test_files(tmp_path):
+    schedule = gpipe(2, 2)
+    write_csv(schedule, tmp_path / "gpipe.csv")
+    (tmp_path / "gpipe.json").write_text(to_json(schedule))
+    assert read_csv(tmp_path / "gpipe.csv") == read_schedule(tmp_path / "gpipe.csv") == read_schedule(tmp_path / "gpipe.json") == schedule
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "empty"),
+        ("0F0,0B0\n1F0,1B0x\n", r"row 2 \(rank 1\), column 2: '1B0x'"),
+        ("0F0,0B0\n1F0, 1B0\n", r"row 2 \(rank 1\), column 2: ' 1B0'"),
+        ("0F0, \n", r"row 1 \(rank 0\), column 2: ' '"),
+        ("\ufeff0F0,0B0\n", r"row 1 \(rank 0\), column 1"),
+        ("0F0;0B0\n", r"row 1 \(rank 0\), column 1"),
+        ("0F0\x00,0B0\n", r"row 1 \(rank 0\), column 1"),
+        ('0F0,"0B0\n', r"row 1 \(rank 0\): not CSV"),
+        ('0F0,"0B0"x\n', r"row 1 \(rank 0\): not CSV"),
+        ("0F0,0SEND_F0,,0B0\n1RECV_F0,1F0,1B0\n", r"row 1 \(rank 0\), column 3: a blank, but the file also holds RECV_F"),
+        ("0F0,0B0\n" + "1" * 10**6 + "F0\n", "row 2"),
+        ("0F0,0B0\n1F0," + "x" * 100_000 + "\n", r"row 2 \(rank 1\), column 2"),
+    ],
+)
+def test_garbled_text_is_refused_with_its_place(text, message):
+    with pytest.raises(FormatError, match=message) as caught:
+        from_csv(text)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("text", "rank", "instruction"),
+    [
+        ("0F0,0B0\n1000000000000F0,1B0\n", 1, "1000000000000F0"),
+        ("0F0,0F1000000000000000000,0B0\n", 0, "0F1000000000000000000"),
+        ("0F0,0B0\n2F0,2B0\n", 1, "2F0"),
+        ("0F0,0B0\n\n", 1, None),
+        ("\n", 0, None),
+        (",".join(["0F0"] * 3000) + ",1999F0,0F1999\n", 0, "1999F0"),
+        ("\n".join(f"{s}F0,{s}B0" for s in range(2000)) + ",0F3999\n", 1999, "0F3999"),
+    ],
+)
+def test_impossible_numbers_are_refused_before_anything_of_their_size_is_made(text, rank, instruction):
+    start = time.perf_counter()
+    with pytest.raises(ScheduleError) as caught:
+        from_csv(text)
+    assert time.perf_counter() - start < 1
+    assert caught.value.rank == rank
+    assert (caught.value.instruction and str(caught.value.instruction)) == instruction
+
+
+def test_two_chains_are_found_although_a_forward_is_missing():
+    schedule = BUILDERS["dualpipe"](4, 8)
+    text = to_csv(schedule).replace("4F4", "", 1)
+    assert from_csv(text).chains == (Chain((0, 1, 2, 3), range(4)), Chain((4, 5, 6, 7), range(4, 8)))
+
+
+def test_a_misplaced_instruction_does_not_move_its_stage():
+    schedule = from_csv("0F0,0F1,0B0,0B1,1B1\n1F0,1F1,1B0\n")
+    assert schedule.placement == (0, 1)
+
+
+def test_binary_and_huge_files_are_refused(tmp_path):
+    (tmp_path / "binary").write_bytes(bytes(range(256)) * 100)
+    with pytest.raises(FormatError, match="not text"):
+        read_schedule(tmp_path / "binary")
+    with pytest.raises(OSError):
+        read_schedule(tmp_path)
+
+
+def test_what_torch_has_no_token_for_has_the_same_grammar():
+    program = tuple(
+        (Instruction(op, 0, None if op in (Op.REDUCE_TIED, Op.STEP) else 0),)
+        for op in (Op.LOAD, Op.F, Op.OFFLOAD, Op.FETCH, Op.B, Op.REDUCE_TIED, Op.STEP)
+    )
+    schedule = Schedule("all", (0,), (Chain((0,), range(1)),), (program,))
+    assert to_csv(schedule) == "0LOAD0,0F0,0OFFLOAD0,0FETCH0,0B0,0REDUCE_TIED,0STEP\n"
+    assert from_csv(to_csv(schedule), "all") == schedule
