@@ -1,0 +1,144 @@
+"""The subcommands ``ppfunc topology`` and ``ppfunc partition``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from .layout import parse_layout
+from .partition import Partition
+from .split import effective_loads, partition_layers
+from .topology import Topology
+from .weigh import partition_by_weights
+
+
+def add_subcommands(subparsers: Any) -> None:
+    """Add ``topology`` and ``partition`` to the subparsers of a command line.
+
+    Each sets ``func``, a function from the parsed arguments to the exit status: 0, or 2 with one
+    line on the standard error stream where they do not make sense.
+
+    Args:
+        subparsers: what ``ArgumentParser.add_subparsers`` returns.
+    """
+    topology = subparsers.add_parser(
+        "topology", help="ranks, coordinates and groups of a grid of processes", description="Print a grid of processes."
+    )
+    topology.add_argument("--axes", required=True, help="names and sizes, slowest first, as in pipe=2,data=2,model=2")
+    topology.add_argument("--json", action="store_true", help="print JSON")
+    topology.set_defaults(func=_guarded(_topology))
+
+    partition = subparsers.add_parser(
+        "partition", help="cut layers into stages", description="Print where layers are cut into stages, and the loads."
+    )
+    source = partition.add_mutually_exclusive_group(required=True)
+    source.add_argument("--weights", help="the weight of each layer, as in 1,2,3")
+    source.add_argument("--layers", type=int, help="the number of equal layers")
+    source.add_argument("--layout", help="letters per layer, as in 'Et*3|(tt|)*29,m|L'")
+    partition.add_argument("--stages", type=int, help="the number of stages")
+    partition.add_argument(
+        "--method",
+        choices=("uniform", "balanced", "spread"),
+        help="equal counts, least maximum load (the default for weights), or least maximum minus minimum",
+    )
+    partition.add_argument("--input-weight", type=number, help="cost of the embedding in layers (1 with --layers)")
+    partition.add_argument("--output-weight", type=number, help="cost of norm and head in layers (1 with --layers)")
+    partition.add_argument("--allow-empty", action="store_true", help="accept stages without layers")
+    partition.add_argument("--json", action="store_true", help="print JSON")
+    partition.set_defaults(func=_guarded(_partition))
+
+
+def _topology(arguments: argparse.Namespace) -> None:
+    topology = Topology.parse(arguments.axes)
+    groups = {axis: list(topology.groups(axis)) for axis in topology.axes}
+    if arguments.json:
+        coordinates = [dict(zip(topology.axes, c, strict=True)) for c in topology.coordinates()]
+        print(json.dumps({"world_size": topology.world_size, "coordinates": coordinates, "groups": groups}))
+        return
+    print(f"{topology}: {topology.world_size} ranks")
+    for rank, coordinate in enumerate(topology.coordinates()):
+        print(f"rank {rank}: {', '.join(f'{axis}={i}' for axis, i in zip(topology.axes, coordinate, strict=True))}")
+    for axis, found in groups.items():
+        print(f"groups along {axis}: {' '.join(str(list(group)) for group in found)}")
+
+
+def _partition(arguments: argparse.Namespace) -> None:
+    if arguments.layout is not None:
+        partition, loads, more = _from_layout(arguments)
+    elif arguments.weights is not None:
+        partition, loads, more = _from_weights(arguments, [number(text) for text in arguments.weights.split(",")])
+    else:
+        partition, loads, more = _from_layers(arguments)
+    if arguments.json:
+        print(json.dumps({"boundaries": partition.boundaries, "loads": loads, **more}))
+        return
+    print(f"boundaries: {list(partition.boundaries)}")
+    print(f"loads: {list(loads)}")
+    for name, value in more.items():
+        print(f"{name.replace('_', ' ')}: {list(value)}")
+
+
+_Found = tuple[Partition, tuple[float, ...], dict[str, tuple[Any, ...]]]
+
+
+def _from_weights(arguments: argparse.Namespace, weights: list[float]) -> _Found:
+    weights[0] += arguments.input_weight or 0
+    weights[-1] += arguments.output_weight or 0
+    partition = partition_by_weights(
+        weights, _stages(arguments), arguments.method or "balanced", allow_empty=arguments.allow_empty
+    )
+    return partition, partition.loads(weights), {}
+
+
+def _from_layers(arguments: argparse.Namespace) -> _Found:
+    if arguments.layers < 1:
+        raise ValueError(f"--layers is one or more, got {arguments.layers}")
+    if arguments.method is not None:
+        return _from_weights(arguments, [1] * arguments.layers)
+    ends = [1 if weight is None else weight for weight in (arguments.input_weight, arguments.output_weight)]
+    partition = partition_layers(arguments.layers, _stages(arguments), *ends, allow_empty=arguments.allow_empty)
+    return partition, effective_loads(partition, *ends), {"split_points": partition.split_points()}
+
+
+def _from_layout(arguments: argparse.Namespace) -> _Found:
+    for option in ("method", "input_weight", "output_weight"):
+        if getattr(arguments, option) is not None:
+            raise ValueError(f"--layout says where every layer is: --{option.replace('_', '-')} has no meaning with it")
+    layout = parse_layout(arguments.layout, allow_empty=arguments.allow_empty)
+    if arguments.stages is not None and arguments.stages != len(layout.stages):
+        raise ValueError(f"the layout has {len(layout.stages)} stages, but --stages is {arguments.stages}")
+    return layout.partition, layout.partition.sizes, {"stages": layout.stages, "decoders": layout.decoders}
+
+
+def _stages(arguments: argparse.Namespace) -> int:
+    if arguments.stages is None:
+        raise ValueError("--stages is missing: say how many stages there are to be")
+    return arguments.stages
+
+
+def number(text: str) -> float:
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"expected a number, got {text!r}") from None
+
+
+def _guarded(command: Callable[[argparse.Namespace], None]) -> Callable[[argparse.Namespace], int]:
+    """The command with its errors as one line, and an exit status."""
+
+    def run(arguments: argparse.Namespace) -> int:
+        try:
+            command(arguments)
+        except ValueError as error:
+            print(f"ppfunc: {error}", file=sys.stderr)
+            return 2
+        return 0
+
+    return run

@@ -1,0 +1,152 @@
+"""The layout of a pipeline written as text, one letter a layer: ``"Et*3|(tt|)*29,m|L"``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .partition import Partition
+from .placement import Placement, place
+
+LETTERS = {"E": "embedding", "t": "decoder", "m": "multi-token prediction", "L": "loss"}
+_LIMIT = 1_000_000  # letters that a text may unfold to
+_DEPTH = 50  # parentheses inside each other
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What each stage of a pipeline holds, as text of one letter a layer.
+
+    Args:
+        stages: the letters of each stage: ``E`` embedding, ``t`` decoder, ``m`` multi-token
+            prediction, ``L`` loss.
+
+    >>> layout = parse_layout("Ett|(tt|)*2,m|L")
+    >>> layout.stages, layout.decoders
+    (('Ett', 'tt', 'tt', 'm', 'L'), (2, 2, 2, 0, 0))
+    >>> layout.partition.boundaries
+    (0, 3, 5, 7, 8, 9)
+    """
+
+    stages: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "|".join(self.stages)
+
+    @property
+    def partition(self) -> Partition:
+        """The partition of all layers, with embedding, loss and prediction counted as layers."""
+        return Partition.from_sizes(map(len, self.stages), allow_empty=True)
+
+    @property
+    def decoders(self) -> tuple[int, ...]:
+        """The number of decoder layers of each stage."""
+        return tuple(stage.count("t") for stage in self.stages)
+
+    @property
+    def decoder_partition(self) -> Partition:
+        """The partition of the decoder layers alone; stages that hold other layers only are empty."""
+        return Partition.from_sizes(self.decoders, allow_empty=True)
+
+    def placement(self, ranks: int) -> Placement:
+        """The rank of each stage, dealt round ``ranks`` ranks, which have to divide the stages."""
+        return place("loop", ranks, len(self.stages))
+
+
+def parse_layout(text: str, *, decoders: int | None = None, ranks: int | None = None, allow_empty: bool = False) -> Layout:
+    """The layout that a text describes.
+
+    Letters are layers, ``|`` ends a stage, ``*n`` repeats the letter or the group in parentheses
+    before it, and commas are for the eye alone.
+
+    Args:
+        text: such as ``"Et*3|(tt|)*29,m|L"``.
+        decoders: how many decoder layers there have to be.
+        ranks: how many ranks the stages have to divide among.
+        allow_empty: whether a stage may have no layer.
+
+    Raises:
+        ValueError: where the text cannot be read, where it does not begin with its only embedding
+            and end with its only loss, where a decoder stands after ``m``, where a stage is empty
+            without being asked for, or where the counts differ.
+
+    References:
+        Megatron-LM, ``--pipeline-model-parallel-layout``.
+    """
+    unfolded, end = _sequence(text, 0)
+    if end < len(text):
+        raise _unreadable(text, end, "there is no '(' for this ')'")
+    layout = Layout(tuple(unfolded.split("|")))
+    if not allow_empty and "" in layout.stages:
+        raise ValueError(
+            f"stage {layout.stages.index('')} of {text!r} would be empty: the sizes are "
+            f"{list(map(len, layout.stages))}; remove a '|', or allow_empty=True"
+        )
+    _require_order(text, unfolded.replace("|", ""))
+    if decoders is not None and sum(layout.decoders) != decoders:
+        raise ValueError(f"{text!r} has {sum(layout.decoders)} decoder layers 't', but the model has {decoders}")
+    if ranks is not None:
+        layout.placement(ranks)
+    return layout
+
+
+def _sequence(text: str, position: int, depth: int = 0) -> tuple[str, int]:
+    """What the text from ``position`` unfolds to, up to an unmatched ``)`` or its end, and that place."""
+    if depth > _DEPTH:
+        raise _unreadable(text, position, f"more than {_DEPTH} parentheses inside each other")
+    parts: list[str] = []
+    length = 0
+    while position < len(text) and text[position] != ")":
+        start, letter = position, text[position]
+        position += 1
+        if letter == ",":
+            continue
+        if letter == "(":
+            item, position = _sequence(text, position, depth + 1)
+            if position == len(text):
+                raise _unreadable(text, start, "there is no ')' for this '('")
+            position += 1
+        elif letter in LETTERS or letter == "|":
+            item = letter
+        else:
+            known = ", ".join(f"{key} ({meaning})" for key, meaning in LETTERS.items())
+            raise _unreadable(text, start, f"expected a layer, {known}, or one of | ( ) * ,")
+        times, position = _repeats(text, position)
+        length += len(item) * times
+        if length > _LIMIT:
+            raise _unreadable(text, start, f"more than {_LIMIT} layers")
+        parts.append(item * times)
+    return "".join(parts), position
+
+
+def _repeats(text: str, position: int) -> tuple[int, int]:
+    """The number after a ``*`` at ``position``, else 1, and where it ends; commas are passed over."""
+    star = position
+    while star < len(text) and text[star] == ",":
+        star += 1
+    if star == len(text) or text[star] != "*":
+        return 1, position
+    digits = ""
+    end = star + 1
+    while end < len(text) and (text[end] in "0123456789" or text[end] == ","):
+        digits += text[end].strip(",")
+        end += 1
+    if not digits:
+        raise _unreadable(text, star, "expected a number after '*'")
+    if len(digits) > 7:
+        raise _unreadable(text, star, f"more than {_LIMIT} layers")
+    return int(digits), end
+
+
+def _require_order(text: str, letters: str) -> None:
+    for letter, where, place_ in (("E", "begin", 0), ("L", "end", -1)):
+        if letters.count(letter) != 1 or letters[place_] != letter:
+            raise ValueError(
+                f"{text!r} has {letters.count(letter)} {LETTERS[letter]} layers {letter!r}: "
+                f"a layout has exactly one, with which it {where}s"
+            )
+    if "t" in letters.partition("m")[2]:
+        raise ValueError(f"{text!r} has a decoder 't' after 'm': multi-token prediction follows all decoders")
+
+
+def _unreadable(text: str, position: int, why: str) -> ValueError:
+    return ValueError(f"cannot read the layout {text!r} at character {position}, {text[position : position + 10]!r}: {why}")

@@ -1,0 +1,161 @@
+"""Weights of layers to balance by: their parameters, a pattern on their names, or their time."""
+
+from __future__ import annotations
+
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from .balance import partition_balanced
+from .partition import Partition, partition_uniform
+from .spread import partition_spread
+
+Method = Literal["uniform", "balanced", "spread"]
+
+
+def partition_by_weights(
+    weights: Sequence[float], stages: int, method: Method = "balanced", *, allow_empty: bool = False
+) -> Partition:
+    """The partition that a method makes.
+
+    Args:
+        weights: one per layer.
+        stages: number of stages.
+        method: ``"uniform"`` for equal numbers of layers, ``"balanced"`` for the least maximum load,
+            ``"spread"`` for the least maximum minus minimum.
+        allow_empty: whether there may be fewer layers than stages.
+    """
+    if method == "uniform":
+        return partition_uniform(len(weights), stages, allow_empty=allow_empty)
+    methods = {"balanced": partition_balanced, "spread": partition_spread}
+    if method not in methods:
+        raise ValueError(f"unknown method {method!r}: expected 'uniform', 'balanced' or 'spread'")
+    return methods[method](weights, stages, allow_empty=allow_empty)
+
+
+def partition_by_parameters(
+    layers: Sequence[Any], stages: int, method: Method = "balanced", *, allow_empty: bool = False
+) -> Partition:
+    """The partition by the number of parameters of each layer, as `count_layer_parameters` finds them."""
+    return partition_by_weights(count_layer_parameters(layers), stages, method, allow_empty=allow_empty)
+
+
+def partition_by_pattern(
+    layers: Sequence[Any], pattern: str | re.Pattern[str], stages: int, method: Method = "balanced", *, allow_empty: bool = False
+) -> Partition:
+    r"""The partition in which the layers whose name matches are shared out evenly; the others weigh nothing.
+
+    Args:
+        layers: names, or layers, which are named by their class or their function.
+        pattern: a regular expression that is searched for in the name as it is written, case kept.
+            Write ``(?i)`` in front, or pass a compiled pattern, to ignore case.
+        stages: number of stages.
+        method: as for `partition_by_weights`.
+
+    Raises:
+        ValueError: where the expression is not one, or no layer matches.
+
+    >>> names = ["Embed", "Block", "Block", "Dropout", "Block", "Block", "Head"]
+    >>> partition_by_pattern(names, r"^Block$", 2).boundaries
+    (0, 4, 7)
+    """
+    try:
+        expression = re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
+    names = [layer_name(layer) for layer in layers]
+    weights = [int(expression.search(name) is not None) for name in names]
+    if not any(weights):
+        raise ValueError(f"no layer matches {expression.pattern!r}; the names, case kept, are {sorted(set(names))[:20]}")
+    return partition_by_weights(weights, stages, method, allow_empty=allow_empty)
+
+
+def partition_by_time(
+    layers: Sequence[Callable[[Any], Any]],
+    example: Any,
+    stages: int,
+    method: Method = "balanced",
+    *,
+    allow_empty: bool = False,
+    **options: Any,
+) -> Partition:
+    """The partition by the measured time of each layer; options as for `measure_layers`."""
+    return partition_by_weights(measure_layers(layers, example, **options), stages, method, allow_empty=allow_empty)
+
+
+def layer_name(layer: Any) -> str:
+    """The name of a layer: itself if it is text, of a function or a class its own, else of its class."""
+    if isinstance(layer, str):
+        return layer
+    return getattr(layer, "__name__", type(layer).__name__)
+
+
+def count_layer_parameters(layers: Sequence[Any]) -> tuple[int, ...]:
+    """The number of parameter elements of each layer.
+
+    Args:
+        layers: each a module (what ``parameters()`` yields that requires a gradient), a tree of
+            tensors in dictionaries, lists and tuples (all of them), or the number itself. A tensor
+            that occurs twice in one layer is counted once.
+
+    >>> count_layer_parameters([12, {}])
+    (12, 0)
+    """
+    return tuple(layer if isinstance(layer, int) else _count(layer) for layer in layers)
+
+
+def measure_layers(
+    layers: Sequence[Callable[[Any], Any]],
+    example: Any,
+    *,
+    repeats: int = 5,
+    warm_up: int = 1,
+    synchronize: Callable[[], object] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[float, ...]:
+    """The time that each layer takes, in seconds: the median of several runs.
+
+    Args:
+        layers: functions of one argument, each taking what the one before returned.
+        example: what the first layer takes.
+        repeats: timed runs of each layer.
+        warm_up: runs before them that are not timed.
+        synchronize: waits until the device is idle, such as ``torch.cuda.synchronize``.
+        clock: a clock in seconds.
+    """
+    if repeats < 1 or warm_up < 0:
+        raise ValueError(f"expected one or more timed runs and no fewer than zero others, got {repeats} and {warm_up}")
+    times = []
+    for layer in layers:
+        runs = []
+        for _ in range(warm_up + repeats):
+            synchronize()
+            start = clock()
+            output = layer(example)
+            synchronize()
+            runs.append(clock() - start)
+        times.append(statistics.median(runs[warm_up:]))
+        example = output
+    return tuple(times)
+
+
+def _count(layer: Any) -> int:
+    if hasattr(layer, "parameters"):
+        found = [p for p in layer.parameters() if p.requires_grad]
+    else:
+        found = list(_tensors(layer))
+    return sum(tensor.numel() for tensor in {id(t): t for t in found}.values())
+
+
+def _tensors(tree: Any) -> Iterator[Any]:
+    """The tensors in a tree: what can say its ``numel``."""
+    if hasattr(tree, "numel"):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from _tensors(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from _tensors(value)

@@ -1,0 +1,134 @@
+"""Process groups and a DeviceMesh for a topology, made in the same order on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..parallel.groups import NamedGroup, groups_in_creation_order
+from ..parallel.topology import Topology
+
+_AXIS_OF_KIND = {"data": "data", "pipe": "pipe", "slice": "model"}
+
+
+def device_mesh(topology: Topology, device_type: str = "cpu") -> DeviceMesh:
+    """The mesh with the axes and the ranks of a topology.
+
+    Every rank has to call it, after ``init_process_group`` and, on GPUs, after choosing its device.
+
+    Args:
+        topology: one with as many ranks as the world.
+        device_type: such as ``"cpu"`` or ``"cuda"``.
+
+    Raises:
+        RuntimeError: before ``torch.distributed`` is initialised.
+        ValueError: where the topology has another number of ranks than the world.
+    """
+    _require_world(topology)
+    ranks = torch.arange(topology.world_size, dtype=torch.int).view(topology.sizes)
+    return DeviceMesh(device_type, ranks, mesh_dim_names=topology.axes)
+
+
+def topology_of_mesh(mesh: DeviceMesh, names: Mapping[str, str] | None = None) -> Topology:
+    """The topology of a mesh: its axes and sizes. Its rank ``i`` is the ``i``-th of the mesh, row-major.
+
+    Args:
+        mesh: a mesh with named dimensions.
+        names: names of ours for those of the mesh, such as ``{"pp": "pipe", "dp": "data", "tp": "model"}``.
+
+    Raises:
+        ValueError: where the dimensions have no names, or ``names`` has one that the mesh has not.
+    """
+    own = mesh.mesh_dim_names
+    if own is None:
+        raise ValueError('the mesh has no names for its dimensions: make it with mesh_dim_names=("pipe", "data")')
+    names = names or {}
+    unknown = sorted(set(names) - set(own))
+    if unknown:
+        raise ValueError(f"the mesh has no dimension {', '.join(unknown)}: its dimensions are {', '.join(own)}")
+    return Topology(tuple(names.get(name, name) for name in own), tuple(mesh.mesh.shape))
+
+
+class ProcessGroups:
+    """The process groups of this rank, one of each kind: ``replica``, ``data``, ``pipe`` and ``slice``.
+
+    A context manager: it destroys the groups that it made, and leaves those of a mesh alone.
+    Every rank of the world has to make it, at the same point of its program.
+
+    Args:
+        topology: one with as many ranks as the world; None to take that of ``mesh``.
+        mesh: a mesh whose groups are used where it has an axis of the kind.
+        names: for a mesh with other names, as in `topology_of_mesh`.
+
+    Raises:
+        RuntimeError: before ``torch.distributed`` is initialised.
+        ValueError: where topology, mesh and world do not fit together.
+    """
+
+    def __init__(
+        self,
+        topology: Topology | None = None,
+        *,
+        mesh: DeviceMesh | None = None,
+        names: Mapping[str, str] | None = None,
+    ) -> None:
+        if (topology is None) == (mesh is None):
+            raise ValueError("expected a topology or a mesh, one of the two")
+        self.topology = topology or topology_of_mesh(mesh, names)
+        _require_world(self.topology)
+        self._ranks = tuple(range(self.topology.world_size)) if mesh is None else tuple(mesh.mesh.flatten().tolist())
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        self._made: list[dist.ProcessGroup] = []
+        if mesh is not None:
+            self._take_from(mesh)
+        self._make_missing()
+
+    def __getitem__(self, kind: str) -> dist.ProcessGroup:
+        if kind not in self._groups:
+            raise KeyError(f"no group of kind {kind!r}: the kinds are {', '.join(self._groups)}")
+        return self._groups[kind]
+
+    def __enter__(self) -> ProcessGroups:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def ranks(self, kind: str) -> tuple[int, ...]:
+        """The ranks in the world of the group of a kind, in its order."""
+        return tuple(dist.get_process_group_ranks(self[kind]))
+
+    def close(self) -> None:
+        """Destroy the groups that were made here; none is left to use."""
+        self._groups.clear()
+        while self._made:
+            dist.destroy_process_group(self._made.pop())
+
+    def _take_from(self, mesh: DeviceMesh) -> None:
+        for kind, axis in _AXIS_OF_KIND.items():
+            if axis in self.topology.axes:
+                self._groups[kind] = mesh.get_group(self.topology.axes.index(axis))
+
+    def _make_missing(self) -> None:
+        # Which groups are missing follows from the topology, so it is the same on every rank.
+        taken = frozenset(self._groups)
+        for group in groups_in_creation_order(self.topology):
+            if group.kind in ("replica", *_AXIS_OF_KIND) and group.kind not in taken:
+                self._make(group)
+
+    def _make(self, group: NamedGroup) -> None:
+        ranks = [self._ranks[position] for position in group.ranks]
+        made = dist.new_group(ranks, group_desc=f"ppfunc {group.kind}")
+        if dist.get_rank() in ranks:
+            self._groups[group.kind] = made
+            self._made.append(made)
+
+
+def _require_world(topology: Topology) -> None:
+    if not dist.is_initialized():
+        raise RuntimeError("torch.distributed is not initialised: call init_process_group first")
+    topology.require_world_size(dist.get_world_size())
