@@ -9,8 +9,6 @@ import ppfunc.schedule.builders as ours
 from ppfunc.schedule.schedule import Schedule
 
 
-
-
 class Stage:
     """What torch's schedule classes read of a stage while they make their order."""
 
@@ -51,9 +49,6 @@ def divides(ranks: int, microbatches: int) -> bool:
     return microbatches % max(1, microbatches // ranks) == 0
 
 
-MICROBATCHES = (*range(1, 13), 14, 15, 16, 20, 23, 24)
-
-
 @pytest.mark.parametrize("ranks", range(1, 9))
 @pytest.mark.parametrize(
     ("kind", "build", "chunks", "v_shaped", "accepts"),
@@ -68,7 +63,7 @@ MICROBATCHES = (*range(1, 13), 14, 15, 16, 20, 23, 24)
 )
 def test_the_order_is_torchs(kind, build, chunks, v_shaped, accepts, ranks):
     """Where torch accepts the number of microbatches, fewer than ranks included, with every number of chunks."""
-    for microbatches in filter(lambda m: accepts(ranks, m), MICROBATCHES):
+    for microbatches in filter(lambda m: accepts(ranks, m), range(1, 25)):
         for v in chunks:
             theirs = torch_order(kind, ranks, microbatches, v, v_shaped)
             assert our_order(build(ranks, microbatches, v)) == theirs, (ranks, microbatches, v)
