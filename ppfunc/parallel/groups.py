@@ -35,30 +35,68 @@ class ParallelSizes(NamedTuple):
 
 
 class Membership(NamedTuple):
-    """Where one rank stands in every kind of group.
+    """Where one rank stands in every kind of group; the groups are made when they are asked for.
 
     Args:
+        topology: the topology.
         rank: the rank itself, in the world.
         stage: its place along ``pipe``: its rank in the pipeline group.
         replica: its place along ``data``: its rank in the data parallel group.
         slice: its place along ``model``: its rank among the tensor slices.
-        rank_in_replica: its place among all ranks of its replica, over which norms and overflow are agreed.
-        pipeline_group, data_parallel_group, slice_group, replica_group: the ranks of these groups;
-            their lengths are the sizes.
-        is_first_stage, is_last_stage: whether its stage is at an end of the pipeline.
     """
 
+    topology: Topology
     rank: int
     stage: int
     replica: int
     slice: int
-    rank_in_replica: int
-    pipeline_group: Group
-    data_parallel_group: Group
-    slice_group: Group
-    replica_group: Group
-    is_first_stage: bool
-    is_last_stage: bool
+
+    @property
+    def sizes(self) -> ParallelSizes:
+        """The sizes of the pipeline, data parallel and slice groups."""
+        return parallel_sizes(self.topology)
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether the stage is the first of the pipeline."""
+        return self.stage == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether the stage is the last of the pipeline."""
+        return self.stage == self.sizes.pipe - 1
+
+    @property
+    def pipeline_group(self) -> Group:
+        """The ranks of its pipeline, in the order of the stages."""
+        return _group_of(self.topology, self.rank, "pipe")
+
+    @property
+    def data_parallel_group(self) -> Group:
+        """The ranks that hold the same part of the model."""
+        return _group_of(self.topology, self.rank, "data")
+
+    @property
+    def slice_group(self) -> Group:
+        """The ranks among which the tensors of its stage are sliced."""
+        return _group_of(self.topology, self.rank, "model")
+
+    @property
+    def replica_group(self) -> Group:
+        """All ranks of its replica, over which norms and overflow are agreed."""
+        if "data" not in self.topology.axes:
+            return tuple(range(self.topology.world_size))
+        return self.topology.ranks_at("data", self.replica)
+
+    @property
+    def rank_in_replica(self) -> int:
+        """Its place among all ranks of its replica."""
+        coordinate = zip(self.topology.axes, self.topology.coordinate(self.rank), strict=True)
+        place = 0
+        for axis, index in coordinate:
+            if axis != "data":
+                place = place * self.topology.axis_size(axis) + index
+        return place
 
 
 def parallel_sizes(topology: Topology) -> ParallelSizes:
@@ -168,26 +206,12 @@ def rank_of_stage(topology: Topology, rank: int, stage: int, **elsewhere: int) -
 
 
 def membership(topology: Topology, rank: int) -> Membership:
-    """Where ``rank`` stands in every kind of group, without making the groups of others.
+    """Where ``rank`` stands in every kind of group.
 
     >>> membership(Topology.of(pipe=2, data=2), 3).pipeline_group
     (1, 3)
     """
-    stage, replica, slice_ = (_index(topology, rank, axis) for axis in ("pipe", "data", "model"))
-    whole = topology.ranks_at("data", replica) if "data" in topology.axes else tuple(range(topology.world_size))
-    return Membership(
-        rank=rank,
-        stage=stage,
-        replica=replica,
-        slice=slice_,
-        rank_in_replica=whole.index(rank),
-        pipeline_group=_group_of(topology, rank, "pipe"),
-        data_parallel_group=_group_of(topology, rank, "data"),
-        slice_group=_group_of(topology, rank, "model"),
-        replica_group=whole,
-        is_first_stage=stage == 0,
-        is_last_stage=stage == parallel_sizes(topology).pipe - 1,
-    )
+    return Membership(topology, rank, *(_index(topology, rank, axis) for axis in ("pipe", "data", "model")))
 
 
 def _along(topology: Topology, axis: str) -> Iterator[Group]:

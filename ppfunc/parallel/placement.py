@@ -30,7 +30,7 @@ def v_shape(ranks: int, chunks: int = 2) -> Placement:
     """
     _require_counts(ranks, chunks)
     if chunks % 2:
-        raise ValueError(f"a V has an even number of chunks, got chunks={chunks}: use {chunks + 1} or {chunks - 1 or 2}, or loop(ranks, chunks)")
+        raise ValueError(f"a V has an even number of chunks, got chunks={chunks}: use {chunks + 1}, or loop(ranks, chunks)")
     down = tuple(range(ranks))
     return (down + down[::-1]) * (chunks // 2)
 

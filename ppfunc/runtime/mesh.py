@@ -57,7 +57,9 @@ class ProcessGroups:
     """The process groups of this rank, one of each kind: ``replica``, ``data``, ``pipe`` and ``slice``.
 
     A context manager: it destroys the groups that it made, and leaves those of a mesh alone.
-    Every rank of the world has to make it, at the same point of its program.
+    Every rank of the world has to make it, at the same point of its program. ``position`` is the
+    rank of this process in the topology; with a mesh whose ranks are permuted it is not the rank
+    in the world. (torch sorts the ranks of a group, so a place in a group is not one on the axis.)
 
     Args:
         topology: one with as many ranks as the world; None to take that of ``mesh``.
@@ -81,6 +83,7 @@ class ProcessGroups:
         self.topology = topology or topology_of_mesh(mesh, names)
         _require_world(self.topology)
         self._ranks = tuple(range(self.topology.world_size)) if mesh is None else tuple(mesh.mesh.flatten().tolist())
+        self.position = self._ranks.index(dist.get_rank())
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._made: list[dist.ProcessGroup] = []
         if mesh is not None:
@@ -99,7 +102,7 @@ class ProcessGroups:
         self.close()
 
     def ranks(self, kind: str) -> tuple[int, ...]:
-        """The ranks in the world of the group of a kind, in its order."""
+        """The ranks in the world of the group of a kind, ascending, which is the order of the group."""
         return tuple(dist.get_process_group_ranks(self[kind]))
 
     def close(self) -> None:

@@ -1,0 +1,51 @@
+"""Placements: loops, Vs that snake, two directions, and those written out."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ppfunc.parallel import bidirectional, explicit, loop, place, stage_ids_of_rank, v_shape
+
+
+def held(placement):
+    return [stage_ids_of_rank(placement, rank) for rank in range(max(placement) + 1)]
+
+
+def test_stages_of_each_rank():
+    assert held(place("loop", 4, 8)) == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert held(place("v", 4, 8)) == [(0, 7), (1, 6), (2, 5), (3, 4)]
+    assert held(place("loop", 2, 6)) == [(0, 2, 4), (1, 3, 5)]
+    assert held(v_shape(2, chunks=4)) == [(0, 3, 4, 7), (1, 2, 5, 6)]
+    assert held(bidirectional(4)) == [(0, 7), (1, 6), (2, 5), (3, 4)]
+    assert held(explicit([1, 0, 0, 1])) == [(1, 2), (0, 3)]
+
+
+@given(st.integers(1, 6), st.integers(1, 6))
+def test_every_rank_has_as_many_stages(ranks, chunks):
+    for placement in (loop(ranks, chunks), v_shape(ranks, 2 * chunks)):
+        assert {len(stages) for stages in held(placement)} == {len(placement) // ranks}
+    snake = v_shape(ranks, 2 * chunks)
+    assert all(abs(a - b) <= 1 for a, b in zip(snake, snake[1:], strict=False))
+    assert snake[0] == snake[-1] == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: place("zigzag", 2, 4), "unknown placement style 'zigzag': expected one of 'loop', 'v'"),
+        (lambda: place("loop", 4, 6), "6 stages do not spread evenly over 4 ranks"),
+        (lambda: place("v", 4, 12), "even number of chunks, got chunks=3"),
+        (lambda: v_shape(4, 1), "got chunks=1: use 2"),
+        (lambda: loop(0), "at least one rank"),
+        (lambda: loop(2, 0), "at least one rank"),
+        (lambda: explicit([]), "one or more stages"),
+        (lambda: explicit([0, -1]), "0 or more"),
+        (lambda: explicit([0, 2]), r"ranks \[1\] hold no stage"),
+        (lambda: stage_ids_of_rank((0, 1), 2), r"rank 2 holds no stage.*0\.\.1"),
+    ],
+)
+def test_errors_say_what_is_valid(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
