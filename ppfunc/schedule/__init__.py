@@ -19,6 +19,7 @@ from .builders import (
     zb_h2,
     zbv,
 )
+from .check import Certificate, check, is_step_atomic
 from .errors import ScheduleError
 from .instruction import Instruction, Op, overlap, parts_of
 from .passes import linearize, place_communication
@@ -26,6 +27,7 @@ from .schedule import Chain, Program, Schedule, Step, elementary, single_chain
 
 __all__ = [
     "BUILDERS",
+    "Certificate",
     "Chain",
     "Instruction",
     "Op",
@@ -33,6 +35,7 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "Step",
+    "check",
     "data_parallel",
     "deepspeed_inference",
     "deepspeed_train",
@@ -43,6 +46,7 @@ __all__ = [
     "inference",
     "interleaved_one_f_one_b",
     "interleaved_zero_bubble",
+    "is_step_atomic",
     "linearize",
     "looped_bfs",
     "one_f_one_b",

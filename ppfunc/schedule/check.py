@@ -1,0 +1,172 @@
+"""Prove that a schedule can run and computes the right thing, or say where it does not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import groupby
+
+from .asap import earliest
+from .dataflow import Dataflow, dataflow
+from .errors import ScheduleError
+from .instruction import COMMUNICATION, Op
+from .proof.buffers import check_activations, check_offloads, check_slots
+from .proof.order import Record, check_order
+from .proof.queues import check_queues
+from .proof.routes import routes
+from .proof.structure import check_structure
+from .proof.tail import check_loads, check_tail
+from .proof.traffic import traffic
+from .schedule import Schedule
+
+__all__ = ["Certificate", "ScheduleError", "check", "is_step_atomic"]
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What has been proved, tied to one schedule by its digest.
+
+    Args:
+        digest: of the schedule.
+        name: of the schedule.
+        ranks: number of ranks.
+        stages: number of stages.
+        chains: number of chains.
+        microbatches: number of microbatches over all chains.
+        instructions: ``(kind, how many)`` of each kind, overlapped pairs counted as pairs.
+        peak_activations: largest number of live activations of each rank.
+        models: the models under which it runs to its end.
+        slots: number of slots of each stage, none where no slots are allocated.
+        step_atomic: whether a barrier may stand between any two steps.
+    """
+
+    digest: str
+    name: str
+    ranks: int
+    stages: int
+    chains: int
+    microbatches: int
+    instructions: tuple[tuple[str, int], ...]
+    peak_activations: tuple[int, ...]
+    models: tuple[str, ...]
+    slots: tuple[int, ...]
+    step_atomic: bool
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{count} {kind}" for kind, count in self.instructions)
+        chains = "" if self.chains == 1 else f" in {self.chains} chains"
+        lines = [
+            f"{self.name}: proved",
+            f"digest            {self.digest}",
+            f"ranks             {self.ranks}",
+            f"stages            {self.stages}{chains}",
+            f"microbatches      {self.microbatches}",
+            f"instructions      {counts}",
+            f"peak activations  {_runs(self.peak_activations)}",
+            f"no deadlock       {', '.join(self.models)}",
+        ]
+        if self.slots:
+            lines.append(f"slots per stage   {_runs(self.slots)}")
+        lines.append(f"step-atomic       {'yes' if self.step_atomic else 'no'}")
+        return "\n".join(lines)
+
+
+def check(schedule: Schedule, *, queue: str = "pair", max_activations: int | None = None) -> Certificate:
+    """Prove a schedule, compute only or with communication, in one pass of linear time.
+
+    Proved are: every stage computes every microbatch of its chain once forward and, unless the
+    schedule has no backward at all, once backward (one B, or one I and then one W), in the order
+    of the data; every message has one send and one receive, in one order at both ends; nothing
+    waits for ever, be it in a rendezvous or with one queue in order at each end of each pair of
+    ranks; no slot is overwritten while in use; offloaded residuals come back before they are used;
+    loads, reductions and optimizer steps are complete and in their place.
+
+    Args:
+        schedule: any value; nothing about it is taken for granted.
+        queue: ``"pair"`` for a communicator per pair of ranks, ``"rank"`` for the stricter model
+            of one communicator that all peers of a rank share.
+        max_activations: largest number of live activations that a rank may have.
+
+    Raises:
+        ScheduleError: naming rank, position and instruction of what is wrong.
+        ValueError: ``queue`` is neither of the two.
+
+    >>> from ppfunc.schedule import one_f_one_b
+    >>> print(str(check(one_f_one_b(ranks=2, microbatches=4))).partition("ranks")[2])
+                 2
+    stages            2
+    microbatches      4
+    instructions      8 F, 8 B
+    peak activations  2 1
+    no deadlock       by data dependencies
+    step-atomic       yes
+    """
+    if queue not in ("pair", "rank"):
+        raise ValueError(f"queue is {queue!r}, expected 'pair' or 'rank'")
+    check_structure(schedule)
+    flow = dataflow(schedule)
+    ways = routes(schedule, flow)
+    record = check_order(schedule, flow, ways)
+    if schedule.ops & COMMUNICATION:
+        check_queues(schedule, flow, ways, record, queue)
+        models = ("rendezvous", f"one queue per {queue}" + (" of ranks" if queue == "pair" else ""))
+    else:
+        earliest(schedule, lambda op, stage: 1, lambda f, b: 1, lambda a, b: 0)
+        models = ("by data dependencies",)
+    check_offloads(schedule)
+    check_loads(schedule)
+    check_tail(schedule)
+    kinds = Counter(i[0] for program in schedule.programs for step in program for i in step)
+    return Certificate(
+        digest=schedule.digest,
+        name=schedule.name,
+        ranks=schedule.ranks,
+        stages=schedule.stages,
+        chains=len(schedule.chains),
+        microbatches=schedule.microbatches,
+        instructions=tuple((op.value, kinds[op]) for op in Op if op in kinds),
+        peak_activations=check_activations(schedule, max_activations),
+        models=models,
+        slots=check_slots(schedule),
+        step_atomic=_is_step_atomic(schedule, flow, record),
+    )
+
+
+def is_step_atomic(schedule: Schedule) -> bool:
+    """Whether a barrier may stand between any two steps of a schedule that ``check`` accepts.
+
+    That is so if step k of every rank needs nothing from a later step of another: what it
+    consumes has been sent, together with all that moves in the same batch, in a step <= k.
+    Without communications, what it consumes has been computed in a step <= k.
+
+    Raises:
+        ScheduleError: the schedule is wrong.
+    """
+    return check(schedule).step_atomic
+
+
+def _is_step_atomic(schedule: Schedule, flow: Dataflow, record: Record) -> bool:
+    if schedule.ops & COMMUNICATION:
+        return _batches_are_atomic(schedule, flow)
+    for value, (_, step, _) in record.made.items():
+        output, gradient = divmod(value, 2)
+        stage = output // flow.microbatches
+        needs = flow.needs[Op.I if gradient else Op.F][stage]
+        base = value - gradient
+        if any(record.made[base + distance][1] > step for distance, _ in needs):
+            return False
+    return True
+
+
+def _batches_are_atomic(schedule: Schedule, flow: Dataflow) -> bool:
+    """Every awaited batch, and what must move before it, is posted at both ends by the step of the wait."""
+    found = traffic(schedule, flow, routes(schedule, flow), "pair")
+    posted = {m: max(found.step[b] for b in ends) for m, ends in found.ends.items()}
+    latest = [max(posted[m] for m in messages) for messages in found.messages]
+    return all(step < 0 or latest[batch] <= step for events in found.events for batch, step, _ in events)
+
+
+def _runs(numbers: tuple[int, ...]) -> str:
+    """Numbers in a row, equal neighbours as ``3 x 8`` where that is shorter."""
+    groups = [(value, len(list(run))) for value, run in groupby(numbers)]
+    return " ".join(f"{n} x {v}" if n > 3 else " ".join([str(v)] * n) for v, n in groups)

@@ -1,0 +1,135 @@
+"""Memory: live activations, residuals that are away, slots that are overwritten."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from ..errors import refuse
+from ..instruction import COMPUTE, WHOLE_STAGE, Instruction, Op
+from ..schedule import Schedule
+from .order import in_order
+
+_LIVE = {Op.F: 1, Op.B: -1, Op.I: -1, Op.OFFLOAD: -1, Op.FETCH: 1}
+
+
+def check_activations(schedule: Schedule, limit: int | None) -> tuple[int, ...]:
+    """The peak number of live activations of every rank.
+
+    One is live per stage and microbatch from its F to the end of its B or I, except while it is
+    offloaded; where there is no backward, during its F only.
+
+    Args:
+        limit: the largest peak that is accepted, None for any.
+
+    Raises:
+        ScheduleError: at the first F or FETCH that goes beyond the limit.
+    """
+    keep = 0 if schedule.forward_only else 1
+    peaks = []
+    for rank, program in enumerate(schedule.programs):
+        live = peak = 0
+        for step, instructions in enumerate(program):
+            for place, instruction in enumerate(instructions):
+                for part in instruction[5] or (instruction,):
+                    change = _LIVE.get(part[0], 0)
+                    if change > 0 and live + 1 > peak:
+                        peak = live + 1
+                        if limit is not None and peak > limit:
+                            reason = f"with it {peak} activations are live, the limit is {limit}"
+                            raise refuse(schedule, rank, (step, place), reason)
+                    live += change * keep
+        peaks.append(peak)
+    return tuple(peaks)
+
+
+def check_offloads(schedule: Schedule) -> None:
+    """Residuals leave after their forward, come back once, and are not used while away.
+
+    Raises:
+        ScheduleError: at the first OFFLOAD, FETCH or backward for which this does not hold.
+    """
+    if not schedule.ops & {Op.OFFLOAD, Op.FETCH}:
+        return
+    for rank, program in enumerate(schedule.programs):
+        state: dict[tuple[int, int], str] = {}
+        for step, instructions in enumerate(program):
+            for place, instruction in in_order(instructions):
+                for part in instruction.parts or (instruction,):
+                    fault = _move(state, part)
+                    if fault:
+                        raise refuse(schedule, rank, (step, place), fault)
+
+
+def _move(state: dict[tuple[int, int], str], part: Instruction) -> str:
+    op, key = part.op, (part.stage, part.microbatch)
+    now = state.get(key, "not computed yet")
+    if op is Op.F:
+        state[key] = "here"
+    elif op is Op.OFFLOAD:
+        if now != "here":
+            return f"the residuals to offload are {now}"
+        state[key] = "away"
+    elif op is Op.FETCH:
+        if now != "away":
+            return f"the residuals to fetch are {now}, expected them to be offloaded before"
+        state[key] = "here"
+    elif op in COMPUTE:
+        if now == "away":
+            return "its residuals are offloaded, expected a FETCH before"
+        if op in (Op.B, Op.W):
+            state[key] = "used up"
+    return ""
+
+
+def check_slots(schedule: Schedule) -> tuple[int, ...]:
+    """Number of slots of every stage, none where no slots have been allocated.
+
+    A slot belongs to its stage and holds all of one microbatch: input, output, residuals and
+    gradients, from the first instruction that names it to the last, or until it is offloaded.
+
+    Raises:
+        ScheduleError: an instruction without a slot among others that have one, a microbatch that
+            changes its slot, or a slot that is taken while its holder still needs it.
+    """
+    sizes = [0] * schedule.stages
+    for rank, program in enumerate(schedule.programs):
+        left = Counter(key for *_, key in _uses(program))
+        slots = {part.slot is None for _, _, part, _ in _uses(program)}
+        if slots <= {True}:
+            continue
+        slot_of: dict[tuple, int] = {}
+        holder: dict[tuple[int, int], tuple] = {}
+        for step, place, part, key in _uses(program):
+            stage, slot = part.stage, part.slot
+            fault = _take(slot_of, holder, left, stage, slot, key)
+            if fault:
+                raise refuse(schedule, rank, (step, place), fault)
+            sizes[stage] = max(sizes[stage], slot + 1)
+    return tuple(sizes) if any(sizes) else ()
+
+
+def _uses(program: tuple) -> Iterator[tuple[int, int, Instruction, tuple]]:
+    """Every use of a slot: step, place, instruction, and its holder: stage, microbatch, times offloaded."""
+    moved: Counter = Counter()
+    for step, instructions in enumerate(program):
+        for place, instruction in in_order(instructions):
+            if instruction.op not in WHOLE_STAGE:
+                for part in instruction.parts or (instruction,):
+                    pair = (part.stage, part.microbatch)
+                    yield step, place, part, (*pair, moved[pair])
+                    if part.op is Op.OFFLOAD:
+                        moved[pair] += 1
+
+
+def _take(slot_of: dict, holder: dict, left: Counter, stage: int, slot: int | None, key: tuple) -> str:
+    if slot is None:
+        return "it has no slot, but other instructions of this rank have: expected a slot on all or none"
+    if slot_of.setdefault(key, slot) != slot:
+        return f"its microbatch is in slot {slot_of[key]} of stage {stage}, got slot {slot}"
+    other = holder.get((stage, slot), key)
+    if other != key and left[other]:
+        return f"slot {slot} of stage {stage} still holds microbatch {other[1]}, which is used again later"
+    holder[stage, slot] = key
+    left[key] -= 1
+    return ""

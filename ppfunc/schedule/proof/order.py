@@ -1,0 +1,167 @@
+"""What each rank computes, sends and receives, and whether its own order makes sense."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ..dataflow import PRODUCT, Dataflow
+from ..errors import ScheduleError, refuse
+from ..instruction import COMMUNICATION, COMPUTE, SENDS, Instruction, Op
+from ..schedule import Schedule, Step
+from .routes import Routes, message_number, no_route
+
+Position = tuple[int, int, int]  # rank, step, place
+
+
+class Record(NamedTuple):
+    """Where everything happens. A message is numbered ``value * S + stage that consumes it``.
+
+    Args:
+        made: position of the instruction that makes each value.
+        weights: position of the weight gradient, by the number of the input gradient that it follows.
+        sends: position of each message's send.
+        receives: position of each message's receive.
+    """
+
+    made: dict[int, Position]
+    weights: dict[int, Position]
+    sends: dict[int, Position]
+    receives: dict[int, Position]
+
+
+def in_order(step: Step) -> Iterator[tuple[int, Instruction]]:
+    """The instructions of a step with their places, in the order of its meaning.
+
+    Communications first, then loads, then the rest.
+    """
+    if len(step) == 1:
+        return enumerate(step)
+    return iter(sorted(enumerate(step), key=lambda item: _PHASE.get(item[1][0], 2)))
+
+
+_PHASE = {**dict.fromkeys(COMMUNICATION, 0), Op.LOAD: 1}
+
+
+def check_order(schedule: Schedule, flow: Dataflow, ways: Routes) -> Record:
+    """Walk through each program and refuse what no other rank can mend.
+
+    Every value that a rank itself must provide is there before it is used or sent, every value
+    from elsewhere has its receive posted (in a schedule with communications), nothing happens
+    twice, and at the end nothing is missing.
+
+    Raises:
+        ScheduleError: naming the first place of the first rank where this does not hold.
+    """
+    record = Record({}, {}, {}, {})
+    lowered = bool(schedule.ops & COMMUNICATION)
+    for rank, program in enumerate(schedule.programs):
+        for step, instructions in enumerate(program):
+            for place, instruction in in_order(instructions):
+                op = instruction[0]
+                if op in COMPUTE:
+                    for part in instruction[5] or (instruction,):
+                        fault = _compute(schedule, flow, record, part, lowered)
+                        if fault:
+                            raise refuse(schedule, rank, (step, place), fault)
+                    _enter(schedule, flow, record, instruction, (rank, step, place))
+                elif op in COMMUNICATION:
+                    fault = _message(schedule, flow, ways, record, instruction, (rank, step, place))
+                    if fault:
+                        raise refuse(schedule, rank, (step, place), fault)
+    _check_complete(schedule, flow, ways, record)
+    return record
+
+
+def _compute(schedule: Schedule, flow: Dataflow, record: Record, part: Instruction, lowered: bool) -> str:
+    """What is wrong with computing this here, if anything."""
+    op, stage, microbatch, *_ = part
+    output = 2 * (stage * flow.microbatches + microbatch)
+    rank, home = schedule.placement[stage], schedule.placement
+    for distance, origin in flow.needs[op][stage]:
+        value = output + distance
+        if home[origin] == rank:
+            if value not in record.made:
+                return f"it needs {flow.name(value)}, which this rank has not computed before"
+        elif lowered and value * len(home) + stage not in record.receives:
+            return f"it needs {flow.name(value)}, but its receive has not been posted before"
+    if op is Op.W:
+        return _weight_fault(schedule, record, output + 1)
+    if output + PRODUCT[op] in record.made:
+        rank, step, place = record.made[output + PRODUCT[op]]
+        return f"{flow.name(output + PRODUCT[op])} is computed twice, first at step {step}, place {place}"
+    return ""
+
+
+def _weight_fault(schedule: Schedule, record: Record, gradient: int) -> str:
+    if gradient in record.weights:
+        _, step, place = record.weights[gradient]
+        return f"this weight gradient is computed twice, first at step {step}, place {place}"
+    rank, step, place = record.made[gradient]
+    if schedule.programs[rank][step][place].op is Op.B:
+        return f"the full backward at step {step}, place {place} has computed the weight gradient already"
+    return ""
+
+
+def _enter(schedule: Schedule, flow: Dataflow, record: Record, instruction: Instruction, position: Position) -> None:
+    for op, stage, microbatch, *_ in instruction[5] or (instruction,):
+        output = 2 * (stage * flow.microbatches + microbatch)
+        if op is Op.W:
+            record.weights[output + 1] = position
+        else:
+            record.made[output + PRODUCT[op]] = position
+
+
+def _message(
+    schedule: Schedule, flow: Dataflow, ways: Routes, record: Record, instruction: Instruction, position: Position
+) -> str:
+    """Note one end of a message; returns what is wrong with it, if anything."""
+    route = ways.get((instruction[0], instruction[1], instruction[3]))
+    if route is None:
+        return no_route(schedule, instruction)
+    message = message_number(schedule, flow, route, instruction)
+    sending = instruction[0] in SENDS
+    ends = record.sends if sending else record.receives
+    if message in ends:
+        _, step, place = ends[message]
+        return f"this message is {'sent' if sending else 'received'} twice, first at step {step}, place {place}"
+    value = message // len(schedule.placement)
+    if sending and value not in record.made:
+        return f"it sends {flow.name(value)}, which this rank has not computed in an earlier step"
+    ends[message] = position
+    return ""
+
+
+def _check_complete(schedule: Schedule, flow: Dataflow, ways: Routes, record: Record) -> None:
+    """Every stage has computed everything for every microbatch of its chain, and every message has two ends."""
+    per_stage = 1 if schedule.forward_only else 2
+    expected = sum(len(c.stages) * len(c.microbatches) * per_stage for c in schedule.chains)
+    if len(record.made) != expected:
+        raise _missing(schedule, flow, record, per_stage)
+    for value, (rank, step, place) in record.made.items():
+        if value % 2 and value not in record.weights and _is_input_gradient(schedule.programs[rank][step][place]):
+            raise refuse(schedule, rank, (step, place), "its weight gradient W is missing: after I there must be one W")
+    for ends, others, what in ((record.sends, record.receives, "receives"), (record.receives, record.sends, "sends")):
+        for message, (rank, step, place) in ends.items():
+            if message not in others:
+                instruction = schedule.programs[rank][step][place]
+                other = ways[instruction.op, instruction.stage, instruction.peer].other
+                raise refuse(schedule, rank, (step, place), f"rank {other}, at the other end, never {what} this message")
+
+
+def _is_input_gradient(instruction: Instruction) -> bool:
+    return instruction.parts[1].op is Op.I if instruction.parts else instruction.op is Op.I
+
+
+def _missing(schedule: Schedule, flow: Dataflow, record: Record, per_stage: int) -> ScheduleError:
+    """The error for the first stage and microbatch that lack a forward or a backward."""
+    for chain in schedule.chains:
+        for microbatch in chain.microbatches:
+            for stage in chain.stages:
+                for product, what in ((0, "forward F"), (1, "backward, B or I"))[:per_stage]:
+                    if flow.output(stage, microbatch) + product not in record.made:
+                        rank = schedule.placement[stage]
+                        partner = record.made.get(flow.output(stage, microbatch))
+                        reason = f"the {what} of stage {stage} for microbatch {microbatch} is missing"
+                        return refuse(schedule, rank, partner[1:] if partner else None, reason)
+    raise AssertionError("a value is missing, yet none is")

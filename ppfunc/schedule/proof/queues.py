@@ -1,0 +1,186 @@
+"""Whether messages and waits can all come to an end: one simulated run decides.
+
+A rank posts the communications of a step as one batch and goes on; its compute waits for the
+batches whose receives it consumes. A message moves once both its ends are posted and each is in
+the batch at the head of its queue; a batch leaves its queue when all its messages have moved. Nothing
+is buffered: this is a rendezvous, and a batch counts as received only as a whole. Queues are one
+per pair of ranks at each end, or one per rank. What ends here also ends without the queues.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from ..asap import cycle_text
+from ..dataflow import Dataflow
+from ..errors import ScheduleError, refuse, text_of
+from ..schedule import Schedule
+from .order import Record
+from .routes import Routes
+from .traffic import Traffic, traffic
+
+
+class State(NamedTuple):
+    """Where a run stands.
+
+    Args:
+        at: per rank, the index of its next event.
+        posted: per queue, the batches that are posted and not complete, the head first.
+        pending: per batch, how many of its messages have not moved; -1 before it is posted.
+    """
+
+    at: list[int]
+    posted: list[deque[int]]
+    pending: list[int]
+
+
+def check_queues(schedule: Schedule, flow: Dataflow, ways: Routes, record: Record, queue: str) -> Traffic:
+    """Run the messages of a schedule whose order on each rank is sound.
+
+    Args:
+        queue: ``"pair"`` for one queue per pair of ranks, ``"rank"`` for one per rank.
+
+    Raises:
+        ScheduleError: two messages of a pair are in different orders at its two ends, or some
+            ranks wait for each other for ever; names all of them.
+    """
+    _check_streams(schedule, flow, record)
+    found = traffic(schedule, flow, ways, queue)
+    state = run(found)
+    if any(at < len(events) for at, events in zip(state.at, found.events, strict=True)):
+        raise _deadlock(schedule, flow, found, state)
+    return found
+
+
+def run(found: Traffic) -> State:
+    """Run all ranks until nothing moves any more."""
+    queues = 1 + max(found.queue, default=-1)
+    state = State([0] * len(found.events), [deque() for _ in range(queues)], [-1] * len(found.owner))
+    arrived: dict[int, int] = {}
+    ready = list(range(len(found.events) - 1, -1, -1))
+    waiting: dict[int, int] = {}
+    while ready:
+        rank = ready.pop()
+        events = found.events[rank]
+        at = state.at[rank]
+        while at < len(events):
+            batch, step, _ = events[at]
+            if step < 0:
+                line = state.posted[found.queue[batch]]
+                line.append(batch)
+                state.pending[batch] = len(found.messages[batch])
+                if line[0] == batch:
+                    _arrive(found, state, arrived, batch, waiting, ready)
+            elif state.pending[batch]:
+                waiting[batch] = rank
+                break
+            at += 1
+        state.at[rank] = at
+    return state
+
+
+def _arrive(
+    found: Traffic, state: State, arrived: dict[int, int], batch: int, waiting: dict[int, int], ready: list[int]
+) -> None:
+    """A batch comes to the head of its queue: move what can move, and so on from there."""
+    heads = [batch]
+    pending = state.pending
+    while heads:
+        for message in found.messages[heads.pop()]:
+            count = arrived.get(message, 0) + 1
+            arrived[message] = count
+            ends = found.ends[message]
+            if count < len(ends):
+                continue
+            for end in ends:
+                pending[end] -= 1
+                if not pending[end]:
+                    line = state.posted[found.queue[end]]
+                    line.popleft()
+                    if line:
+                        heads.append(line[0])
+                    if end in waiting:
+                        ready.append(waiting.pop(end))
+
+
+def _check_streams(schedule: Schedule, flow: Dataflow, record: Record) -> None:
+    """What one rank sends to another is received there in the same order: messages carry no names."""
+    home, stages = schedule.placement, schedule.stages
+    sent: dict[tuple[int, int], list[int]] = {}
+    for message, position in record.sends.items():
+        sent.setdefault((position[0], home[message % stages]), []).append(message)
+    taken = dict.fromkeys(sent, 0)
+    span = 2 * flow.microbatches * stages
+    for message, (rank, step, place) in record.receives.items():
+        key = (home[message // span], rank)
+        expected = sent[key][taken[key]]
+        taken[key] += 1
+        if expected != message:
+            wanted = describe(schedule, flow, expected)
+            reason = (
+                f"it is message {taken[key] - 1} that rank {rank} receives from rank {key[0]}, "
+                f"but rank {key[0]} sends {wanted} there: both must be in one order"
+            )
+            raise refuse(schedule, rank, (step, place), reason)
+
+
+def describe(schedule: Schedule, flow: Dataflow, message: int) -> str:
+    """A message in words."""
+    if message < 0:
+        return f"the sum over the copies {schedule.copies[-1 - message]}"
+    value, target = divmod(message, schedule.stages)
+    return f"{flow.name(value)} to stage {target}"
+
+
+def _deadlock(schedule: Schedule, flow: Dataflow, found: Traffic, state: State) -> ScheduleError:
+    """Follow who waits for whom until the circle closes, and name all in it."""
+    rank = next(r for r, at in enumerate(state.at) if at < len(found.events[r]))
+    batch, seen, sentences = None, {}, []
+    while (rank, batch) not in seen:
+        seen[rank, batch] = len(sentences)
+        if batch is None:
+            wanted, step, place = found.events[rank][state.at[rank]]
+            what = text_of(schedule.programs[rank][step][place])
+            sentence = f"rank {rank} at step {step}, place {place} ({what}) waits for "
+        else:
+            wanted = batch
+            sentence = f"rank {rank} has first in its queue what it posted at step {found.step[batch]}, "
+        message, rank, batch, why = _blocker(found, state, wanted)
+        sentences.append(f"{sentence}{describe(schedule, flow, message)}, {why}")
+    cycle = sentences[seen[rank, batch] :]
+    rank, position = _first_wait(found, state, list(seen)[seen[rank, batch] :])
+    return refuse(schedule, rank, position, "deadlock: " + cycle_text(cycle))
+
+
+def _blocker(found: Traffic, state: State, batch: int) -> tuple[int, int, int | None, str]:
+    """A message of ``batch`` that cannot move, the rank in its way, the batch in its way if any, and why."""
+    line = state.posted[found.queue[batch]]
+    message = next(m for m in found.messages[batch] if any(state.pending[e] for e in found.ends[m]) and not _both_at_head(found, state, m))
+    if line[0] != batch:
+        return message, found.owner[batch], line[0], f"which is behind what rank {found.owner[batch]} posted at step {found.step[line[0]]}"
+    for end in found.ends[message]:
+        rank, step = found.owner[end], found.step[end]
+        if state.pending[end] < 0:
+            return message, rank, None, f"which rank {rank} posts only at step {step}"
+        head = state.posted[found.queue[end]][0]
+        if head != end:
+            return message, rank, head, f"which on rank {rank} is behind what it posted at step {found.step[head]}"
+    raise AssertionError("a message with both ends at the head of their queues has not moved")
+
+
+def _both_at_head(found: Traffic, state: State, message: int) -> bool:
+    """Whether a message has moved: all its ends are, or were, at the head of their queues."""
+    return all(
+        state.pending[e] == 0 or (state.pending[e] > 0 and state.posted[found.queue[e]][0] == e) for e in found.ends[message]
+    )
+
+
+def _first_wait(found: Traffic, state: State, nodes: list[tuple[int, int | None]]) -> tuple[int, tuple[int, int]]:
+    """The rank and position to mark: a wait of the circle, or else a batch of it."""
+    for rank, batch in nodes:
+        if batch is None:
+            _, step, place = found.events[rank][state.at[rank]]
+            return rank, (step, place)
+    rank, batch = nodes[0]
+    return rank, (found.step[batch], 0)

@@ -1,0 +1,172 @@
+"""Whether a schedule is well formed: the right types, numbers in range, stages on their ranks."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+from ..errors import ScheduleError, refuse
+from ..instruction import COMMUNICATION, WHOLE_STAGE, Instruction, Op
+from ..schedule import Chain, Schedule
+
+Ranges = list[tuple[int, int]]
+
+
+def check_structure(schedule: Schedule) -> None:
+    """Refuse a value that is no schedule, whatever it holds.
+
+    Raises:
+        ScheduleError: a field of the wrong type, chains that are not disjoint or not of equal
+            length, an instruction out of range or on a rank that does not hold its stage.
+    """
+    if not isinstance(schedule, Schedule):
+        raise _plain(f"got a value of type {type(schedule).__name__}, expected a Schedule")
+    _check_programs_exist(schedule)
+    _check_placement(schedule)
+    ranges = _check_chains(schedule)
+    _check_skips(schedule)
+    for rank, program in enumerate(schedule.programs):
+        _check_program(schedule, rank, program, ranges)
+
+
+def _plain(reason: str, rank: int | None = None) -> ScheduleError:
+    return ScheduleError(rank, None, None, reason)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _check_programs_exist(schedule: Schedule) -> None:
+    for field in ("placement", "chains", "programs", "skips"):
+        value = getattr(schedule, field)
+        if type(value) is not tuple:
+            raise _plain(f"{field} is a {type(value).__name__}, expected a tuple")
+    if not schedule.programs:
+        raise _plain("the schedule has no rank: expected at least one program")
+    for rank, program in enumerate(schedule.programs):
+        if type(program) is not tuple:
+            raise _plain(f"the program is a {type(program).__name__}, expected a tuple of steps", rank)
+
+
+def _check_placement(schedule: Schedule) -> None:
+    if not schedule.placement:
+        raise _plain("the schedule has no stage: expected a placement with at least one")
+    ranks = len(schedule.programs)
+    for stage, rank in enumerate(schedule.placement):
+        if not _is_number(rank) or rank >= ranks:
+            raise _plain(f"stage {stage} is placed on rank {rank!r}, expected a rank from 0 to {ranks - 1}")
+
+
+def _check_chains(schedule: Schedule) -> Ranges:
+    """The microbatches of every stage, as (first, one past the last)."""
+    stages = len(schedule.placement)
+    ranges: list[tuple[int, int] | None] = [None] * stages
+    for number, chain in enumerate(schedule.chains):
+        _check_chain(number, chain)
+        for stage in chain.stages:
+            if not _is_number(stage) or stage >= stages:
+                raise _plain(f"chain {number} names stage {stage!r}, expected a stage from 0 to {stages - 1}")
+            if ranges[stage] is not None:
+                raise _plain(f"stage {stage} occurs twice in the chains, expected it once")
+            ranges[stage] = (chain.microbatches.start, chain.microbatches.stop)
+    if None in ranges:
+        raise _plain(f"stage {ranges.index(None)} is in no chain, expected each stage in one")
+    if len({len(c.stages) for c in schedule.chains}) > 1:
+        raise _plain("the chains differ in length: equal positions of two chains hold copies of one stage")
+    spans = sorted((c.microbatches.start, c.microbatches.stop) for c in schedule.chains)
+    for (_, stop), (start, _) in pairwise(spans):
+        if start < stop:
+            raise _plain(f"microbatch {start} walks two chains, expected it in one")
+    return [r for r in ranges if r is not None]
+
+
+def _check_chain(number: int, chain: Any) -> None:
+    if not isinstance(chain, Chain) or len(chain) != 2:
+        raise _plain(f"chain {number} is a {type(chain).__name__}, expected a Chain")
+    if type(chain.stages) is not tuple or not chain.stages:
+        raise _plain(f"chain {number} has stages {chain.stages!r:.60}, expected a tuple with at least one stage")
+    m = chain.microbatches
+    if type(m) is not range or m.step != 1 or m.start < 0 or m.stop <= m.start:
+        raise _plain(f"chain {number} has microbatches {m!r:.60}, expected a range with at least one, in steps of one")
+
+
+def _check_skips(schedule: Schedule) -> None:
+    at = {s: (number, place) for number, c in enumerate(schedule.chains) for place, s in enumerate(c.stages)}
+    seen = set()
+    for skip in schedule.skips:
+        if type(skip) is not tuple or len(skip) != 2 or not all(_is_number(s) and s in at for s in skip):
+            raise _plain(f"skip {skip!r:.60} is not a pair (source stage, destination stage) of stages that exist")
+        (chain, source), (other, destination) = at[skip[0]], at[skip[1]]
+        if chain != other or destination < source + 2:
+            raise _plain(f"skip {skip} does not lead over at least one stage forward in its chain")
+        if skip in seen:
+            raise _plain(f"skip {skip} is there twice")
+        seen.add(skip)
+
+
+def _check_program(schedule: Schedule, rank: int, program: tuple, ranges: Ranges) -> None:
+    home, stages = schedule.placement, len(schedule.placement)
+    for step, instructions in enumerate(program):
+        if type(instructions) is not tuple:
+            raise _plain(f"step {step} is a {type(instructions).__name__}, expected a tuple of instructions", rank)
+        for place, instruction in enumerate(instructions):
+            if type(instruction) is not Instruction or len(instruction) != 6:
+                kind = type(instruction).__name__
+                raise ScheduleError(rank, (step, place), None, f"got a value of type {kind}, expected an Instruction")
+            op, stage, m, peer, slot, parts = instruction
+            # One condition for what is right; what is wrong is found out only where it fails.
+            if not (
+                type(op) is Op
+                and type(stage) is int
+                and 0 <= stage < stages
+                and home[stage] == rank
+                and (type(m) is int and ranges[stage][0] <= m < ranges[stage][1] if op not in WHOLE_STAGE else m is None)
+                and (peer is None or op in COMMUNICATION)
+                and (slot is None or _is_number(slot))
+                and (op is not Op.OVERLAP_F_B if parts == () else _is_pair(instruction, rank, schedule, ranges))
+            ):
+                raise refuse(schedule, rank, (step, place), _fault(instruction, rank, schedule, ranges))
+
+
+def _is_pair(instruction: Instruction, rank: int, schedule: Schedule, ranges: Ranges) -> bool:
+    """Whether the parts are a forward and a backward of stages of this rank."""
+    op, stage, m, _, _, parts = instruction
+    if op is not Op.OVERLAP_F_B or type(parts) is not tuple or len(parts) != 2:
+        return False
+    if any(type(p) is not Instruction or len(p) != 6 or p.parts != () for p in parts):
+        return False
+    forward, backward = parts
+    return (
+        forward.op is Op.F
+        and backward.op in (Op.B, Op.I)
+        and (forward.stage, forward.microbatch) == (stage, m)
+        and not any(_fault(p, rank, schedule, ranges) for p in parts)
+    )
+
+
+def _fault(instruction: Instruction, rank: int, schedule: Schedule, ranges: Ranges) -> str:
+    """What is wrong with one instruction; nothing where all is well."""
+    op, stage, m, peer, slot, parts = instruction
+    last = len(schedule.placement) - 1
+    if type(op) is not Op:
+        return f"the op is {op!r:.40}, expected an Op"
+    if not _is_number(stage) or stage > last:
+        return f"stage {stage!r:.40} is out of range, expected a stage from 0 to {last}"
+    if schedule.placement[stage] != rank:
+        return f"stage {stage} is on rank {schedule.placement[stage]}, this is rank {rank}"
+    if op in WHOLE_STAGE:
+        if m is not None:
+            return f"{op} is for a whole stage, but got microbatch {m!r:.40}"
+    elif not _is_number(m) or not ranges[stage][0] <= m < ranges[stage][1]:
+        first, stop = ranges[stage]
+        return f"microbatch {m!r:.40} is out of range, expected one from {first} to {stop - 1} in stage {stage}"
+    if peer is not None and op not in COMMUNICATION:
+        return f"peer is {peer!r:.40}, but only messages have a peer"
+    if slot is not None and not _is_number(slot):
+        return f"slot is {slot!r:.40}, expected None or a number from 0"
+    if op is Op.OVERLAP_F_B or parts != ():
+        if _is_pair(instruction, rank, schedule, ranges):
+            return ""
+        return "expected an overlapped pair of one forward F, named first, and one backward B or I, both of stages of this rank"
+    return ""

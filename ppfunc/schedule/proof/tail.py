@@ -1,0 +1,98 @@
+"""What frames the compute: loads before it, reductions and the optimizer step after it."""
+
+from __future__ import annotations
+
+from ..errors import ScheduleError, refuse
+from ..instruction import COMPUTE, Op
+from ..schedule import Schedule
+from .order import in_order
+
+_TAIL = (Op.REDUCE_TIED, Op.REDUCE_GRAD, Op.STEP)
+Position = tuple[int, int, int]
+
+
+def check_loads(schedule: Schedule) -> None:
+    """Where anything is loaded: every microbatch once, before its forward, in the stages that take data.
+
+    All first stages load their inputs; the last stages load their targets, all of them or none.
+
+    Raises:
+        ScheduleError: a load that is missing, late, done twice, or in another stage.
+    """
+    if Op.LOAD not in schedule.ops:
+        return
+    first, last = ({c.stages[end] for c in schedule.chains} for end in (0, -1))
+    loads: set[tuple[int, int]] = set()
+    loading = first | last if _loads_any(schedule, last - first) else first
+    for rank, program in enumerate(schedule.programs):
+        for step, instructions in enumerate(program):
+            for place, instruction in in_order(instructions):
+                for part in instruction.parts or (instruction,):
+                    key = (part.stage, part.microbatch)
+                    fault = ""
+                    if part.op is Op.LOAD:
+                        if part.stage not in loading:
+                            fault = "only the first and the last stage of a chain load"
+                        elif key in loads:
+                            fault = "this microbatch is loaded twice"
+                        loads.add(key)
+                    elif part.op is Op.F and part.stage in loading and key not in loads:
+                        fault = "its LOAD is missing or comes later, but other microbatches are loaded"
+                    if fault:
+                        raise refuse(schedule, rank, (step, place), fault)
+
+
+def _loads_any(schedule: Schedule, stages: set[int]) -> bool:
+    return any(i.op is Op.LOAD and i.stage in stages for p in schedule.programs for step in p for i in step)
+
+
+def check_tail(schedule: Schedule) -> None:
+    """Reductions and the optimizer step: once in all stages or in none, in order, after the last backward.
+
+    Raises:
+        ScheduleError: one that is missing, doubled, early or out of order, or without a backward
+            to follow; copies of a stage that are stepped but never summed.
+    """
+    present = [op for op in _TAIL if op in schedule.ops]
+    if not present:
+        return
+    found: dict[tuple[Op, int], Position] = {}
+    last: dict[int, Position] = {}
+    for rank, program in enumerate(schedule.programs):
+        for step, instructions in enumerate(program):
+            for place, instruction in enumerate(instructions):
+                op, stage = instruction.op, instruction.stage
+                if op in _TAIL:
+                    if (op, stage) in found:
+                        raise refuse(schedule, rank, (step, place), f"stage {stage} has {op} twice, expected it once")
+                    _check_after(schedule, found, op, stage, (rank, step, place))
+                    found[op, stage] = (rank, step, place)
+                elif op in COMPUTE:
+                    for part in instruction.parts or (instruction,):
+                        last[part.stage] = (rank, step, place)
+    _check_all_stages(schedule, present, found)
+    for (op, stage), position in found.items():
+        if schedule.forward_only or last[stage] > position:
+            reason = "the schedule has no backward" if schedule.forward_only else f"stage {stage} still computes after it"
+            raise refuse(schedule, position[0], position[1:], f"{reason}, expected {op} after all backward work")
+
+
+def _check_after(schedule: Schedule, found: dict, op: Op, stage: int, position: Position) -> None:
+    for later in _TAIL[_TAIL.index(op) + 1 :]:
+        if (later, stage) in found:
+            raise refuse(schedule, position[0], position[1:], f"{op} comes after {later}, expected it before")
+
+
+def _check_all_stages(schedule: Schedule, present: list[Op], found: dict[tuple[Op, int], Position]) -> None:
+    for op in present:
+        for stage, rank in enumerate(schedule.placement):
+            if (op, stage) not in found:
+                raise ScheduleError(
+                    rank, None, None, f"stage {stage} has no {op}, but other stages have: expected it in all or none"
+                )
+    replicas = len(schedule.chains[0].stages) == 1 and Op.REDUCE_GRAD in present
+    if Op.STEP in present and schedule.copies and Op.REDUCE_TIED not in present and not replicas:
+        raise ScheduleError(
+            None, None, None, f"stages {schedule.copies[0]} hold copies of the same parameters and are stepped, "
+            "but their gradients are never summed: expected REDUCE_TIED before STEP"
+        )

@@ -1,0 +1,144 @@
+"""The batches that the ranks post and what they wait for: a schedule without its arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import NamedTuple
+
+from ..dataflow import Dataflow, consumed
+from ..instruction import COMMUNICATION, COMPUTE, RECEIVES, SENDS, Instruction, Op
+from ..schedule import Schedule, Step
+from .order import in_order
+from .routes import Routes, message_number
+
+Event = tuple[int, int, int]  # batch, step, place; the step is -1 where the batch is posted
+
+
+class Traffic(NamedTuple):
+    """The batches of a schedule, numbered, and what each rank does with them.
+
+    Args:
+        owner: rank of each batch.
+        step: step of each batch in the program of its rank.
+        queue: number of the queue that each batch is in.
+        messages: the messages of each batch; negative numbers are sums over copies.
+        ends: the batches that each message is in; it moves once all of them are at the head.
+        events: per rank, in order, the batches that it posts and those that it waits for.
+    """
+
+    owner: list[int]
+    step: list[int]
+    queue: list[int]
+    messages: list[list[int]]
+    ends: dict[int, list[int]]
+    events: list[list[Event]]
+
+
+def traffic(schedule: Schedule, flow: Dataflow, ways: Routes, queue: str) -> Traffic:
+    """The batches of ``schedule``, with a queue per pair of ranks (``"pair"``) or one per rank (``"rank"``)."""
+    found = Traffic([], [], [], [], {}, [[] for _ in schedule.programs])
+    queues: dict[Hashable, int] = {}
+    received: dict[int, int] = {}
+    for rank, program in enumerate(schedule.programs):
+        buffers: dict[tuple[int, int], _Buffer] = {}
+        sums: dict[int, int] = {}
+        for step, instructions in enumerate(program):
+            batches: dict[Hashable, int] = {}
+            _await_buffers(found.events[rank], instructions, buffers, step)
+            for place, instruction in in_order(instructions):
+                op = instruction[0]
+                if op in COMMUNICATION:
+                    route = ways[op, instruction[1], instruction[3]]
+                    key = (rank, route[2]) if queue == "pair" else rank
+                    batch = batches.get(key)
+                    if batch is None:
+                        batch = batches[key] = _open(found, rank, step, queues.setdefault(key, len(queues)))
+                    message = message_number(schedule, flow, route, instruction)
+                    _join(found, batch, message)
+                    if op in RECEIVES:
+                        received[message] = batch
+                    elif instruction[4] is not None:
+                        buffers[instruction[1], instruction[4]].sends.append(batch)
+                elif op in COMPUTE:
+                    _await_inputs(schedule, flow, found.events[rank], received, instruction, (step, place))
+                elif op in _TAIL:
+                    _reduce(schedule, found, queues, sums, instruction, (rank, step, place))
+        last = len(program) - 1
+        found.events[rank] += ((batch, last, 0) for batch in sums.values())
+    return found
+
+
+_TAIL = frozenset({Op.REDUCE_TIED, Op.REDUCE_GRAD, Op.STEP})
+
+
+class _Buffer(NamedTuple):
+    """Who is in a slot, and the batches of the sends that read it."""
+
+    microbatch: int
+    sends: list[int]
+
+
+def _open(found: Traffic, rank: int, step: int, queue: int) -> int:
+    batch = len(found.owner)
+    found.events[rank].append((batch, -1, -1))
+    found.owner.append(rank)
+    found.step.append(step)
+    found.queue.append(queue)
+    found.messages.append([])
+    return batch
+
+
+def _join(found: Traffic, batch: int, message: int) -> None:
+    found.messages[batch].append(message)
+    ends = found.ends.get(message)
+    if ends is None:
+        found.ends[message] = [batch]
+    else:
+        ends.append(batch)
+
+
+def _await_inputs(
+    schedule: Schedule,
+    flow: Dataflow,
+    events: list[Event],
+    received: dict[int, int],
+    instruction: Instruction,
+    position: tuple[int, int],
+) -> None:
+    home = schedule.placement
+    for value, origin, stage in consumed(flow, instruction):
+        if home[origin] != home[stage]:
+            events.append((received[value * len(home) + stage], *position))
+
+
+def _await_buffers(events: list[Event], step: Step, buffers: dict[tuple[int, int], _Buffer], number: int) -> None:
+    """A slot is written only after the sends of earlier steps that read it have gone."""
+    for place, instruction in enumerate(step):
+        if instruction[4] is not None:
+            key = (instruction[1], instruction[4])
+            held = buffers.get(key)
+            if held is None or held.microbatch != instruction[2]:
+                if held is not None:
+                    events += ((batch, number, place) for batch in held.sends)
+                buffers[key] = _Buffer(instruction[2], [])
+
+
+def _reduce(
+    schedule: Schedule,
+    found: Traffic,
+    queues: dict[Hashable, int],
+    sums: dict[int, int],
+    instruction: Instruction,
+    position: tuple[int, int, int],
+) -> None:
+    """A sum over copies is begun by REDUCE_TIED and waited for before what follows it, or at the end."""
+    rank, step, place = position
+    stage = instruction.stage
+    if instruction.op is not Op.REDUCE_TIED:
+        if stage in sums:
+            found.events[rank].append((sums.pop(stage), step, place))
+        return
+    group = next((g for g, copies in enumerate(schedule.copies) if stage in copies), None)
+    if group is not None:
+        sums[stage] = _open(found, rank, step, queues.setdefault(("sum", stage), len(queues)))
+        _join(found, sums[stage], -1 - group)
