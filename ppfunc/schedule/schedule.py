@@ -94,6 +94,26 @@ class Schedule:
         along = [pair for c in self.chains for pair in zip(c.stages, c.stages[1:], strict=False)]
         return (*along, *self.skips)
 
+    @cached_property
+    def _neighbours(self) -> tuple[dict[int, int], dict[int, int]]:
+        pairs = [pair for c in self.chains for pair in zip(c.stages, c.stages[1:], strict=False)]
+        return dict(pairs), {b: a for a, b in pairs}
+
+    def successor(self, stage: int) -> int | None:
+        """The next stage of its chain, None for the last."""
+        return self._neighbours[0].get(stage)
+
+    def predecessor(self, stage: int) -> int | None:
+        """The stage before it in its chain, None for the first."""
+        return self._neighbours[1].get(stage)
+
+    def other_end(self, message: Instruction) -> int | None:
+        """The stage at the other end of a SEND or RECV; None where a chain ends there."""
+        if message.peer is not None:
+            return message.peer
+        forwards = message.op in (Op.SEND_F, Op.RECV_B)
+        return self.successor(message.stage) if forwards else self.predecessor(message.stage)
+
     @property
     def crossing_edges(self) -> tuple[tuple[int, int], ...]:
         """The edges whose two stages are on different ranks."""

@@ -1,0 +1,10 @@
+"""The runtime: the interpreter, the transports and everything else that has an effect."""
+
+from .batch import microbatch
+from .errors import AgreementError, PipelineError
+from .inprocess import InProcess
+from .p2p import P2P
+from .session import Session
+from .transport import Transport
+
+__all__ = ["AgreementError", "InProcess", "P2P", "PipelineError", "Session", "Transport", "microbatch"]

@@ -1,0 +1,54 @@
+"""The errors of a running pipeline: they say which rank failed, where in its program, and why."""
+
+from __future__ import annotations
+
+from ppfunc.schedule import Instruction
+
+
+class PipelineError(RuntimeError):
+    """A step failed: nothing was returned and nothing was changed.
+
+    Args:
+        rank: the rank that failed first.
+        position: index of the step in that rank's program, or None before the program began.
+        instruction: the instruction that failed, or None outside the program.
+        reason: what went wrong, in one sentence.
+        reported_by: the rank that raises this error, where it is not the one that failed.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        position: int | None,
+        instruction: Instruction | None,
+        reason: str,
+        reported_by: int | None = None,
+    ) -> None:
+        self.rank = rank
+        self.position = position
+        self.instruction = instruction
+        self.reason = reason
+        self.reported_by = rank if reported_by is None else reported_by
+        super().__init__(self._message())
+
+    @property
+    def stage(self) -> int | None:
+        """The stage of the failed instruction."""
+        return None if self.instruction is None else self.instruction.stage
+
+    @property
+    def microbatch(self) -> int | None:
+        """The microbatch of the failed instruction."""
+        return None if self.instruction is None else self.instruction.microbatch
+
+    def _message(self) -> str:
+        if self.instruction is None:
+            place = "outside its program"
+        else:
+            place = f"at {self.instruction}, step {self.position} of its program (stage {self.stage}, microbatch {self.microbatch})"
+        seen = "" if self.reported_by == self.rank else f" [seen by rank {self.reported_by}]"
+        return f"rank {self.rank} failed {place}: {self.reason}{seen}"
+
+
+class AgreementError(RuntimeError):
+    """The ranks of a pipeline were given different programs; raised on every rank before a step begins."""

@@ -1,0 +1,108 @@
+"""What the interpreter asks of a transport: to carry named tuples of tensors between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from ppfunc.schedule import Instruction
+from ppfunc.stage import LeafSignature
+
+Thunk = Callable[[], None]
+
+
+class Tag(NamedTuple):
+    """The name of a message, the same at both ends.
+
+    Args:
+        direction: ``"F"`` for activations, ``"B"`` for their gradients, ``"R"`` for parameter gradients of copies.
+        source: the stage that produces it, -1 for the batch.
+        destination: the stage that consumes it.
+        microbatch: the microbatch, -1 where it belongs to the whole stage.
+    """
+
+    direction: str
+    source: int
+    destination: int
+    microbatch: int
+
+
+Values = dict[Tag, tuple[torch.Tensor, ...]]
+
+
+class Transfer(NamedTuple):
+    """One end of one message.
+
+    Args:
+        outgoing: whether this is the sending end.
+        tag: the name of the message; the tensors are taken from, or put into, ``values[tag]``.
+        peer: the rank at the other end.
+        leaves: shape and dtype of each tensor, agreed at both ends before data moves.
+        device: where received tensors are to live.
+    """
+
+    outgoing: bool
+    tag: Tag
+    peer: int
+    leaves: tuple[LeafSignature, ...]
+    device: torch.device
+
+
+class Failure(NamedTuple):
+    """Where a rank was when it failed: its step and instruction are None outside the program."""
+
+    rank: int
+    position: int | None
+    instruction: Instruction | None
+    cause: BaseException
+
+
+class Transport(Protocol):
+    """Carries messages between the ranks of one pipeline.
+
+    ``post``, ``arrive`` and ``release`` are called once, when a program is bound, and return
+    what is to run at that place in every step, or None where nothing has to be done there.
+    The other methods act at once.
+
+    ``generation`` counts the failures: what was agreed before one has to be agreed again.
+    """
+
+    generation: int
+
+    def local_ranks(self, ranks: int) -> tuple[int, ...]:
+        """The ranks that live in this process, of a pipeline of ``ranks``; ValueError where the number does not fit."""
+
+    def connect(self, edges: Sequence[tuple[int, int]]) -> None:
+        """Open what the pairs of ranks in ``edges`` need to talk."""
+
+    def agree(self, facts: dict[str, str]) -> None:
+        """Compare ``facts`` over all ranks; AgreementError on every rank where one differs."""
+
+    def begin(self, call: str, key: str | None) -> str:
+        """Begin a step: the first rank's key is passed on and returned.
+
+        AgreementError where a rank makes another call, or has another key; None stands for no opinion.
+        """
+
+    def tell(self, rank: int, peer: int, text: str) -> None:
+        """Send a text from ``rank`` to ``peer``."""
+
+    def hear(self, rank: int, peer: int) -> str:
+        """Receive the next text that ``peer`` sent to ``rank``."""
+
+    def post(self, rank: int, batch: Sequence[Transfer], values: Values) -> Thunk | None:
+        """Post the messages of one step as one batch, in the order given."""
+
+    def arrive(self, rank: int, transfer: Transfer, values: Values) -> Thunk | None:
+        """Wait until a posted receive is in ``values``."""
+
+    def release(self, rank: int, transfer: Transfer, values: Values) -> Thunk | None:
+        """Wait until a posted send no longer needs its tensors, and let go of them."""
+
+    def spread(self, owner: int, tensors: tuple[torch.Tensor, ...], leaves: tuple[LeafSignature, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
+        """The tensors of rank ``owner``, on every rank; ``tensors`` is read where ``owner`` lives."""
+
+    def fail(self, failure: Failure) -> BaseException:
+        """Tell the peers, tear down what they may be waiting on, and return the error to raise here."""
