@@ -20,21 +20,25 @@ from .builders import (
     zbv,
 )
 from .check import Certificate, check, is_step_atomic
+from .costs import Costs
 from .errors import ScheduleError
 from .instruction import Instruction, Op, overlap, parts_of
 from .passes import linearize, place_communication
 from .schedule import Chain, Program, Schedule, Step, elementary, single_chain
+from .simulate import Timeline, measure, peak_activations, simulate
 
 __all__ = [
     "BUILDERS",
     "Certificate",
     "Chain",
+    "Costs",
     "Instruction",
     "Op",
     "Program",
     "Schedule",
     "ScheduleError",
     "Step",
+    "Timeline",
     "check",
     "data_parallel",
     "deepspeed_inference",
@@ -49,10 +53,13 @@ __all__ = [
     "is_step_atomic",
     "linearize",
     "looped_bfs",
+    "measure",
     "one_f_one_b",
     "overlap",
     "parts_of",
+    "peak_activations",
     "place_communication",
+    "simulate",
     "single_chain",
     "v_half",
     "v_min",

@@ -12,6 +12,7 @@ from .schedule import Schedule
 
 Time = Any  # int, float or Fraction: whatever the durations are, nothing is converted
 Duration = Callable[[Op, int], Time]
+PairDuration = Callable[[Instruction, Instruction], Time]
 
 
 class Times(NamedTuple):
@@ -29,7 +30,7 @@ class Times(NamedTuple):
 
 
 def earliest(
-    schedule: Schedule, duration: Duration, pair: Duration, delay: Callable[[int, int], Time]
+    schedule: Schedule, duration: Duration, pair: PairDuration, delay: Callable[[int, int], Time]
 ) -> Times:
     """Run the compute instructions of ``schedule`` as soon as possible; communications are skipped.
 
@@ -41,7 +42,7 @@ def earliest(
     Args:
         schedule: compute only or lowered; its structure must be sound.
         duration: time of an instruction, from its op and stage.
-        pair: time of an overlapped pair, from the stages of its forward and its backward.
+        pair: time of an overlapped pair, from its forward and its backward.
         delay: time of a message, from its stage of origin and the stage that consumes it.
 
     Raises:
@@ -88,7 +89,7 @@ def _advance(
     rank: int,
     rows: dict[Op, list[tuple]],
     microbatches: int,
-    pair: Duration,
+    pair: PairDuration,
     times: Times,
     waiting: dict[int, list[int]],
     ready: list[int],
@@ -113,7 +114,7 @@ def _advance(
                     start = arrival
             if product is not None:
                 made.append(output + product)
-        free = start + (pair(parts[0][1], parts[1][1]) if parts else length)
+        free = start + (pair(*parts) if parts else length)
         starts.append(start)
         ends.append(free)
         for value in made:

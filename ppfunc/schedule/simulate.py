@@ -1,0 +1,180 @@
+"""Time and memory of a schedule on paper."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from .asap import Time, Times, earliest
+from .costs import Costs, Number
+from .dataflow import dataflow
+from .instruction import COMMUNICATION, COMPUTE, Instruction, Op
+from .proof.routes import message_number, routes
+from .schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When everything happens, and what follows from it.
+
+    Args:
+        makespan: from 0 to the last end.
+        span: largest over the ranks of last end minus first start.
+        bubble: share of the makespan in which ranks do not compute, on average.
+        span_bubble: the same share of the span.
+        idle: per rank, the time of the makespan in which it does not compute.
+        peak_activations: per rank, the largest memory held for backwards, in the unit of the costs.
+        starts: per rank, the start of every instruction in the order of its program.
+        ends: per rank, the end of every instruction. A message lasts from the end of its producer
+            until it is there, at both ends; other instructions that do not compute take no time.
+    """
+
+    makespan: Time
+    span: Time
+    bubble: Time
+    span_bubble: Time
+    idle: tuple[Time, ...]
+    peak_activations: tuple[Number, ...]
+    starts: tuple[tuple[Time, ...], ...]
+    ends: tuple[tuple[Time, ...], ...]
+
+
+def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+    """Run ``schedule`` on paper: each instruction starts once its rank is free and its inputs are there.
+
+    A message delays its consumer on another rank and occupies no rank, so the times of a schedule
+    are the same with and without its communications.
+
+    Args:
+        schedule: one that ``check`` accepts.
+        costs: times and sizes; by default F = I = W = 1, B = 2, and messages take no time.
+
+    Raises:
+        ScheduleError: an instruction waits for something that can never come.
+        ValueError: costs for another number of stages.
+
+    >>> from ppfunc.schedule import one_f_one_b
+    >>> timeline = simulate(one_f_one_b(ranks=4, microbatches=8), Costs(forward=1, backward=2))
+    >>> timeline.makespan, timeline.idle, timeline.peak_activations
+    (33, (9, 9, 9, 9), (4, 3, 2, 1))
+    """
+    costs = (costs or Costs()).fitting(schedule.stages)
+    single = {Op.F: "forward", Op.I: "backward_input", Op.W: "backward_weight"}
+    times = earliest(
+        schedule,
+        lambda op, stage: costs.backward_of(stage) if op is Op.B else costs.of(single[op], stage),
+        lambda f, b: costs.pair_of(f.stage, b.stage, b.op is Op.B),
+        lambda origin, _: costs.message_of(origin),
+    )
+    starts, ends = _all_instructions(schedule, costs, times)
+    return measure(schedule, starts, ends, costs)
+
+
+def measure(
+    schedule: Schedule,
+    starts: Sequence[Sequence[Time]],
+    ends: Sequence[Sequence[Time]],
+    costs: Costs | None = None,
+) -> Timeline:
+    """The timeline of given times, such as measured ones: per rank, one per instruction of its program.
+
+    Raises:
+        ValueError: the number of times is not that of the instructions.
+    """
+    costs = (costs or Costs()).fitting(schedule.stages)
+    busy, spans, makespan = [], [], 0
+    for rank in range(schedule.ranks):
+        compute = [i[0] in COMPUTE for i in schedule.instructions(rank)]
+        if not len(compute) == len(starts[rank]) == len(ends[rank]):
+            raise ValueError(
+                f"rank {rank} has {len(compute)} instructions, got {len(starts[rank])} starts and {len(ends[rank])} ends"
+            )
+        times = [(a, b) for a, b, c in zip(starts[rank], ends[rank], compute, strict=True) if c]
+        last = max((b for _, b in times), default=0)
+        makespan = max(makespan, last)
+        busy.append(sum(b - a for a, b in times))
+        spans.append(last - min((a for a, _ in times), default=0))
+    span = max(spans)
+    return Timeline(
+        makespan=makespan,
+        span=span,
+        bubble=_share_idle(busy, makespan),
+        span_bubble=_share_idle(busy, span),
+        idle=tuple(makespan - b for b in busy),
+        peak_activations=peak_activations(schedule, costs),
+        starts=tuple(map(tuple, starts)),
+        ends=tuple(map(tuple, ends)),
+    )
+
+
+def peak_activations(schedule: Schedule, costs: Costs | None = None) -> tuple[Number, ...]:
+    """The largest memory that each rank holds for its backwards.
+
+    An activation is held from the start of its F to the end of its B, or of its I, after which
+    its weight share is held until the end of its W; not while it is offloaded.
+    """
+    costs = costs or Costs()
+    sizes = [(costs.of("activation", s), costs.of("weight_share", s)) for s in range(schedule.stages)]
+    kinds = {size: number for number, size in enumerate(dict.fromkeys(sizes))}
+    kind = [kinds[size] for size in sizes]
+    keep = 0 if schedule.forward_only else 1
+    peaks = []
+    for rank in range(schedule.ranks):
+        # Numbers are counted and only then multiplied, so that floats do not drift.
+        held = [[0, 0] for _ in kinds]
+        peak = 0
+        for op, stage in _steps_of_memory(schedule.instructions(rank)):
+            full = held[kind[stage]]
+            change, part = _HELD[op]
+            if change > 0:
+                full[0] += 1
+                now = sum(size * (n + share * w) for (size, share), (n, w) in zip(kinds, held, strict=True))
+                peak = max(peak, now)
+                full[0] -= 1
+            full[0] += change * keep
+            full[1] += part
+        peaks.append(peak)
+    return tuple(peaks)
+
+
+# What an instruction adds to the whole activations, and to those of which only the share is held.
+_HELD = {Op.F: (1, 0), Op.B: (-1, 0), Op.I: (-1, 1), Op.W: (0, -1), Op.OFFLOAD: (-1, 0), Op.FETCH: (1, 0)}
+
+
+def _steps_of_memory(instructions: Iterable[Instruction]) -> Iterable[tuple[Op, int]]:
+    return ((part[0], part[1]) for i in instructions for part in i[5] or (i,) if part[0] in _HELD)
+
+
+def _share_idle(busy: Sequence[Time], time: Time) -> Time:
+    return (len(busy) * time - sum(busy)) / (len(busy) * time) if time else 0
+
+
+def _all_instructions(schedule: Schedule, costs: Costs, times: Times) -> tuple[Sequence, Sequence]:
+    """The times of all instructions from those of the compute instructions."""
+    if schedule.ops <= COMPUTE:
+        return times.starts, times.ends
+    flow = dataflow(schedule)
+    ways = routes(schedule, flow)
+    delays = [costs.message_of(s) for s in range(schedule.stages)]
+    starts: list[list[Time]] = []
+    ends: list[list[Time]] = []
+    for rank in range(schedule.ranks):
+        mine: list[tuple[Time, Time]] = []
+        compute = zip(times.starts[rank], times.ends[rank], strict=True)
+        now: Time = 0
+        for instruction in schedule.instructions(rank):
+            op = instruction[0]
+            if op in COMPUTE:
+                start, now = next(compute)
+                mine.append((start, now))
+            elif op in COMMUNICATION:
+                message = message_number(schedule, flow, ways[op, instruction[1], instruction[3]], instruction)
+                value = message // schedule.stages
+                made = times.done[value]
+                origin = value // 2 // flow.microbatches
+                mine.append((made, made + delays[origin]))
+            else:
+                mine.append((now, now))
+        starts.append([a for a, _ in mine])
+        ends.append([b for _, b in mine])
+    return starts, ends
