@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from .fuse import fuse
 from .joint import Joint
 from .operators import ancestors, base, is_call, is_random, layout, root
 
@@ -26,6 +27,7 @@ def clean(joint: Joint) -> Joint:
     _shorten_views(joint)
     for late in (False, True):
         joint = _replace(joint, _duplicates(joint, late))
+    fuse(joint)
     _drop_dead(joint)
     return joint
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from .calls import quickest
 from .cut import Part
 from .operators import is_element
 
@@ -53,6 +54,7 @@ class _Writer:
             used = [self.bind(n) if n in self.last else "_" for n in nodes]
             if any(n in self.last for n in nodes):
                 self.lines.append(f"{', '.join(used)}, = {name}")
+            self.lines.append(f"del {name}")
             if name in settle:
                 for node in nodes:
                     if node in self.last:
@@ -66,7 +68,7 @@ class _Writer:
     def call(self, node: Node) -> None:
         if is_element(node):
             return
-        text = f"{self.object(node.target, 'op')}({', '.join(self.arguments(node))})"
+        text = self.expression(node)
         elements = {n.args[1]: n for n in node.users if is_element(n) and n in self.last}
         if any(map(is_element, node.users)):
             count = len(node.meta["val"])
@@ -80,8 +82,16 @@ class _Writer:
         if gone:
             self.lines.append(f"del {', '.join(gone)}")
 
-    def arguments(self, node: Node) -> list[str]:
-        return [self.value(a) for a in node.args] + [f"{k}={self.value(v)}" for k, v in node.kwargs.items()]
+    def expression(self, node: Node) -> str:
+        """The call as source."""
+        how = quickest(node)
+        given = [self.value(a) for a in node.args]
+        if how.spread:
+            given[-1:] = map(self.value, node.args[-1])
+        named = [f"{k}={self.value(v)}" for k, v in node.kwargs.items()]
+        if how.method:
+            return f"{given[0]}.{how.method}({', '.join(given[1:] + named)})"
+        return f"{self.object(how.function, 'op')}({', '.join(given + named)})"
 
     def value(self, value: Any) -> str:
         """An argument as source."""

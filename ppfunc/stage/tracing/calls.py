@@ -1,0 +1,94 @@
+"""The quickest way to call an operator from Python: torch's own bindings, where they do exactly the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Node, map_arg
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_HOMES = (torch._C._VariableFunctions, torch._C._nn)
+
+
+class Call(NamedTuple):
+    """How to call.
+
+    Args:
+        function: a function of all arguments, if ``method`` is empty.
+        method: a method of the first argument.
+        spread: whether the last argument, a list of numbers, is given as that many arguments.
+    """
+
+    function: Callable[..., Any] | None
+    method: str = ""
+    spread: bool = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.function is not None:
+            return self.function(*args, **kwargs)
+        rest = (*args[1:-1], *args[-1]) if self.spread else args[1:]
+        return getattr(args[0], self.method)(*rest, **kwargs)
+
+
+def quickest(node: Node) -> Call:
+    """A binding that calls the operator of ``node`` and nothing else, else the operator itself.
+
+    An operator object converts its arguments by a slow general way (about 1 us a call); a binding
+    has a parser made for it. That a binding does the same is not assumed but seen: it is called
+    once on the fake tensors of the trace, and what it dispatches must be this very call.
+    """
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    itself = Call(node.target)
+    wanted = _dispatches(itself, args, kwargs)
+    return next((call for call in _candidates(node) if _dispatches(call, args, kwargs) == wanted), itself)
+
+
+def _candidates(node: Node) -> Iterator[Call]:
+    name = node.target._schema.name.split("::")[1]
+    if hasattr(torch._C.TensorBase, name) and node.args and isinstance(node.args[0], Node):
+        if len(node.args) > 1 and isinstance(node.args[-1], (list, tuple)) and not node.kwargs:
+            yield Call(None, name, spread=True)
+        yield Call(None, name)
+    for home in _HOMES:
+        if hasattr(home, name):
+            yield Call(getattr(home, name))
+
+
+def _dispatches(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+    """What operators a call comes down to; ``None`` if it refuses."""
+    with _Record(args) as record, torch.no_grad():
+        try:
+            call(*args, **kwargs)
+        except (TypeError, RuntimeError, NotImplementedError, AttributeError):
+            return None
+    return record.calls
+
+
+class _Record(TorchDispatchMode):
+    """Records calls in a form that can be compared: tensors are numbered as they appear."""
+
+    def __init__(self, args: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+        self.seen: list[torch.Tensor] = []
+        self.plain(args)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "aten":
+            names = [a.name for a in func._schema.arguments]
+            given = dict(zip(names, args, strict=False)) | (kwargs or {})
+            every = [given.get(a.name, a.default_value) for a in func._schema.arguments]
+            self.calls.append((func, self.plain(every)))
+        return func(*args, **(kwargs or {}))
+
+    def plain(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            known = [i for i, t in enumerate(self.seen) if t is value]
+            if not known:
+                self.seen.append(value)
+            return ("tensor", known[0] if known else len(self.seen) - 1)
+        if isinstance(value, (list, tuple)):
+            return tuple(map(self.plain, value))
+        return (type(value), repr(value))

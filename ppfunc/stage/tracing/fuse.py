@@ -1,0 +1,48 @@
+"""Fewer operators for the same bits: what tracing took apart is put together again."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from .joint import Joint
+from .operators import is_call
+
+aten = torch.ops.aten
+_RESHAPES = (aten.view.default, aten._unsafe_view.default)
+
+
+def fuse(joint: Joint) -> None:
+    """Put ``linear`` together again, and let sums drop their dimensions themselves."""
+    for node in list(joint.graph.nodes):
+        if is_call(node):
+            _fuse_linear(node)
+            _fuse_sum(node)
+
+
+def _fuse_linear(node: Node) -> None:
+    """``addmm(b, x, w.t())`` and ``mm(x, w.t())`` are ``linear``, which is one call for all three."""
+    if node.target is aten.addmm.default and not node.kwargs:
+        bias, x, transposed = node.args
+        fits = bias.meta["val"].dim() == 1
+    elif node.target is aten.mm.default:
+        (x, transposed), bias, fits = node.args, None, True
+    else:
+        return
+    if fits and is_call(transposed) and transposed.target is aten.t.default and transposed.args[0].meta["val"].dim() == 2:
+        node.target = aten.linear.default
+        node.args = (x, transposed.args[0]) if bias is None else (x, transposed.args[0], bias)
+
+
+def _fuse_sum(node: Node) -> None:
+    """``sum(x, dims, keepdim=True).view(...)`` without these dimensions is ``sum(x, dims)``."""
+    if node.target not in _RESHAPES or not is_call(node.args[0]):
+        return
+    total = node.args[0]
+    if total.target is not aten.sum.dim_IntList or len(total.args) != 3 or total.kwargs or len(total.users) > 1:
+        return
+    x, dims, keep = total.args
+    rank = x.meta["val"].dim()
+    left = [n for i, n in enumerate(x.meta["val"].shape) if i not in {d % rank for d in dims}]
+    if keep and dims and list(node.meta["val"].shape) == left:
+        node.target, node.args = aten.sum.dim_IntList, (x, dims)
