@@ -70,7 +70,7 @@ def schedules(
 
 
 def mutated_schedules(valid: SearchStrategy[Schedule] | None = None) -> SearchStrategy[Schedule]:
-    """Schedules with exactly one thing wrong, which is said in their name; ``check`` must refuse all.
+    """Schedules with one thing wrong, which is said in their name; ``check`` must refuse all of them.
 
     A compute instruction or a message is missing, doubled, out of range or on another rank, a
     backward stands before its forward, two ranks wait for one another, or two messages of a pair of

@@ -91,7 +91,7 @@ def test_garbled_text_is_refused_with_its_place(text, message):
         ("0F0,0B0\n2F0,2B0\n", 1, "2F0"),
         ("0F0,0B0\n\n", 1, None),
         ("\n", 0, None),
-        (",".join(["0F0"] * 3000) + ",1999F0,0F1999\n", 0, "1999F0"),
+        (",".join(f"0F{n}" for n in range(3000)) + ",1999F0\n", 0, "1999F0"),
         ("\n".join(f"{s}F0,{s}B0" for s in range(2000)) + ",0F3999\n", 1999, "0F3999"),
     ],
 )

@@ -22,12 +22,15 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator
 
-from ..instruction import COMPUTE, Instruction
+from ..errors import ScheduleError
+from ..instruction import COMMUNICATION, COMPUTE, Instruction, Op
 from ..schedule import Schedule
 from .infer import infer_layout
-from .text import FormatError, parse_instruction, shortened
+from .text import FormatError, parse_instruction
+
+_Row = list[Instruction | None]
+_ONCE = COMPUTE | COMMUNICATION
 
 
 def to_csv(schedule: Schedule) -> str:
@@ -63,7 +66,7 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
         FormatError: a cell that is not an instruction, with row and column (both from 1).
         ScheduleError: the numbers of stages and microbatches cannot be those of any schedule.
     """
-    rows = list(_rows(text))
+    rows = _rows(text)
     if not rows:
         raise FormatError("the text is empty: expected one row of instructions per rank")
     ops = {i.op for row in rows for i in row if i is not None}
@@ -71,47 +74,61 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
         _refuse_blanks(rows, min(op.value for op in ops - COMPUTE))
     placement, chains = infer_layout(rows)
     programs = tuple(tuple(() if i is None else (i,) for i in row) for row in rows)
-    return Schedule(name, placement, chains, programs, _skips(rows))
+    return Schedule(name, placement, chains, programs, _skips(rows, len(placement)))
 
 
-def _rows(text: str) -> Iterator[list[Instruction | None]]:
-    known: dict[str, Instruction | None] = {"": None}
+def _rows(text: str) -> list[_Row]:
+    """The instructions of every row, None for a blank."""
+    rows: list[_Row] = []
+    seen: set[str] = set()
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
-    row = 0
     while True:
-        row += 1
         try:
             cells = next(reader, None)
         except csv.Error as error:
-            raise FormatError(f"row {row} (rank {row - 1}): not CSV: {error}") from None
+            raise FormatError(f"row {len(rows) + 1} (rank {len(rows)}): not CSV: {error}") from None
         if cells is None:
-            return
-        yield [known[cell] if cell in known else _cell(cell, row, column, known) for column, cell in enumerate(cells, 1)]
+            return rows
+        if not any(cells):
+            raise ScheduleError(len(rows), None, None, "its row is empty: expected at least one stage in every row")
+        row: _Row = []
+        rows.append(row)
+        for cell in cells:
+            instruction = _cell(cell, rows) if cell else None
+            # Told here, and not by the proof, so that a file of nothing else takes no time.
+            if instruction is not None and cell in seen and instruction.op in _ONCE:
+                raise ScheduleError(len(rows) - 1, (len(row), 0), instruction, _first(rows, instruction))
+            seen.add(cell)
+            row.append(instruction)
 
 
-def _cell(cell: str, row: int, column: int, known: dict[str, Instruction | None]) -> Instruction:
+def _cell(cell: str, rows: list[_Row]) -> Instruction:
     try:
-        instruction = parse_instruction(cell)
+        return parse_instruction(cell)
     except FormatError as error:
-        raise FormatError(f"row {row} (rank {row - 1}), column {column}: {error}") from None
-    known[cell] = instruction
-    return instruction
+        raise FormatError(f"row {len(rows)} (rank {len(rows) - 1}), column {len(rows[-1]) + 1}: {error}") from None
 
 
-def _refuse_blanks(rows: list[list[Instruction | None]], token: str) -> None:
-    for row, cells in enumerate(rows, 1):
-        if None in cells:
-            raise FormatError(
-                f"row {row} (rank {row - 1}), column {cells.index(None) + 1}: a blank, but the file also holds {token}: only a file of nothing "
-                "but compute may have blanks"
-            )
+def _first(rows: list[_Row], instruction: Instruction) -> str:
+    rank = next(rank for rank, row in enumerate(rows) if instruction in row)
+    return f"it is there twice, first on rank {rank}, step {rows[rank].index(instruction)}"
 
 
-def _skips(rows: list[list[Instruction | None]]) -> tuple[tuple[int, int], ...]:
+def _refuse_blanks(rows: list[_Row], token: str) -> None:
+    for rank, row in enumerate(rows):
+        if None in row:
+            place = f"row {rank + 1} (rank {rank}), column {row.index(None) + 1}"
+            raise FormatError(f"{place}: a blank, but the file also holds {token}: only a file of nothing but compute may have blanks")
+
+
+def _skips(rows: list[_Row], stages: int) -> tuple[tuple[int, int], ...]:
     """The edges of messages that name their peer, each from its source stage."""
     edges = set()
-    for row in rows:
-        for i in row:
+    for rank, row in enumerate(rows):
+        for position, i in enumerate(row):
             if i is not None and i.peer is not None:
-                edges.add((i.stage, i.peer) if i.op.value in ("SEND_F", "RECV_B") else (i.peer, i.stage))
+                if max(i.stage, i.peer) >= stages:
+                    reason = f"there are only {stages} stages: expected a peer from 0 to {stages - 1}"
+                    raise ScheduleError(rank, (position, 0), i, reason)
+                edges.add((i.stage, i.peer) if i.op in (Op.SEND_F, Op.RECV_B) else (i.peer, i.stage))
     return tuple(sorted(edges))

@@ -31,14 +31,15 @@ def infer_layout(rows: Sequence[Row]) -> tuple[tuple[int, ...], tuple[Chain, ...
     for rank, row in enumerate(rows):
         parts = _compute(row)
         if not parts:
-            raise ScheduleError(rank, None, None, f"rank {rank} computes nothing: expected at least one stage in every row")
+            raise ScheduleError(rank, None, None, "it computes nothing: expected at least one stage in every row")
         held.append(Counter([part.stage for part in parts]))
         microbatches = max(microbatches, 1 + max(part.microbatch for part in parts))
         forwards.update((part.stage, part.microbatch) for part in parts if part.op is Op.F)
     cells = sum(map(len, rows))
     stages = 1 + max(map(max, held))
     if stages > cells or microbatches > cells:
-        _refuse(rows, lambda part: max(part.stage, part.microbatch) >= cells, f"the numbers of a table of {cells} cells stay below {cells}")
+        reason = f"the numbers of a table of {cells} cells stay below {cells}"
+        _refuse(rows, lambda part: max(part.stage, part.microbatch) >= cells, reason)
     placement = _placement(rows, held, stages)
     return placement, _chains(rows, stages, microbatches, forwards)
 
@@ -63,7 +64,8 @@ def _placement(rows: Sequence[Row], held: list[Counter[int]], stages: int) -> tu
             owners[stage] = max(owners.get(stage, (0, 0)), (often, -rank))
     for stage in range(stages):
         if stage not in owners:
-            _refuse(rows, lambda part: part.stage > stage, f"no rank computes stage {stage}, but stages have no gaps")  # noqa: B023
+            gap = stage
+            _refuse(rows, lambda part: part.stage > gap, f"no rank computes stage {gap}, but stages have no gaps")
     return tuple(-owners[stage][1] for stage in range(stages))
 
 
@@ -73,17 +75,21 @@ def _chains(rows: Sequence[Row], stages: int, microbatches: int, forwards: set[t
     With k chains, chain j holds stages ``j*S/k`` to ``(j+1)*S/k - 1`` and the j-th of k equal
     ranges of microbatches; k is 1 unless another one leaves fewer forwards missing or out of place.
     """
+    # Beyond this many missing forwards it is no schedule at all, and a proof would walk them all.
+    too_many = 2 * len(forwards) + 1000
     best, least = 1, stages * microbatches - len(forwards)
     for count in range(2, stages + 1) if least else ():
-        if stages % count == 0 and microbatches % count == 0:
-            length, share = stages // count, microbatches // count
+        length, share = stages // count, microbatches // count
+        divides = stages == length * count and microbatches == share * count
+        if divides and stages * share - len(forwards) < min(least, too_many):
             outside = sum(stage // length != microbatch // share for stage, microbatch in forwards)
             missing = stages * share - (len(forwards) - outside)
             if outside + missing < least:
                 best, least = count, outside + missing
-    if least > 2 * len(forwards) + 1000:
-        # Far from any schedule: refused here, because a proof would have to walk all that is missing.
-        reason = f"{stages} stages and {microbatches} microbatches need far more than the {len(forwards)} forwards that there are"
+    if least > too_many:
+        reason = (
+            f"{stages} stages and {microbatches} microbatches need far more than the {len(forwards)} forwards that there are"
+        )
         _refuse(rows, lambda part: part.microbatch == microbatches - 1, reason)
     length, share = stages // best, microbatches // best
     return tuple(
