@@ -1,6 +1,7 @@
 """Stages: pure functions, their signatures, and the engines that differentiate them."""
 
 from .abstract import abstract
+from .eager_engine import eager
 from .errors import StageError
 from .functional_engine import functional
 from .graph_engine import graph
@@ -15,6 +16,7 @@ __all__ = [
     "StageError",
     "StageProgram",
     "abstract",
+    "eager",
     "functional",
     "graph",
 ]

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .errors import StageError
-from .example import Example, Leaves, split_aux
+from .example import Example, Leaves, split_aux, stand_ins
 from .signature import LeafSignature, Signature, differentiable
 
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
@@ -73,24 +73,21 @@ def outline(fn: Callable[..., Any], example: Example, *, has_aux: bool = False, 
         raise StageError(name, data_dependence(error), "use the functional engine, which runs any Python") from error
 
 
-def outline_by_zeros(fn: Callable[..., Any], example: Example, *, has_aux: bool, name: str) -> Outline:
-    """As :func:`outline`, by running the stage once on zeros: for stages whose path depends on values.
+def outline_by_running(
+    fn: Callable[..., Any], seen: Example, example: tuple[Any, ...], *, has_aux: bool, name: str
+) -> Outline:
+    """As :func:`outline`, by running the stage once on zeros: for stages that need values.
 
     Since another path may draw random numbers, the stage counts as random.
     """
-    seen = _observe(fn, example, example.make(zeros), has_aux, name)
-    return seen._replace(draws=max(1, seen.draws))
+    result = _observe(fn, seen, stand_ins(example, seen.device), has_aux, name)
+    return result._replace(draws=max(1, result.draws))
 
 
 def data_dependence(error: Exception) -> str:
     """In plain words, why a stage could not be evaluated without values."""
     operator = getattr(error, "func", None) or (error.args[0] if error.args else error)
     return f"its control flow or its shapes depend on the values of tensors (operator {operator}), so that it cannot be evaluated abstractly"
-
-
-def zeros(shape: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros with these strides."""
-    return torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
 
 
 def _observe(fn: Callable[..., Any], example: Example, tensors: tuple[Leaves, Leaves, Leaves], has_aux: bool, name: str) -> Outline:

@@ -76,21 +76,29 @@ class Example:
 
         return call
 
-    def make(self, fill: Callable[..., torch.Tensor] = torch.empty_strided) -> tuple[Leaves, Leaves, Leaves]:
-        """New tensors for the parameters, for ``x`` and for the further arguments, all of them distinct.
-
-        Args:
-            fill: called with ``(shape, stride, dtype=, device=)``.
-        """
-        p = tuple(
-            fill(leaf.shape, stride, dtype=leaf.dtype, device=self.device)
+    def make(self) -> tuple[Leaves, Leaves, Leaves]:
+        """New tensors without values for the parameters, for ``x`` and for the constants, all of them distinct."""
+        params = tuple(
+            torch.empty_strided(leaf.shape, stride, dtype=leaf.dtype, device=self.device)
             for leaf, stride in zip(self.params.leaves, self.strides, strict=True)
         )
-        rest = [
-            tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device=self.device).zero_() for leaf in leaves)
+        x, consts = (
+            tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device=self.device) for leaf in leaves)
             for leaves in (self.x.leaves, self.const_leaves)
-        ]
-        return p, rest[0], rest[1]
+        )
+        return params, x, consts
+
+
+def stand_ins(example: tuple[Any, ...], device: torch.device) -> tuple[Leaves, Leaves, Leaves]:
+    """Zeros for the parameters, for ``x`` and for the constants of ``example``, of the same types of tensor."""
+    groups = [_zeros(tree, device) for tree in example]
+    return groups[0], groups[1], tuple(t for group in groups[2:] for t in group)
+
+
+def _zeros(tree: Any, device: torch.device) -> Leaves:
+    if isinstance(tree, Signature):
+        return tuple(torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) for leaf in tree.leaves)
+    return tuple(torch.zeros_like(t.detach()) for t in optree.tree_leaves(tree))
 
 
 def split_aux(out: Any, has_aux: bool, stage: str) -> tuple[tuple[Any, optree.PyTreeSpec], tuple[Any, optree.PyTreeSpec]]:

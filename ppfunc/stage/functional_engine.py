@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from .abstract import DATA_DEPENDENT, Outline, outline, outline_by_zeros, zeros
+from .abstract import DATA_DEPENDENT, Outline, outline, outline_by_running
 from .boundary import settled
 from .errors import StageError
-from .example import Example, Leaves
+from .example import Example, Leaves, stand_ins
 from .primals import Primals
 from .program import FlatProgram, Gradients, StageProgram, stage_program
 
@@ -44,33 +44,32 @@ def functional(
     tensor([1., 1.])
     """
     seen = Example.of(example, device)
-    known, abstract = _outline(fn, seen, has_aux, name)
+    known, abstract = _outline(fn, seen, example, has_aux, name)
     flat = _flat(Primals(fn, seen, known, has_aux, name))
-    _try(flat, seen, known, abstract, name)
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) if abstract else nullcontext():
+        _try(flat, known, seen.make if abstract else lambda: stand_ins(example, seen.device), name)
     return stage_program(flat, seen, known, has_aux=has_aux, residual_bytes=None)
 
 
-def _outline(fn: Callable[..., Any], example: Example, has_aux: bool, name: str) -> tuple[Outline, bool]:
+def _outline(fn: Callable[..., Any], seen: Example, example: tuple[Any, ...], has_aux: bool, name: str) -> tuple[Outline, bool]:
     """What the stage returns, and whether that could be learned without values."""
     try:
-        return outline(fn, example, has_aux=has_aux, name=name), True
+        return outline(fn, seen, has_aux=has_aux, name=name), True
     except StageError as error:
         if not isinstance(error.__cause__, DATA_DEPENDENT):
             raise
-    return outline_by_zeros(fn, example, has_aux=has_aux, name=name), False
+    return outline_by_running(fn, seen, example, has_aux=has_aux, name=name), False
 
 
-def _try(flat: FlatProgram, example: Example, known: Outline, abstract: bool, name: str) -> None:
+def _try(flat: FlatProgram, known: Outline, make: Callable[[], tuple[Leaves, Leaves, Leaves]], name: str) -> None:
     """Raise if ``torch.func`` refuses a stage that runs without it."""
-    with FakeTensorMode(allow_non_fake_inputs=True) if abstract else nullcontext(), torch.no_grad():
-        params, x, consts = example.make(zeros)
-        try:
-            outputs, residuals = flat.forward(params, x, consts)
-            gy = tuple(torch.ones_like(t) for t, leaf in zip(outputs, known.y.leaves, strict=False) if leaf.grad)
-            flat.backward(residuals, gy)
-        except (RuntimeError, NotImplementedError) as error:
-            reason = f"torch.func cannot differentiate it ({str(error).splitlines()[0]})"
-            raise StageError(name, reason, "use the eager engine, which uses torch.autograd.grad") from error
+    try:
+        outputs, residuals = flat.forward(*make())
+        gy = tuple(torch.ones_like(t) for t, leaf in zip(outputs, known.y.leaves, strict=False) if leaf.grad)
+        flat.backward(residuals, gy)
+    except (RuntimeError, NotImplementedError) as error:
+        reason = f"torch.func cannot differentiate it ({str(error).splitlines()[0]})"
+        raise StageError(name, reason, "use the eager engine, which uses torch.autograd.grad") from error
 
 
 def _flat(stage: Primals) -> FlatProgram:

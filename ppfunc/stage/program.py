@@ -23,6 +23,10 @@ class FlatProgram(NamedTuple):
     parameters have the strides that their operator gives. What is returned may alias the
     arguments, and parts of it each other: nobody may write into it without owning it.
 
+    A backward lets go of each residual after its last use. The memory is free at once if the caller
+    keeps no reference, as in ``backward(slots.pop(key), gy)``; a caller that keeps one may call again
+    (of the graph engine only: the residuals of the other engines serve once).
+
     Args:
         forward: ``(params, x, consts) -> (outputs, residuals)``: all leaves in order; the outputs
             are the leaves of ``y``, then those of the auxiliary output.

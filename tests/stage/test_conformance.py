@@ -6,9 +6,9 @@ import optree
 import pytest
 import torch
 
-from ppfunc.stage import abstract, functional, graph
+from ppfunc.stage import abstract, eager, functional, graph
 
-ENGINES = {"graph": graph, "functional": functional}
+ENGINES = {"graph": graph, "functional": functional, "eager": eager}
 
 
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)

@@ -39,6 +39,12 @@ def quickest(node: Node) -> Call:
     has a parser made for it. That a binding does the same is not assumed but seen: it is called
     once on the fake tensors of the trace, and what it dispatches must be this very call.
     """
+    if "quickest" not in node.meta:
+        node.meta["quickest"] = _find(node)
+    return node.meta["quickest"]
+
+
+def _find(node: Node) -> Call:
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     itself = Call(node.target)
     wanted = _dispatches(itself, args, kwargs)

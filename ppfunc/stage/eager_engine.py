@@ -1,0 +1,91 @@
+"""The engine that differentiates by ``torch.autograd.grad``: for stages that ``torch.func`` and tracing cannot take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .abstract import Outline, outline, outline_by_running
+from .boundary import settled
+from .errors import StageError
+from .example import Example, Leaves
+from .primals import Primals
+from .program import FlatProgram, Gradients, StageProgram, stage_program
+
+
+def eager(
+    fn: Callable[..., Any],
+    example: tuple[Any, ...],
+    *,
+    has_aux: bool = False,
+    name: str = "the stage",
+    device: torch.device | str | None = None,
+) -> StageProgram:
+    """An engine: the tape of autograd, one per forward.
+
+    For ``torch.utils.checkpoint`` (``use_reentrant=False``), modules under ``torch.compile``,
+    ``autograd.Function`` of the old style, and DTensor. ``residuals`` holds the tape: it can be
+    used once. The whole backward runs in ``backward_input``, which hands the gradients of the
+    parameters over to ``backward_weight``. Where abstract evaluation fails, the stage is run once,
+    on zeros of the example's shapes, to learn its outputs.
+
+    Args, Returns: as :class:`~ppfunc.stage.program.Engine`; ``device`` as :meth:`Example.of`.
+
+    Raises:
+        StageError: the stage changes its arguments, or autograd refuses it.
+
+    >>> program = eager(lambda w, x: (w * x).sin(), (torch.ones(2), torch.zeros(2)))
+    >>> y, residuals = program.forward(torch.ones(2), torch.zeros(2))
+    >>> gw, gx = program.backward(residuals, torch.ones(2))
+    >>> gx
+    tensor([1., 1.])
+    """
+    seen = Example.of(example, device)
+    known = _outline(fn, seen, example, has_aux, name)
+    flat = _flat(Primals(fn, seen, known, has_aux, name), name)
+    return stage_program(flat, seen, known, has_aux=has_aux, residual_bytes=None)
+
+
+def _outline(fn: Callable[..., Any], seen: Example, example: tuple[Any, ...], has_aux: bool, name: str) -> Outline:
+    if not seen.subclasses:
+        try:
+            return outline(fn, seen, has_aux=has_aux, name=name)
+        except StageError as error:
+            if error.__cause__ is None:
+                raise
+        except Exception:  # noqa: BLE001: whatever fake tensors cannot do is tried with real ones, which raise if it is the stage
+            pass
+    return outline_by_running(fn, seen, example, has_aux=has_aux, name=name)
+
+
+def _flat(stage: Primals, name: str) -> FlatProgram:
+    def forward(params: Leaves, x: Leaves, consts: Leaves) -> tuple[Leaves, tuple[Any, ...]]:
+        x, consts = settled(x), settled(consts)
+        with torch.enable_grad():
+            primals = tuple(tuple(t.detach().requires_grad_() for t in group) for group in stage.primals(params, x))
+            y, outputs = stage.with_others(params, x, consts)(*primals)
+        return tuple(t.detach() for t in outputs), (y, *primals)
+
+    def backward(residuals: tuple[Any, ...], gy: Leaves) -> tuple[Gradients, Gradients]:
+        y, params, x = residuals
+        del residuals
+        if not (y and (params or x)):
+            return (None,) * len(params), (None,) * len(x)
+        try:
+            gradients = torch.autograd.grad(y, params + x, settled(gy), allow_unused=True)
+        except RuntimeError as error:
+            if "checkpoint" not in str(error).lower():
+                raise
+            raise StageError(name, "it uses a reentrant checkpoint", "pass use_reentrant=False to checkpoint") from error
+        return gradients[: len(params)], settled(gradients[len(params) :])
+
+    def backward_input(residuals: tuple[Any, ...], gy: Leaves) -> tuple[Gradients, tuple[Any, ...]]:
+        gparams, gx = backward(residuals, gy)
+        return gx, gparams
+
+    def backward_weight(rest: tuple[Any, ...]) -> Gradients:
+        return rest
+
+    return FlatProgram(forward, backward, backward_input, backward_weight)
