@@ -23,7 +23,17 @@ from .check import Certificate, check, is_step_atomic
 from .costs import Costs
 from .errors import ScheduleError
 from .instruction import Instruction, Op, overlap, parts_of
-from .passes import linearize, place_communication
+from .passes import (
+    append_tail,
+    forward_only,
+    insert_loads,
+    insert_offloads,
+    linearize,
+    merge_backward,
+    place_communication,
+    remove_communication,
+    split_backward,
+)
 from .schedule import Chain, Program, Schedule, Step, elementary, single_chain
 from .simulate import Timeline, measure, peak_activations, simulate
 
@@ -39,6 +49,7 @@ __all__ = [
     "ScheduleError",
     "Step",
     "Timeline",
+    "append_tail",
     "check",
     "data_parallel",
     "deepspeed_inference",
@@ -46,21 +57,27 @@ __all__ = [
     "dualpipe",
     "dualpipev",
     "elementary",
+    "forward_only",
     "gpipe",
     "inference",
+    "insert_loads",
+    "insert_offloads",
     "interleaved_one_f_one_b",
     "interleaved_zero_bubble",
     "is_step_atomic",
     "linearize",
     "looped_bfs",
     "measure",
+    "merge_backward",
     "one_f_one_b",
     "overlap",
     "parts_of",
     "peak_activations",
     "place_communication",
+    "remove_communication",
     "simulate",
     "single_chain",
+    "split_backward",
     "v_half",
     "v_min",
     "zb_h1",

@@ -1,7 +1,23 @@
 """Passes: pure functions from schedules to schedules, one file each."""
 
+from .append_tail import append_tail
 from .forward_only import forward_only
+from .insert_loads import insert_loads
+from .insert_offloads import insert_offloads
 from .linearize import linearize
+from .merge_backward import merge_backward
 from .place_communication import place_communication
+from .remove_communication import remove_communication
+from .split_backward import split_backward
 
-__all__ = ["forward_only", "linearize", "place_communication"]
+__all__ = [
+    "append_tail",
+    "forward_only",
+    "insert_loads",
+    "insert_offloads",
+    "linearize",
+    "merge_backward",
+    "place_communication",
+    "remove_communication",
+    "split_backward",
+]
