@@ -14,8 +14,8 @@ from xml.sax.saxutils import escape
 
 from ..instruction import Instruction, Op, parts_of
 from ..schedule import Schedule
-from ..simulate import Timeline
-from .bars import Bar, compute_bars, in_units
+from ..simulate import Timeline, simulate
+from .bars import Bar, compute_bars
 
 _KINDS = {Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient"}
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76.0, 168.0, 104.0, 44.0
@@ -29,7 +29,7 @@ svg { font: 11px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif
 .h { font-size: 18px; font-weight: 600 } .end { text-anchor: end } .mid { text-anchor: middle }
 @media (prefers-color-scheme: dark) {
 .paper { fill: #12161d } .track { fill: #232a35 } .ink { fill: #e8ebf1 } .soft { fill: #98a2b3 } .level { fill: #566277 }
-.tick { stroke: #333c4a } .F { fill: #4f83ea } .B { fill: #2a9b76 } .I { fill: #9a6fdc } .W { fill: #eab54a }
+.tick { stroke: #333c4a } .F { fill: #4477dd } .B { fill: #23906c } .I { fill: #9165d6 } .W { fill: #e5ad42 }
 .n.pale { fill: #f2f4f8 }
 }"""
 
@@ -57,12 +57,12 @@ def to_svg(schedule: Schedule, timeline: Timeline | None = None) -> str:
 
     Args:
         schedule: what to draw; messages, loads and reductions take no room.
-        timeline: start and end of every instruction, simulated or measured; without one, the
-            simulation in units of a forward (see :func:`ppfunc.schedule.formats.bars.in_units`).
+        timeline: start and end of every instruction, simulated or measured (see
+            :func:`ppfunc.schedule.simulate.measure`); by default simulated with the default costs.
     """
-    timeline = in_units(schedule) if timeline is None else timeline
-    rows = compute_bars(schedule, timeline)
-    scale = _scale(rows, timeline.makespan)
+    timeline = simulate(schedule) if timeline is None else timeline
+    rows, makespan = compute_bars(schedule, timeline), float(timeline.makespan)
+    scale = _scale(rows, makespan)
     width, height = _LEFT + scale.width + _RIGHT, scale.y(len(rows)) + _BOTTOM
     size = f'width="{_n(width)}" height="{_n(height)}"'
     lines = [
@@ -71,7 +71,7 @@ def to_svg(schedule: Schedule, timeline: Timeline | None = None) -> str:
         f'<rect class="paper" {size}/>',
         *_heading(schedule, timeline),
         *_legend(schedule, rows),
-        *_axis(scale, timeline.makespan, len(rows)),
+        *_axis(scale, makespan, len(rows)),
     ]
     for rank, row in enumerate(rows):
         lines += [*_margins(scale, timeline, rank), *_bars(schedule, scale, rank, row)]
@@ -84,7 +84,7 @@ def _scale(rows: list[list[Bar]], makespan: float) -> _Scale:
     digits = max((len(str(part.microbatch)) for row in rows for bar in row for part in parts_of(bar.instruction)), default=1)
     typical = durations[len(durations) // 4] if durations else makespan
     wanted = (_DIGIT * digits + 5) * makespan / typical if typical else 0.0
-    width = min(max(wanted, 720.0), 16000.0)
+    width = min(max(wanted, 720.0), 30000.0)
     paired = any(bar.instruction.parts for row in rows for bar in row)
     return _Scale(width / (makespan or 1.0), width, 30.0 if paired or len(rows) <= 16 else 22.0)
 
@@ -92,8 +92,8 @@ def _scale(rows: list[list[Bar]], makespan: float) -> _Scale:
 def _heading(schedule: Schedule, timeline: Timeline) -> Iterator[str]:
     counts = ((schedule.ranks, "rank"), (schedule.stages, "stage"), (schedule.microbatches, "microbatch"))
     facts = [f"{n} {word}{('es' if word.endswith('h') else 's') * (n != 1)}" for n, word in counts]
-    facts += [f"makespan {_n(timeline.makespan)}", f"bubble {timeline.bubble:.1%}"]
-    facts += [f"bubble of the span {timeline.span_bubble:.1%}"]
+    facts += [f"makespan {_n(timeline.makespan)}", f"bubble {float(timeline.bubble):.1%}"]
+    facts += [f"bubble of the span {float(timeline.span_bubble):.1%}"]
     facts += [f"peak activations {_n(max(timeline.peak_activations, default=0))}"]
     yield _text("ink h", _LEFT, 34, schedule.name)
     yield _text("soft", _LEFT, 56, " · ".join(facts))
@@ -150,8 +150,8 @@ def _ticks(makespan: float, width: float) -> Iterator[float]:
 def _margins(scale: _Scale, timeline: Timeline, rank: int) -> Iterator[str]:
     """The name of the rank at the left, its idle share and its memory at the right."""
     middle, right = scale.y(rank) + scale.row / 2 + 4, _LEFT + scale.width
-    idle = timeline.idle[rank] / timeline.makespan if timeline.makespan else 0.0
-    peak, most = timeline.peak_activations[rank], max(timeline.peak_activations) or 1
+    idle = float(timeline.idle[rank] / timeline.makespan) if timeline.makespan else 0.0
+    peak, most = float(timeline.peak_activations[rank]), float(max(timeline.peak_activations)) or 1.0
     yield _text("ink end", _LEFT - 10, middle, f"rank {rank}")
     yield _text("soft end", right + 52, middle, f"{idle:.0%}")
     yield _rect("level", right + 70, scale.y(rank) + scale.row / 2 - 5, 56 * peak / most, 10, 'rx="2"')
@@ -170,15 +170,11 @@ def _bars(schedule: Schedule, scale: _Scale, rank: int, row: list[Bar]) -> Itera
             # A hairline of the paper between bars, so that equal neighbours can be told apart.
             width = max((end - start) * scale.per_time - 0.8, 0.4)
             faded = "" if strength == "1" else f' fill-opacity="{strength}"'
-            yield _rect(_class(part), scale.x(start), y, width, height - (n < len(parts) - 1) * 0.6, faded.strip(), tip)
+            yield _rect(part.op.value, scale.x(start), y, width, height - (n < len(parts) - 1) * 0.6, faded.strip(), tip)
             number = str(part.microbatch)
             if width >= _DIGIT * len(number) + 1:
                 tone = " pale" if float(strength) < 0.75 else " dark" * (part.op is Op.W)
                 yield _text("n" + tone + " half" * (len(parts) > 1), scale.x(start) + width / 2, y + height / 2 + 4, number)
-
-
-def _class(part: Instruction) -> str:
-    return part.op.value
 
 
 def _rect(kind: str, x: float, y: float, width: float, height: float, extra: str = "", inside: str = "") -> str:
@@ -192,4 +188,4 @@ def _text(kind: str, x: float, y: float, text: str) -> str:
 
 def _n(number: float) -> str:
     """A number with at most two decimals, none where it is whole."""
-    return f"{number:.2f}".rstrip("0").rstrip(".")
+    return f"{float(number):.2f}".rstrip("0").rstrip(".")

@@ -12,8 +12,8 @@ from typing import Any
 
 from ..instruction import Op, parts_of
 from ..schedule import Schedule
-from ..simulate import Timeline
-from .bars import Bar, compute_bars, in_units
+from ..simulate import Timeline, simulate
+from .bars import Bar, compute_bars
 
 _Event = dict[str, Any]
 _Place = tuple[int, float, float]
@@ -24,11 +24,11 @@ def to_trace(schedule: Schedule, timeline: Timeline | None = None, *, microsecon
 
     Args:
         schedule: what ran, or would run.
-        timeline: start and end of every instruction, simulated or measured; without one, the
-            simulation in units of a forward (see :func:`ppfunc.schedule.formats.bars.in_units`).
+        timeline: start and end of every instruction, simulated or measured (see
+            :func:`ppfunc.schedule.simulate.measure`); by default simulated with the default costs.
         microseconds: how long one unit of the timeline is in the trace; 1e6 for seconds.
     """
-    rows = compute_bars(schedule, in_units(schedule) if timeline is None else timeline)
+    rows = compute_bars(schedule, simulate(schedule) if timeline is None else timeline)
     events = [
         *_names(schedule),
         *(_slice(rank, bar, microseconds) for rank, row in enumerate(rows) for bar in row),

@@ -1,0 +1,231 @@
+"""The command ``ppfunc``: list, show, check and simulate schedules, without torch.
+
+Exit codes: 0 where it worked; 1 where a checked schedule is wrong; 2 where the question itself
+cannot be answered (unknown names, options that do not fit, files that cannot be read or written).
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from .parallel.command import add_subcommands
+from .schedule.builders import BUILDERS
+from .schedule.check import ScheduleError, check
+from .schedule.costs import Costs
+from .schedule.formats import compute_only, read_schedule, to_csv, to_grid, to_json, to_steps, to_svg, to_trace, without_slots
+from .schedule.passes import place_communication
+from .schedule.schedule import Schedule
+from .schedule.simulate import simulate
+
+FORMATS: dict[str, Callable[[Schedule], str]] = {
+    "grid": to_grid,
+    "csv": lambda schedule: to_csv(without_slots(schedule)),
+    "steps": to_steps,
+    "json": to_json,
+    "svg": to_svg,
+    "trace": to_trace,
+}
+_OPTIONS = ("chunks", "group", "order")
+
+
+class _CommandError(ValueError):
+    """A question that cannot be answered: its text is shown, the exit code is 2."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command with the arguments ``argv`` (those of the process by default); the exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        code = arguments.func(arguments)
+        sys.stdout.flush()
+        return code
+    except ScheduleError as error:
+        print(f"{error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        # The reader has gone, as in `ppfunc show ... | head`: nothing is left to say or to flush.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (ValueError, OSError) as error:
+        print(f"ppfunc {arguments.command}: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ppfunc", description="Pipeline schedules as values: list, show, check, simulate.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    listing = commands.add_parser("list", help="the schedules that can be built, with their options and constraints")
+    listing.set_defaults(func=_list)
+    show = commands.add_parser("show", help="print or draw a schedule")
+    show.add_argument("name", metavar="NAME", help="a name of `ppfunc list`")
+    _builder_options(show, required=True)
+    show.add_argument("--format", choices=FORMATS, default="grid", help="default: grid")
+    show.add_argument("--lowered", action="store_true", help="with communication; csv without it holds compute only")
+    show.add_argument("--out", metavar="FILE", type=Path, help="write there instead of to standard output")
+    show.set_defaults(func=_show)
+    checking = commands.add_parser("check", help="prove a schedule in a CSV or JSON file, or say what is wrong with it")
+    checking.add_argument("file", metavar="FILE", type=Path)
+    checking.set_defaults(func=_check)
+    timing = commands.add_parser("simulate", help="time, bubbles and memory of a schedule on paper; times are per chunk")
+    timing.add_argument("name", metavar="NAME|FILE", help="a name of `ppfunc list`, or a CSV or JSON file")
+    _builder_options(timing, required=False)
+    _cost_options(timing)
+    timing.add_argument("--json", action="store_true", help="print one JSON object")
+    timing.set_defaults(func=_simulate)
+    add_subcommands(commands)
+    return parser
+
+
+def _builder_options(parser: argparse.ArgumentParser, required: bool) -> None:
+    parser.add_argument("--ranks", type=int, metavar="P", required=required, help="number of ranks")
+    parser.add_argument("--microbatches", type=int, metavar="M", required=required, help="number of microbatches")
+    parser.add_argument("--chunks", type=int, metavar="V", help="stages per rank, where the schedule has that choice")
+    parser.add_argument("--group", type=int, metavar="N", help="microbatches of a group (interleaved_1f1b)")
+    parser.add_argument("--order", choices=("source", "head"), help="order of messages (deepspeed_train)")
+
+
+def _cost_options(parser: argparse.ArgumentParser) -> None:
+    for name, meaning in (
+        ("forward", "time of a forward; default 1"),
+        ("backward", "time of a whole backward, in place of its parts; a part not given takes half or what is left"),
+        ("backward-input", "time of an input gradient; default 1"),
+        ("backward-weight", "time of a weight gradient; default 1"),
+        ("overlapped", "time of an overlapped pair; default: the sum of its parts"),
+        ("communication", "latency of a message; default 0"),
+        ("weight-share", "share of an activation that is held from the input to the weight gradient; default 0"),
+    ):
+        parser.add_argument(f"--{name}", type=_number, metavar="X", help=meaning)
+
+
+def _number(text: str) -> int | float:
+    """Whole numbers stay whole, so that their times are exact."""
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    for name, build in BUILDERS.items():
+        parameters = inspect.signature(build).parameters.values()
+        options = " ".join(_usage(p) for p in parameters)
+        text = inspect.getdoc(build) or ""
+        print(f"{name}\n    {text.splitlines()[0]}\n    {options}")
+        for line in _section(text, "Raises:"):
+            print(f"    refused: {line.removeprefix('ValueError: ')}")
+    return 0
+
+
+def _usage(parameter: inspect.Parameter) -> str:
+    flag = f"--{parameter.name}"
+    if parameter.default is parameter.empty:
+        return f"{flag} {parameter.name[0].upper()}"
+    default = "" if parameter.default is None else f"={parameter.default}"
+    return f"[{flag}{default}]"
+
+
+def _section(text: str, title: str) -> list[str]:
+    """The entries of one section of a docstring, each on a line of its own."""
+    entries: list[str] = []
+    inside = False
+    for line in text.splitlines():
+        if not line.startswith(" "):
+            inside = line == title
+        elif inside and line.startswith("        "):
+            entries[-1] += f" {line.strip()}"
+        elif inside:
+            entries.append(line.strip())
+    return entries
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    schedule = _built(arguments)
+    if arguments.lowered and not schedule.lowered:
+        schedule = place_communication(schedule)
+    if arguments.format == "csv" and not arguments.lowered:
+        schedule = compute_only(schedule)
+    text = FORMATS[arguments.format](schedule)
+    if arguments.out is None:
+        sys.stdout.write(text)
+    else:
+        arguments.out.write_text(text, encoding="utf-8", newline="")
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    print(check(read_schedule(arguments.file)))
+    return 0
+
+
+def _simulate(arguments: argparse.Namespace) -> int:
+    schedule = _built(arguments) if arguments.name in BUILDERS else _read(arguments)
+    timeline = simulate(schedule, _costs(arguments))
+    figures = {
+        "makespan": timeline.makespan,
+        "span": timeline.span,
+        "bubble": timeline.bubble,
+        "span_bubble": timeline.span_bubble,
+        "idle": list(timeline.idle),
+        "peak_activations": list(timeline.peak_activations),
+    }
+    if arguments.json:
+        print(json.dumps(figures))
+    else:
+        for name, value in figures.items():
+            print(f"{name.replace('_', ' '):<17} {' '.join(f'{x:g}' for x in value) if isinstance(value, list) else f'{value:g}'}")
+    return 0
+
+
+def _built(arguments: argparse.Namespace) -> Schedule:
+    """The schedule that name and options ask for."""
+    if arguments.name not in BUILDERS:
+        raise _CommandError(f"unknown schedule {arguments.name!r}: expected one of {', '.join(BUILDERS)}")
+    build = BUILDERS[arguments.name]
+    missing = [f"--{n}" for n in ("ranks", "microbatches") if getattr(arguments, n) is None]
+    if missing:
+        raise _CommandError(f"{arguments.name} needs {' and '.join(missing)}")
+    taken = inspect.signature(build).parameters
+    given = {name: getattr(arguments, name) for name in ("ranks", "microbatches", *_OPTIONS)}
+    given = {name: value for name, value in given.items() if value is not None}
+    for name in given:
+        if name not in taken:
+            valid = ", ".join(f"--{p}" for p in taken)
+            raise _CommandError(f"{arguments.name} takes no --{name}: its options are {valid}")
+    return build(**given)
+
+
+def _read(arguments: argparse.Namespace) -> Schedule:
+    """The schedule in a file, proved, because nothing else may be timed."""
+    if not Path(arguments.name).exists():
+        raise _CommandError(f"{arguments.name!r} is neither a file nor a schedule: expected a path or one of {', '.join(BUILDERS)}")
+    schedule = read_schedule(arguments.name)
+    check(schedule)
+    for name in ("ranks", "microbatches"):
+        wanted, found = getattr(arguments, name), getattr(schedule, name)
+        if wanted not in (None, found):
+            raise _CommandError(f"--{name} {wanted}, but {arguments.name} has {found}: leave the option out")
+    for name in _OPTIONS:
+        if getattr(arguments, name) is not None:
+            raise _CommandError(f"--{name} is for schedules that are built, and {arguments.name} is a file: leave the option out")
+    return schedule
+
+
+def _costs(arguments: argparse.Namespace) -> Costs:
+    """The costs that the options ask for; what is not given keeps the default of ``Costs``."""
+    names = ("forward", "backward", "backward_input", "backward_weight", "overlapped", "communication", "weight_share")
+    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    whole = given.get("backward")
+    if whole is not None:
+        parts = [given.get("backward_input"), given.get("backward_weight")]
+        if parts == [None, None]:
+            parts = [whole / 2, whole / 2]
+        given["backward_input"], given["backward_weight"] = (
+            whole - parts[1 - n] if part is None else part for n, part in enumerate(parts)
+        )
+    return Costs(**given)
