@@ -48,6 +48,14 @@ def test_optimal_for_whole_weights(partition, objective, problem):
 
 
 @pytest.mark.parametrize(("partition", "objective"), OBJECTIVES)
+def test_optimal_for_all_small_problems(partition, objective):
+    for weights in itertools.product((0, 1, 3, 4), repeat=5):
+        for stages in (2, 3):
+            loads = partition(weights, stages).loads(weights)
+            assert objective(loads) == best_by_trying_all(weights, stages, objective)
+
+
+@pytest.mark.parametrize(("partition", "objective"), OBJECTIVES)
 @given(problem=problems(st.floats(0, 1e6, allow_subnormal=False)))
 def test_optimal_for_any_weights(partition, objective, problem):
     weights, stages = problem

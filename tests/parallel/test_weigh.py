@@ -90,6 +90,8 @@ def test_measured_times():
     times = measure_layers(layers, 0, repeats=3, clock=lambda: now, synchronize=lambda: waits.append(now))
     assert times == (1.0, 1.0, 2.0, 4.0)
     assert len(waits) == 2 * 4 * 4
+    calls.clear()
+    assert measure_layers(layers, 0, repeats=1, clock=lambda: now) == (1.0, 1.0, 2.0, 4.0)
     partition = partition_by_time(layers, 0, 2, clock=lambda: now)
     assert partition.loads(times) == (4.0, 4.0)
     with pytest.raises(ValueError, match="one or more timed runs.*got 0"):
