@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ppfunc.schedule.builders import data_parallel, deepspeed_inference, deepspeed_train
+from ppfunc.schedule.check import check, is_step_atomic
+from ppfunc.schedule.errors import ScheduleError
 
 COUNTS = [(s, m) for s in range(1, 9) for m in (*range(1, 14), 24)]
 
@@ -109,3 +113,25 @@ def test_gradient_accumulation():
 def test_another_order_is_refused():
     with pytest.raises(ValueError, match=r"order = 'tail', expected 'source' or 'head'"):
         deepspeed_train(2, 2, "tail")
+
+
+@pytest.mark.parametrize("build", [deepspeed_inference, deepspeed_train, lambda s, m: deepspeed_train(s, m, "head")])
+def test_every_step_is_atomic_and_no_buffer_is_overwritten(build):
+    """A barrier may stand between any two steps, and the buffers are enough."""
+    for stages in range(1, 9):
+        for microbatches in (1, 2, 3, 7, 12):
+            assert is_step_atomic(build(stages, microbatches))
+            check(build(stages, microbatches))
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(3, 3), (4, 8), (8, 16)])
+def test_the_source_order_with_the_buffers_of_head_overwrites_an_input(stages, microbatches):
+    """The two differences between the orders belong together."""
+    source = deepspeed_train(stages, microbatches, "source")
+
+    def with_fewer(stage, i):
+        return i if i.slot is None else i._replace(slot=i.microbatch % max(2, min(stages - stage, microbatches)))
+
+    programs = tuple(tuple(tuple(with_fewer(r, i) for i in step) for step in program) for r, program in enumerate(source.programs))
+    with pytest.raises(ScheduleError, match="slot"):
+        check(replace(source, programs=programs))

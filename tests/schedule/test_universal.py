@@ -1,0 +1,253 @@
+"""What holds for every schedule that a builder makes, for any number of ranks, microbatches and chunks.
+
+A new builder is in all of these tests by its line in ``BUILDERS``; a constraint of its arguments, its
+formulas and its bound of memory are one line each in the tables below.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from collections import Counter
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ppfunc.schedule.builders import BUILDERS
+from ppfunc.schedule.builders._interleaved import group_size
+from ppfunc.schedule.check import check
+from ppfunc.schedule.costs import Costs
+from ppfunc.schedule.formats import from_csv, from_json, to_csv, to_json
+from ppfunc.schedule.instruction import COMMUNICATION, COMPUTE, Op
+from ppfunc.schedule.passes import linearize, place_communication
+from ppfunc.schedule.schedule import Schedule, elementary
+from ppfunc.schedule.simulate import simulate
+
+
+class Case(NamedTuple):
+    """A schedule and the arguments that made it: p ranks, m microbatches, v chunks per rank."""
+
+    schedule: Schedule
+    p: int
+    m: int
+    v: int
+
+
+# The ranks and microbatches that a builder accepts, where not all are.
+ACCEPTS = {
+    "dualpipe": lambda p, m: p % 2 == 0 and m % 2 == 0 and m >= 2 * p,
+    "dualpipev": lambda p, m: m >= 2 * p,
+}
+
+# Bound of live activations on the worst rank, each of one stage and microbatch, from its F to its B or W.
+PEAK = {
+    "gpipe": lambda p, m, v: m,
+    "1f1b": lambda p, m, v: min(p, m),
+    "inference": lambda p, m, v: m,
+    "data_parallel": lambda p, m, v: 1,
+    "interleaved_1f1b": lambda p, m, v: min(m * v, (v - 1) * group_size(p, m, v) + 2 * (p - 1) + 1),
+    "looped_bfs": lambda p, m, v: m * v,
+    "zb_h1": lambda p, m, v: min(p, m),
+    "zb_h2": lambda p, m, v: min(2 * p - 1, m),
+    "interleaved_zb": lambda p, m, v: min(m * v, (v - 1) * group_size(p, m, v) + p),
+    "zbv": lambda p, m, v: min(2 * p, 2 * m),
+    "v_half": lambda p, m, v: min(2 * ((p + 2) // 2), 2 * m),
+    "v_min": lambda p, m, v: min(2 * ((p + 4) // 3), 2 * m),
+    "dualpipe": lambda p, m, v: p + 1,
+    "dualpipev": lambda p, m, v: 2 * p + 1,
+    "deepspeed_train": lambda p, m, v: min(p, m),
+    "deepspeed_inference": lambda p, m, v: m,
+}
+
+# Idle time of every rank in the makespan where F = I = W = 1, B = 2, an overlapped pair 3 for each stage, and
+# for which numbers of ranks and microbatches that is so.
+IDLE = {
+    "gpipe": (lambda p, v: 3 * (p - 1), lambda p, m: True),
+    "1f1b": (lambda p, v: 3 * (p - 1), lambda p, m: True),
+    "inference": (lambda p, v: p - 1, lambda p, m: True),
+    "data_parallel": (lambda p, v: 0, lambda p, m: True),
+    "interleaved_1f1b": (lambda p, v: 3 * (p - 1), lambda p, m: m >= p and m % (m // p) == 0),
+    "looped_bfs": (lambda p, v: 3 * (p - 1), lambda p, m: m >= p),
+    "zb_h1": (lambda p, v: p - 1, lambda p, m: m >= p),
+    "zb_h2": (lambda p, v: p - 1, lambda p, m: m >= 2 * p - 1),
+    "zbv": (lambda p, v: p - 1, lambda p, m: m >= 2 * p - 1),
+    "v_half": (lambda p, v: {1: 0, 2: 1}.get(p, 3 * p - (4 if p % 2 else 7)), lambda p, m: p == 1 or m > p),
+    "v_min": (lambda p, v: 4 * p - (7, 5, 6)[p % 3] if p > 1 else 0, lambda p, m: p == 1 or m > p),
+    "dualpipe": (lambda p, v: p - 2, lambda p, m: True),
+    "dualpipev": (lambda p, v: 2 * (p - 1), lambda p, m: True),
+    "deepspeed_train": (lambda p, v: 3 * (p - 1), lambda p, m: True),
+    "deepspeed_inference": (lambda p, v: p - 1, lambda p, m: True),
+}
+
+# Schedules whose ranks are idle only before their first and after their last instruction.
+NO_BUBBLE_IN_SPAN = ("zb_h2", "zbv")
+
+every_builder = pytest.mark.parametrize("name", BUILDERS)
+
+
+def arguments(name: str, max_ranks: int = 8, max_microbatches: int = 24) -> st.SearchStrategy[dict[str, Any]]:
+    """The keyword arguments that a builder accepts, every option drawn."""
+    accepts = ACCEPTS.get(name, lambda p, m: True)
+    counts = [(p, m) for p in range(1, max_ranks + 1) for m in range(1, max_microbatches + 1) if accepts(p, m)]
+    options = {"chunks": st.integers(1, 4), "order": st.sampled_from(["source", "head"])}
+    chosen = {o: s for o, s in options.items() if o in inspect.signature(BUILDERS[name]).parameters}
+    pairs = st.sampled_from(counts).map(lambda c: {"ranks": c[0], "microbatches": c[1]})
+    return st.tuples(pairs, st.fixed_dictionaries(chosen)).map(lambda parts: parts[0] | parts[1])
+
+
+def cases(name: str) -> st.SearchStrategy[Case]:
+    """The schedules of a builder."""
+    return arguments(name).map(lambda a: Case(BUILDERS[name](**a), a["ranks"], a["microbatches"], a.get("chunks", 1)))
+
+
+def lowered(schedule: Schedule) -> Schedule:
+    """With communication, be it the builder's own or placed now."""
+    return schedule if schedule.lowered else place_communication(schedule)
+
+
+@every_builder
+@given(data=st.data())
+def test_complete(name, data):
+    """Each stage has one forward and, unless there is none at all, one backward, whole or in two, of each microbatch."""
+    schedule = data.draw(cases(name)).schedule
+    found = Counter(
+        (part.op, part.stage, part.microbatch) for r in range(schedule.ranks) for part in elementary(schedule, r) if part.op in COMPUTE
+    )
+    assert set(found.values()) == {1}
+    walked = {(s, m) for chain in schedule.chains for s in chain.stages for m in chain.microbatches}
+    done = {op: {(s, m) for o, s, m in found if o is op} for op in (Op.F, Op.B, Op.I, Op.W)}
+    assert done[Op.F] == walked
+    assert done[Op.I] == done[Op.W]
+    assert not done[Op.B] & done[Op.I]
+    assert done[Op.B] | done[Op.I] == (set() if schedule.forward_only else walked)
+
+
+@every_builder
+@given(data=st.data())
+def test_every_instruction_is_on_the_rank_of_its_stage(name, data):
+    schedule = data.draw(cases(name)).schedule
+    for rank in range(schedule.ranks):
+        assert {schedule.placement[part.stage] for part in elementary(schedule, rank)} == {rank}
+
+
+@every_builder
+@given(data=st.data())
+def test_ordered(name, data):
+    """Ranks can take turns so that nothing is computed before what it consumes."""
+    schedule = data.draw(cases(name)).schedule
+    done = set()
+    successor = {b: a for a, b in schedule.edges}
+    predecessor = {a: b for a, b in schedule.edges}
+    for rank, step in linearize(schedule):
+        for part in (p for i in schedule.programs[rank][step] if i.op in COMPUTE for p in (i.parts or (i,))):
+            op, stage, m = part[:3]
+            if op is Op.F:
+                assert stage not in successor or (Op.F, successor[stage], m) in done
+            elif op is Op.W:
+                assert (Op.I, stage, m) in done
+            else:
+                assert (Op.F, stage, m) in done
+                after = predecessor.get(stage)
+                assert after is None or {(Op.B, after, m), (Op.I, after, m)} & done
+            done.add((op, stage, m))
+
+
+@every_builder
+@given(data=st.data())
+def test_proved(name, data):
+    """Compute alone, and with communication under a queue per pair of ranks."""
+    schedule = data.draw(cases(name)).schedule
+    with_messages = lowered(schedule)
+    assert check(schedule).digest == schedule.digest
+    assert check(with_messages).digest == with_messages.digest
+
+
+@every_builder
+@given(data=st.data())
+def test_builders_of_compute_write_no_communication_and_one_instruction_per_step(name, data):
+    schedule = data.draw(cases(name)).schedule
+    if name.startswith("deepspeed") or name == "data_parallel":
+        assert schedule.ops & (COMMUNICATION | {Op.LOAD})
+    else:
+        assert schedule.ops <= COMPUTE
+        assert all(len(step) <= 1 for program in schedule.programs for step in program)
+
+
+@every_builder
+@given(data=st.data())
+def test_within_its_memory_bound(name, data):
+    case = data.draw(cases(name))
+    bound = PEAK[name](*case[1:])
+    assert max(check(case.schedule).peak_activations) <= bound
+    assert max(simulate(case.schedule, Costs(weight_share=1)).peak_activations) <= bound
+
+
+@pytest.mark.parametrize("name", [n for n in BUILDERS if "inference" not in n])
+@pytest.mark.parametrize("ranks", [2, 4, 6])
+def test_the_memory_bound_is_met(name, ranks):
+    """With microbatches enough to reach it: the bound is not looser than it need be."""
+    schedule = BUILDERS[name](ranks, 4 * ranks)
+    chunks = len(schedule.stages_of(0))
+    assert max(check(schedule).peak_activations) == PEAK[name](ranks, 4 * ranks, chunks)
+
+
+@pytest.mark.parametrize("name", IDLE)
+@given(data=st.data())
+def test_unit_cost_simulation_equals_the_formula(name, data):
+    formula, holds = IDLE[name]
+    case = data.draw(cases(name).filter(lambda c: holds(c.p, c.m)))
+    idle = formula(case.p, case.v)
+    timeline = simulate(lowered(case.schedule))
+    assert set(timeline.idle) == {idle}
+    if name in NO_BUBBLE_IN_SPAN:
+        assert timeline.span == timeline.makespan - idle
+
+
+@every_builder
+@given(data=st.data())
+def test_text_round_trip(name, data):
+    """JSON gives the value back; CSV its instructions, a cell each."""
+    schedule = data.draw(cases(name)).schedule
+    for form in (schedule, lowered(schedule)):
+        assert from_json(to_json(form)) == form
+        again = from_csv(to_csv(form), form.name)
+        assert [list(again.instructions(r)) for r in range(form.ranks)] == [list(form.instructions(r)) for r in range(form.ranks)]
+        assert (again.placement, again.chains) == (form.placement, form.chains)
+
+
+@every_builder
+@given(data=st.data())
+def test_the_same_arguments_give_the_same_digest(name, data):
+    chosen = data.draw(arguments(name))
+    assert BUILDERS[name](**chosen).digest == BUILDERS[name](**chosen).digest
+    other = chosen | {"microbatches": chosen["microbatches"] + 2}
+    assert BUILDERS[name](**other).digest != BUILDERS[name](**chosen).digest
+
+
+def test_digests_are_the_same_in_every_process():
+    """Whatever the seed of Python's own hashes."""
+    code = "from ppfunc.schedule import BUILDERS; print({n: f(2, 4).digest for n, f in BUILDERS.items()})"
+    printed = [
+        subprocess.run(
+            [sys.executable, "-c", code], env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert printed[0] == printed[1] == f"{ {n: f(2, 4).digest for n, f in BUILDERS.items()} }\n"
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_what_is_not_accepted_is_refused(name):
+    """Every pair of counts either makes a schedule or is refused with the argument's name, as declared."""
+    accepts = ACCEPTS.get(name, lambda p, m: True)
+    for p in range(1, 9):
+        for m in range(1, 25):
+            if accepts(p, m):
+                assert BUILDERS[name](p, m).ranks == p
+            else:
+                with pytest.raises(ValueError, match=r"^(ranks|microbatches) = \d+, expected .*: "):
+                    BUILDERS[name](p, m)
