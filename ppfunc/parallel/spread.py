@@ -75,27 +75,21 @@ def _run_sums(prefix: Sequence[int], low: int, high: int) -> list[int]:
 def _counts(prefix: Sequence[int], stages: int, low: int, high: int) -> list[tuple[int, int] | None] | None:
     """Into how many stages with loads in ``low..high`` each prefix can be cut; None if not all layers into ``stages``.
 
-    The fewest and the most: every number between them is possible too. (Where a cut into more
-    stages has a stage inside one of the other cut, one can go over from this to that.)
+    The fewest and the most: every number between them is possible too, and neither falls from one
+    prefix that can be cut to a longer one. (Of two cuts, where a stage of one lies inside a stage
+    of the other, one can go over from the first to the second: the joined stage is between them.)
     """
     counts: list[tuple[int, int] | None] = [(0, 0)]
-    fewest: deque[int] = deque()  # ends of prefixes in the window, their fewest ascending
-    most: deque[int] = deque()  # the same, their most descending
+    starts: deque[int] = deque()  # where the last stage can start: ends of prefixes that can be cut
     entering = 0
     for end in range(1, len(prefix)):
         while entering < end and prefix[end] - prefix[entering] >= low:
-            if (count := counts[entering]) is not None:
-                while fewest and counts[fewest[-1]][0] >= count[0]:
-                    fewest.pop()
-                while most and counts[most[-1]][1] <= count[1]:
-                    most.pop()
-                fewest.append(entering)
-                most.append(entering)
+            if counts[entering] is not None:
+                starts.append(entering)
             entering += 1
-        for window in (fewest, most):
-            while window and prefix[end] - prefix[window[0]] > high:
-                window.popleft()
-        counts.append((counts[fewest[0]][0] + 1, counts[most[0]][1] + 1) if fewest else None)
+        while starts and prefix[end] - prefix[starts[0]] > high:
+            starts.popleft()
+        counts.append((counts[starts[0]][0] + 1, counts[starts[-1]][1] + 1) if starts else None)
     whole = counts[-1]
     return counts if whole is not None and whole[0] <= stages <= whole[1] else None
 

@@ -55,6 +55,27 @@ def test_optimal_for_all_small_problems(partition, objective):
             assert objective(loads) == best_by_trying_all(weights, stages, objective)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_least_maximum_of_long_lists(seed):
+    chance = random.Random(seed)
+    weights = [chance.randint(0, 1000) for _ in range(200)]
+    for stages in (2, 7, 30, 90):
+        limit = max(partition_balanced(weights, stages).loads(weights))
+        # One less, and stages that are filled to the brim do not take all layers.
+        used, load = 1, 0
+        for weight in weights:
+            used, load = (used, load + weight) if load + weight < limit else (used + 1, weight)
+        assert used > stages or limit == max(weights)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_least_spread_of_longer_lists(seed):
+    chance = random.Random(seed)
+    weights = [chance.choice((0, 0, 1, 2, 5, 9)) for _ in range(14)]
+    for stages in (5, 8):
+        assert spread(partition_spread(weights, stages).loads(weights)) == best_by_trying_all(weights, stages, spread)
+
+
 @pytest.mark.parametrize(("partition", "objective"), OBJECTIVES)
 @given(problem=problems(st.floats(0, 1e6, allow_subnormal=False)))
 def test_optimal_for_any_weights(partition, objective, problem):
