@@ -98,22 +98,21 @@ def _advance(
     starts, ends, done = times.starts[rank], times.ends[rank], times.done
     free = ends[-1] if ends else 0
     for at in range(len(ends), len(sequence)):
-        instruction = sequence[at]
-        op, stage, microbatch, _, _, parts = instruction
-        start = free
-        made = []
-        for op, stage, microbatch, *_ in parts or (instruction,):
+        op, stage, microbatch, _, _, parts = sequence[at]
+        start, made = free, ()
+        for op, stage, microbatch in ((p[0], p[1], p[2]) for p in parts) if parts else ((op, stage, microbatch),):
             length, product, inputs = rows[op][stage]
             output = 2 * (stage * microbatches + microbatch)
             for distance, late in inputs:
                 arrival = done.get(output + distance)
                 if arrival is None:
                     return output + distance
-                arrival += late
+                if late:
+                    arrival += late
                 if arrival > start:
                     start = arrival
             if product is not None:
-                made.append(output + product)
+                made = (*made, output + product) if made else (output + product,)
         free = start + (pair(*parts) if parts else length)
         starts.append(start)
         ends.append(free)

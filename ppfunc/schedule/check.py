@@ -16,10 +16,13 @@ from .proof.queues import check_queues
 from .proof.routes import routes
 from .proof.structure import check_structure
 from .proof.tail import check_loads, check_tail
-from .proof.traffic import traffic
+from .proof.traffic import Traffic
 from .schedule import Schedule
 
 __all__ = ["Certificate", "ScheduleError", "check", "is_step_atomic"]
+
+
+_QUEUES = {"pair": "pair of ranks", "rank": "rank"}
 
 
 @dataclass(frozen=True)
@@ -101,17 +104,21 @@ def check(schedule: Schedule, *, queue: str = "pair", max_activations: int | Non
     no deadlock       by data dependencies
     step-atomic       yes
     """
-    if queue not in ("pair", "rank"):
+    if queue not in _QUEUES:
         raise ValueError(f"queue is {queue!r}, expected 'pair' or 'rank'")
     check_structure(schedule)
     flow = dataflow(schedule)
     ways = routes(schedule, flow)
     record = check_order(schedule, flow, ways)
     if schedule.ops & COMMUNICATION:
-        check_queues(schedule, flow, ways, record, queue)
-        models = ("rendezvous", f"one queue per {queue}" + (" of ranks" if queue == "pair" else ""))
+        found = check_queues(schedule, flow, ways, record, queue)
+        if queue == "rank":
+            found = check_queues(schedule, flow, ways, record, "pair")
+        atomic = _batches_are_atomic(found)
+        models = ("rendezvous", f"one queue per {_QUEUES[queue]}")
     else:
         earliest(schedule, lambda op, stage: 1, lambda f, b: 1, lambda a, b: 0)
+        atomic = _values_are_atomic(flow, record)
         models = ("by data dependencies",)
     check_offloads(schedule)
     check_loads(schedule)
@@ -128,7 +135,7 @@ def check(schedule: Schedule, *, queue: str = "pair", max_activations: int | Non
         peak_activations=check_activations(schedule, max_activations),
         models=models,
         slots=check_slots(schedule),
-        step_atomic=_is_step_atomic(schedule, flow, record),
+        step_atomic=atomic,
     )
 
 
@@ -145,22 +152,19 @@ def is_step_atomic(schedule: Schedule) -> bool:
     return check(schedule).step_atomic
 
 
-def _is_step_atomic(schedule: Schedule, flow: Dataflow, record: Record) -> bool:
-    if schedule.ops & COMMUNICATION:
-        return _batches_are_atomic(schedule, flow)
-    for value, (_, step, _) in record.made.items():
+def _values_are_atomic(flow: Dataflow, record: Record) -> bool:
+    """Without communications: every value is made in a step no later than that of its consumer."""
+    made = record.made
+    for value, (_, step, _) in made.items():
         output, gradient = divmod(value, 2)
-        stage = output // flow.microbatches
-        needs = flow.needs[Op.I if gradient else Op.F][stage]
-        base = value - gradient
-        if any(record.made[base + distance][1] > step for distance, _ in needs):
+        needs = flow.needs[Op.I if gradient else Op.F][output // flow.microbatches]
+        if any(made[value - gradient + distance][1] > step for distance, _ in needs):
             return False
     return True
 
 
-def _batches_are_atomic(schedule: Schedule, flow: Dataflow) -> bool:
+def _batches_are_atomic(found: Traffic) -> bool:
     """Every awaited batch, and what must move before it, is posted at both ends by the step of the wait."""
-    found = traffic(schedule, flow, routes(schedule, flow), "pair")
     posted = {m: max(found.step[b] for b in ends) for m, ends in found.ends.items()}
     latest = [max(posted[m] for m in messages) for messages in found.messages]
     return all(step < 0 or latest[batch] <= step for events in found.events for batch, step, _ in events)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .asap import Time, Times, earliest
 from .costs import Costs, Number
 from .dataflow import dataflow
-from .instruction import COMMUNICATION, COMPUTE, Instruction, Op
+from .instruction import COMMUNICATION, COMPUTE, Op
 from .proof.routes import message_number, routes
 from .schedule import Schedule
 
@@ -121,19 +121,20 @@ def peak_activations(schedule: Schedule, costs: Costs | None = None) -> tuple[Nu
     peaks = []
     for rank in range(schedule.ranks):
         # Numbers are counted and only then multiplied, so that floats do not drift.
-        held = [[0, 0] for _ in kinds]
-        peak = 0
-        for op, stage in _steps_of_memory(schedule.instructions(rank)):
-            full = held[kind[stage]]
-            change, part = _HELD[op]
-            if change > 0:
-                full[0] += 1
-                now = sum(size * (n + share * w) for (size, share), (n, w) in zip(kinds, held, strict=True))
-                peak = max(peak, now)
-                full[0] -= 1
-            full[0] += change * keep
-            full[1] += part
-        peaks.append(peak)
+        held = [0] * (2 * len(kinds))
+        states = set()
+        for instruction in schedule.instructions(rank):
+            for part in instruction[5] or (instruction,):
+                if part[0] in _HELD:
+                    change, share = _HELD[part[0]]
+                    at = 2 * kind[part[1]]
+                    if change > 0:
+                        held[at] += 1
+                        states.add(tuple(held))
+                        held[at] -= 1
+                    held[at] += change * keep
+                    held[at + 1] += share
+        peaks.append(max((_memory(tuple(kinds), state) for state in states), default=0))
     return tuple(peaks)
 
 
@@ -141,8 +142,9 @@ def peak_activations(schedule: Schedule, costs: Costs | None = None) -> tuple[Nu
 _HELD = {Op.F: (1, 0), Op.B: (-1, 0), Op.I: (-1, 1), Op.W: (0, -1), Op.OFFLOAD: (-1, 0), Op.FETCH: (1, 0)}
 
 
-def _steps_of_memory(instructions: Iterable[Instruction]) -> Iterable[tuple[Op, int]]:
-    return ((part[0], part[1]) for i in instructions for part in i[5] or (i,) if part[0] in _HELD)
+def _memory(kinds: tuple[tuple[Number, Number], ...], state: tuple[int, ...]) -> Number:
+    """The memory of so many whole activations and shares of each kind of (size, share)."""
+    return sum(size * (state[2 * k] + share * state[2 * k + 1]) for k, (size, share) in enumerate(kinds))
 
 
 def _share_idle(busy: Sequence[Time], time: Time) -> Time:

@@ -82,6 +82,16 @@ def _move(state: dict[tuple[int, int], str], part: Instruction) -> str:
     return ""
 
 
+def has_slots(schedule: Schedule) -> bool:
+    """Whether any instruction names a slot."""
+    return any(
+        i[4] is not None or (i[5] and any(part[4] is not None for part in i[5]))
+        for program in schedule.programs
+        for step in program
+        for i in step
+    )
+
+
 def check_slots(schedule: Schedule) -> tuple[int, ...]:
     """Number of slots of every stage, none where no slots have been allocated.
 
@@ -92,12 +102,11 @@ def check_slots(schedule: Schedule) -> tuple[int, ...]:
         ScheduleError: an instruction without a slot among others that have one, a microbatch that
             changes its slot, or a slot that is taken while its holder still needs it.
     """
+    if not has_slots(schedule):
+        return ()
     sizes = [0] * schedule.stages
     for rank, program in enumerate(schedule.programs):
         left = Counter(key for *_, key in _uses(program))
-        slots = {part.slot is None for _, _, part, _ in _uses(program)}
-        if slots <= {True}:
-            continue
         slot_of: dict[tuple, int] = {}
         holder: dict[tuple[int, int], tuple] = {}
         for step, place, part, key in _uses(program):
@@ -106,7 +115,7 @@ def check_slots(schedule: Schedule) -> tuple[int, ...]:
             if fault:
                 raise refuse(schedule, rank, (step, place), fault)
             sizes[stage] = max(sizes[stage], slot + 1)
-    return tuple(sizes) if any(sizes) else ()
+    return tuple(sizes)
 
 
 def _uses(program: tuple) -> Iterator[tuple[int, int, Instruction, tuple]]:
@@ -124,7 +133,7 @@ def _uses(program: tuple) -> Iterator[tuple[int, int, Instruction, tuple]]:
 
 def _take(slot_of: dict, holder: dict, left: Counter, stage: int, slot: int | None, key: tuple) -> str:
     if slot is None:
-        return "it has no slot, but other instructions of this rank have: expected a slot on all or none"
+        return "it has no slot, but other instructions have: expected a slot on all or none"
     if slot_of.setdefault(key, slot) != slot:
         return f"its microbatch is in slot {slot_of[key]} of stage {stage}, got slot {slot}"
     other = holder.get((stage, slot), key)

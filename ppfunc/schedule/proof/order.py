@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from ..dataflow import PRODUCT, Dataflow
@@ -30,14 +30,18 @@ class Record(NamedTuple):
     receives: dict[int, Position]
 
 
-def in_order(step: Step) -> Iterator[tuple[int, Instruction]]:
+def in_order(step: Step) -> Iterable[tuple[int, Instruction]]:
     """The instructions of a step with their places, in the order of its meaning.
 
     Communications first, then loads, then the rest.
     """
-    if len(step) == 1:
-        return enumerate(step)
-    return iter(sorted(enumerate(step), key=lambda item: _PHASE.get(item[1][0], 2)))
+    before = 0
+    for instruction in step:
+        phase = _PHASE.get(instruction[0], 2)
+        if phase < before:
+            return sorted(enumerate(step), key=lambda item: _PHASE.get(item[1][0], 2))
+        before = phase
+    return enumerate(step)
 
 
 _PHASE = {**dict.fromkeys(COMMUNICATION, 0), Op.LOAD: 1}

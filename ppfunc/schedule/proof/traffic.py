@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import NamedTuple
 
-from ..dataflow import Dataflow, consumed
+from ..dataflow import Dataflow
 from ..instruction import COMMUNICATION, COMPUTE, RECEIVES, SENDS, Instruction, Op
 from ..schedule import Schedule, Step
+from .buffers import has_slots
 from .order import in_order
 from .routes import Routes, message_number
 
@@ -39,12 +40,14 @@ def traffic(schedule: Schedule, flow: Dataflow, ways: Routes, queue: str) -> Tra
     found = Traffic([], [], [], [], {}, [[] for _ in schedule.programs])
     queues: dict[Hashable, int] = {}
     received: dict[int, int] = {}
+    slotted, remote = has_slots(schedule), _remote(schedule, flow)
     for rank, program in enumerate(schedule.programs):
         buffers: dict[tuple[int, int], _Buffer] = {}
         sums: dict[int, int] = {}
         for step, instructions in enumerate(program):
             batches: dict[Hashable, int] = {}
-            _await_buffers(found.events[rank], instructions, buffers, step)
+            if slotted:
+                _await_buffers(found.events[rank], instructions, buffers, step)
             for place, instruction in in_order(instructions):
                 op = instruction[0]
                 if op in COMMUNICATION:
@@ -60,7 +63,7 @@ def traffic(schedule: Schedule, flow: Dataflow, ways: Routes, queue: str) -> Tra
                     elif instruction[4] is not None:
                         buffers[instruction[1], instruction[4]].sends.append(batch)
                 elif op in COMPUTE:
-                    _await_inputs(schedule, flow, found.events[rank], received, instruction, (step, place))
+                    _await_inputs(flow, remote, found.events[rank], received, instruction, (step, place))
                 elif op in _TAIL:
                     _reduce(schedule, found, queues, sums, instruction, (rank, step, place))
         last = len(program) - 1
@@ -98,17 +101,28 @@ def _join(found: Traffic, batch: int, message: int) -> None:
 
 
 def _await_inputs(
-    schedule: Schedule,
     flow: Dataflow,
+    remote: dict[Op, list[tuple[int, ...]]],
     events: list[Event],
     received: dict[int, int],
     instruction: Instruction,
     position: tuple[int, int],
 ) -> None:
+    for op, stage, microbatch, *_ in instruction[5] or (instruction,):
+        distances = remote[op][stage]
+        if distances:
+            output = 2 * (stage * flow.microbatches + microbatch)
+            for distance in distances:
+                events.append((received[(output + distance) * len(flow.sources) + stage], *position))
+
+
+def _remote(schedule: Schedule, flow: Dataflow) -> dict[Op, list[tuple[int, ...]]]:
+    """Distances of the inputs that come from other ranks, by op and stage."""
     home = schedule.placement
-    for value, origin, stage in consumed(flow, instruction):
-        if home[origin] != home[stage]:
-            events.append((received[value * len(home) + stage], *position))
+    return {
+        op: [tuple(d for d, origin in needs if home[origin] != home[stage]) for stage, needs in enumerate(rows)]
+        for op, rows in flow.needs.items()
+    }
 
 
 def _await_buffers(events: list[Event], step: Step, buffers: dict[tuple[int, int], _Buffer], number: int) -> None:
