@@ -1,0 +1,168 @@
+"""The example trains: alone, under every kind of launch, with one loss curve for all of them."""
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SMALL = "--width 16 --heads 2 --layers 4 --context 16 --batch 8 --microbatches 4 --steps 6".split()
+
+
+@pytest.fixture
+def example(monkeypatch):
+    """Modules of the examples by name, as a script beside them would import them."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.delenv("RANK", raising=False)
+    return importlib.import_module
+
+
+@pytest.fixture
+def environment():
+    """The environment of a process that is nobody's rank."""
+    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    paths = [str(EXAMPLES.parent), inherited.get("PYTHONPATH", "")]
+    return inherited | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+
+
+def curve(example, *more):
+    """The losses of a small run in this process, in bits, and its validation loss."""
+    train_gpt, launch, pp = example("train_gpt"), example("launch"), example("ppfunc")
+    options = train_gpt.parse_options([*SMALL, *more])
+    return train_gpt.train(options, launch.Place(pp.InProcess(), torch.device("cpu")))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--stages 1",
+        "--stages 2",
+        "--schedule gpipe --stages 4",
+        "--stages 4 --engine functional",
+        "--schedule zb_h1 --stages 2",
+        "--schedule interleaved_1f1b --stages 4 --chunks 2",
+        "--stages 3 --partition uniform",
+    ],
+)
+def test_same_curve_whatever_the_schedule_and_the_stages(example, more, tmp_path):
+    expected = curve(example, "--stages", "4", "--out", str(tmp_path))
+    got = curve(example, *more.split(), "--out", str(tmp_path))
+    assert got.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert got.validation == pytest.approx(expected.validation, rel=1e-5)
+
+
+@pytest.mark.parametrize("schedule", ["looped_bfs", "dualpipe"])
+def test_same_curve_where_gradients_add_up_in_another_order(example, schedule, tmp_path):
+    expected = curve(example, "--stages", "4", "--out", str(tmp_path))
+    got = curve(example, "--schedule", schedule, "--stages", "4", "--out", str(tmp_path))
+    assert got.losses == pytest.approx(expected.losses, rel=1e-5)
+
+
+def test_runs_plainly_in_processes_of_its_own(environment, tmp_path):
+    command = [sys.executable, EXAMPLES / "train_gpt.py", *SMALL, "--stages", "2", "--steps", "25", "--lr", "0.02"]
+    done = subprocess.run(
+        [*command, "--out", tmp_path], env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
+    first, last = (float(x) for x in done.stdout.split("loss: ")[1].split(" at last")[0].split(" at first, "))
+    assert first == pytest.approx(5.5, abs=0.2)
+    assert last < 4.5
+    assert "A sample:" in done.stdout
+    assert "rank 0" in (tmp_path / "schedule.svg").read_text()
+    assert "polyline" in (tmp_path / "loss.svg").read_text()
+
+
+def test_a_failing_rank_fails_the_run_and_says_so_once(environment, tmp_path):
+    # The second rank cannot make its parameters.
+    (tmp_path / "fail.py").write_text(
+        f"import sys; sys.path.insert(0, {str(EXAMPLES)!r})\n"
+        "import launch, train_gpt\n"
+        "def job(options, place):\n"
+        "    if place.rank == 1: raise LookupError('no such thing')\n"
+        "    train_gpt.train(options, place)\n"
+        "if __name__ == '__main__':\n"
+        f"    launch.run(job, train_gpt.parse_options({[*SMALL, '--stages', '2']!r}), 2, False)\n"
+    )
+    done = subprocess.run([sys.executable, tmp_path / "fail.py"], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.count("LookupError: no such thing") == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs process groups")
+def test_interrupt_ends_all_processes(environment, tmp_path):
+    command = [sys.executable, EXAMPLES / "train_gpt.py", *SMALL, "--stages", "2", "--steps", "100000", "--out", tmp_path]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, start_new_session=True) as process:
+        seen = b""
+        while b"loss" not in seen:
+            seen = process.stderr.read1()
+        start = time.monotonic()
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(timeout=10) == 130
+        assert time.monotonic() - start < 5
+        with pytest.raises(ProcessLookupError):
+            os.killpg(process.pid, 0)
+
+
+def test_options_that_do_not_fit_are_refused_at_once(example, capsys):
+    train_gpt = example("train_gpt")
+    for wrong, told in [
+        ("--schedule dualpipe --stages 3", "no dualpipe schedule has 3 stages"),
+        ("--schedule inference", "forward only"),
+        ("--batch 10 --microbatches 4", "not divisible"),
+        ("--width 30 --heads 4", "multiple of heads"),
+        ("--stages 9 --layers 4", "9 stages"),
+    ]:
+        with pytest.raises(SystemExit) as caught:
+            train_gpt.parse_options(wrong.split())
+        assert caught.value.code == 2
+        assert told in capsys.readouterr().err
+
+
+def test_layers_start_the_same_wherever_they_are_held(example):
+    gpt = example("gpt")
+    model = gpt.layers(gpt.Config(width=8, layers=3, heads=2, context=4))
+    whole = gpt.initialise(model, range(5), seed=3)
+    alone = [gpt.initialise(model, [k], seed=3)[0] for k in range(5)]
+    assert all(torch.equal(a[name], b[name]) for a, b in zip(whole, alone, strict=True) for name in a)
+    other = gpt.initialise(model, range(5), seed=4)
+    assert not torch.equal(whole[1]["qkv"], other[1]["qkv"])
+    assert not torch.equal(whole[1]["qkv"], whole[2]["qkv"])
+
+
+def test_model_cannot_see_the_future(example):
+    gpt = example("gpt")
+    model = gpt.layers(gpt.Config(width=8, layers=2, heads=2, context=6))
+    whole, params = gpt.stage(model), gpt.initialise(model, range(4), seed=0)
+    tokens = torch.arange(6)[None]
+    changed = tokens.clone()
+    changed[0, 4] = 99
+    before, after = whole(params, tokens), whole(params, changed)
+    assert torch.equal(before[:, :4], after[:, :4])
+    assert not torch.allclose(before[:, 4:], after[:, 4:])
+
+
+def test_corpus_is_text_cut_in_two(example):
+    corpus = example("corpus")
+    text = corpus.load()
+    assert len(text.validation) == corpus.HELD_OUT
+    assert len(text.train) > 500_000
+    batch = corpus.training_batch(text.train, 3, 5, seed=0, step=1)
+    assert batch.inputs.shape == batch.targets.shape == (3, 5)
+    assert torch.equal(batch.inputs[:, 1:], batch.targets[:, :-1])
+    assert torch.equal(batch.inputs, corpus.training_batch(text.train, 3, 5, seed=0, step=1).inputs)
+    assert not torch.equal(batch.inputs, corpus.training_batch(text.train, 3, 5, seed=0, step=2).inputs)
+    windows = [corpus.validation_batch(text.validation, 2, 4, number) for number in range(2)]
+    joined = torch.cat([w.inputs for w in windows]).flatten()
+    assert torch.equal(joined, text.validation[:16].long())
+
+
+def test_corpus_without_sources_says_where_it_looked(example, monkeypatch, tmp_path):
+    corpus = example("corpus")
+    monkeypatch.setattr(corpus.sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(FileNotFoundError, match=r"found 0 bytes of Python sources in .*expected at least"):
+        corpus.load()
