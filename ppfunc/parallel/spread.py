@@ -43,22 +43,23 @@ def partition_spread(weights: Sequence[float], stages: int, *, allow_empty: bool
 def _least_spread(prefix: Sequence[int], stages: int, start: Partition) -> tuple[int, tuple[int, int]]:
     """The least spread, and bounds of the loads that it is reached with.
 
-    Sweeps a window over the sums of runs of layers: while the loads cannot all lie inside, its
-    upper end rises; when they can, the lower end. A window no narrower than the best is skipped.
+    For every upper bound, the largest lower bound with which the loads can lie between the two; a
+    window no narrower than the best so far is not tried.
     """
     loads = [prefix[b] - prefix[a] for a, b in start.intervals]
     best, bounds = max(loads) - min(loads), (min(loads), max(loads))
     share, least = prefix[-1] // stages, least_maximum(prefix, stages)
-    highs = _run_sums(prefix, least, share + best)
     lows = _run_sums(prefix, max(0, least - best), share)
-    position = 0
-    for low in lows:
-        while position < len(highs) and highs[position] - low < best:
-            high = highs[position]
-            if _counts(prefix, stages, low, high) is not None:
-                best, bounds = high - low, (low, high)
-                break
-            position += 1
+    for high in _run_sums(prefix, least, share + best):
+        first = bisect_right(lows, high - best)
+        if first == len(lows):
+            break
+        if _counts(prefix, stages, lows[first], high) is None:
+            continue
+        following = range(first + 1, len(lows))
+        # A lower bound that is too large stays so, and sorts after those that fit.
+        more = bisect_left(following, True, key=lambda i: _counts(prefix, stages, lows[i], high) is None)  # noqa: B023
+        best, bounds = high - lows[first + more], (lows[first + more], high)
     return best, bounds
 
 
@@ -115,10 +116,11 @@ def _within(prefix: Sequence[int], stages: int, low: int, high: int) -> list[int
 def _best_of_prefixes(prefix: Sequence[int], stages: int, spread: int) -> list[int] | None:
     """Boundaries made of the best partition of every prefix, ties to the later cut; None above ``spread``.
 
-    Only loads within ``spread`` of the average can take part.
+    The heaviest load is at least the least maximum, so the others are within ``spread`` of that, and
+    none is further above the average.
     """
     total = prefix[-1]
-    low = max(0, -((spread * stages - total) // stages))
+    low = max(0, least_maximum(prefix, stages) - spread)
     high = total // stages + spread
     reached = {0: (0, 0, total)}  # end of a prefix: spread, heaviest and lightest load of its partition
     cuts: list[dict[int, int]] = []
