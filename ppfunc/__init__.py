@@ -8,6 +8,7 @@ _HOMES = {
     "ppfunc.pipeline": ("evaluate", "microbatch", "value_and_grad"),
     "ppfunc.runtime": ("AgreementError", "InProcess", "P2P", "PipelineError"),
     "ppfunc.stage": ("StageError", "functional", "graph"),
+    "ppfunc.stage.layers": ("stages_from_layers",),
     "ppfunc.training": ("Optimizer", "adamw", "sgd"),
     "ppfunc.schedule": (
         "Certificate",
