@@ -21,9 +21,11 @@ from ppfunc.schedule.builders import (
     zb_h2,
     zbv,
 )
+from ppfunc.schedule.costs import Costs
 from ppfunc.schedule.errors import ScheduleError
 from ppfunc.schedule.instruction import Op
 from ppfunc.schedule.passes import linearize
+from ppfunc.schedule.simulate import simulate
 
 
 def rows(schedule):
@@ -144,6 +146,39 @@ def test_weight_gradients_follow_the_order_of_the_input_gradients(build):
         inputs, weights = ([i[1:3] for (i,) in program if i.op is op] for op in (Op.I, Op.W))
         for stage in {s for s, _ in inputs}:
             assert [x for x in inputs if x[0] == stage] == [x for x in weights if x[0] == stage]
+
+
+def span_bubble(name, p, m, **costs):
+    """Idle time between a rank's first and last instruction, on the worst rank; costs are those of a stage."""
+    timeline = simulate(BUILDERS[name](p, m), Costs(**costs))
+    return timeline.span - (timeline.makespan - timeline.idle[0])
+
+
+@pytest.mark.parametrize("costs", [(2, 3, 1), (3, 4, 2), (4, 4, 1), (10, 12, 8)])
+@pytest.mark.parametrize(
+    ("name", "bubble"),
+    [
+        ("gpipe", lambda f, i, w: f + i + w),
+        ("1f1b", lambda f, i, w: f + i + w),
+        ("looped_bfs", lambda f, i, w: f + i + w),
+        ("interleaved_1f1b", lambda f, i, w: f + i + w),
+        ("interleaved_zb", lambda f, i, w: f + i - w),
+        ("zb_h1", lambda f, i, w: f + i - w),
+        ("zb_h2", lambda f, i, w: f + i - 2 * w),
+    ],
+)
+def test_the_bubble_of_each_rank_that_follows_at_other_costs(name, bubble, costs):
+    f, i, w = costs
+    for p, m in ((2, 8), (4, 16), (6, 24)):
+        assert span_bubble(name, p, m, forward=f, backward_input=i, backward_weight=w) == (p - 1) * bubble(f, i, w)
+
+
+@pytest.mark.parametrize(("f", "w", "pair"), [(1, 1, 3), (1, 1, 2), (4, 1, 8), (3, 2, 6), (5, 5, 11)])
+def test_the_bubble_of_dualpipe_at_other_costs(f, w, pair):
+    costs = {"forward": f, "backward_input": f, "backward_weight": w, "overlapped": pair}
+    for p, m in ((2, 8), (4, 16), (8, 20)):
+        assert span_bubble("dualpipe", p, m, **costs) == (p // 2 - 1) * (pair + f + w - 3 * w)
+        assert span_bubble("dualpipev", p, m, **costs) == (p - 1) * (pair + f + w - 3 * w)
 
 
 CHOICES = [(name, argument) for name, build in BUILDERS.items() for argument in inspect.signature(build).parameters]

@@ -74,6 +74,7 @@ IDLE = {
     "looped_bfs": (lambda p, v: 3 * (p - 1), lambda p, m: m >= p),
     "zb_h1": (lambda p, v: p - 1, lambda p, m: m >= p),
     "zb_h2": (lambda p, v: p - 1, lambda p, m: m >= 2 * p - 1),
+    "interleaved_zb": (lambda p, v: p - 1, lambda p, m: m >= p and m % (m // p) == 0),
     "zbv": (lambda p, v: p - 1, lambda p, m: m >= 2 * p - 1),
     "v_half": (lambda p, v: {1: 0, 2: 1}.get(p, 3 * p - (4 if p % 2 else 7)), lambda p, m: p == 1 or m > p),
     "v_min": (lambda p, v: 4 * p - (7, 5, 6)[p % 3] if p > 1 else 0, lambda p, m: p == 1 or m > p),

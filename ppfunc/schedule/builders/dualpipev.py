@@ -12,7 +12,7 @@ def dualpipev(ranks: int, microbatches: int) -> Schedule:
     """Rank r runs stages r and 2p - 1 - r; forwards of one overlap with backwards of the other.
 
     With F&B the time of an overlapped pair of chunks, the bubble time is
-    ``(p - 1)(F&B + B - 3W)``, with ``2p + 1`` live chunk activations.
+    ``(p - 1)(F&B + B - 3W)`` where F = I and W <= F, with ``2p + 1`` live chunk activations.
 
     >>> for program in dualpipev(ranks=2, microbatches=4).programs:
     ...     print(" ".join(str(i) for step in program for i in step))

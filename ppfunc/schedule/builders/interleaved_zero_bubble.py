@@ -13,7 +13,9 @@ def interleaved_zero_bubble(ranks: int, microbatches: int, chunks: int = 2) -> S
     """Interleaved 1F1B with a shorter warm-up; weight gradients start r input gradients late.
 
     Rank r warms up with ``p - 1 - r + (v - 1)N`` forwards, N the size of a group, and does the
-    weight gradients in the order of the input gradients.
+    weight gradients in the order of the input gradients. Bubble time ``(p - 1)(F + I - W)/v``
+    where ``m >= p`` divides in groups of equal size and W <= I; at most ``p + (v - 1)N`` chunk
+    activations wait for their W.
 
     >>> for program in interleaved_zero_bubble(ranks=2, microbatches=2).programs:
     ...     print(" ".join(str(i) for step in program for i in step))

@@ -10,7 +10,8 @@ from ._parts import F, require_counts
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
     """Forwards and input gradients as in 1F1B; rank r starts weight gradients after r + 1 of them.
 
-    Bubble time ``(p - 1)(F + I - W)``; on every rank at most p activations wait for their W.
+    Bubble time ``(p - 1)(F + I - W)`` where ``m >= p`` and W <= I; on every rank at most p
+    activations wait for their W.
 
     >>> for program in zb_h1(ranks=2, microbatches=3).programs:
     ...     print(" ".join(str(i) for step in program for i in step))
