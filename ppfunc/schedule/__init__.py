@@ -24,6 +24,7 @@ from .costs import Costs
 from .errors import ScheduleError
 from .instruction import Instruction, Op, overlap, parts_of
 from .passes import (
+    allocate_slots,
     append_tail,
     forward_only,
     insert_loads,
@@ -32,6 +33,7 @@ from .passes import (
     merge_backward,
     place_communication,
     remove_communication,
+    remove_slots,
     split_backward,
 )
 from .schedule import Chain, Program, Schedule, Step, elementary, single_chain
@@ -49,6 +51,7 @@ __all__ = [
     "ScheduleError",
     "Step",
     "Timeline",
+    "allocate_slots",
     "append_tail",
     "check",
     "data_parallel",
@@ -75,6 +78,7 @@ __all__ = [
     "peak_activations",
     "place_communication",
     "remove_communication",
+    "remove_slots",
     "simulate",
     "single_chain",
     "split_backward",

@@ -16,7 +16,7 @@ from .proof.queues import check_queues
 from .proof.routes import routes
 from .proof.structure import check_structure
 from .proof.tail import check_loads, check_tail
-from .proof.traffic import Traffic
+from .proof.traffic import Traffic, traffic
 from .schedule import Schedule
 
 __all__ = ["Certificate", "ScheduleError", "check", "is_step_atomic"]
@@ -111,10 +111,9 @@ def check(schedule: Schedule, *, queue: str = "pair", max_activations: int | Non
     ways = routes(schedule, flow)
     record = check_order(schedule, flow, ways)
     if schedule.ops & COMMUNICATION:
-        found = check_queues(schedule, flow, ways, record, queue)
-        if queue == "rank":
-            found = check_queues(schedule, flow, ways, record, "pair")
-        atomic = _batches_are_atomic(found)
+        found = traffic(schedule, flow, ways, queue)
+        check_queues(schedule, flow, record, found)
+        atomic = _batches_are_atomic(found if queue == "pair" else traffic(schedule, flow, ways, "pair"))
         models = ("rendezvous", f"one queue per {_QUEUES[queue]}")
     else:
         earliest(schedule, lambda op, stage: 1, lambda f, b: 1, lambda a, b: 0)
@@ -167,7 +166,7 @@ def _batches_are_atomic(found: Traffic) -> bool:
     """Every awaited batch, and what must move before it, is posted at both ends by the step of the wait."""
     posted = {m: max(found.step[b] for b in ends) for m, ends in found.ends.items()}
     latest = [max(posted[m] for m in messages) for messages in found.messages]
-    return all(step < 0 or latest[batch] <= step for events in found.events for batch, step, _ in events)
+    return all(place < 0 or latest[batch] <= step for events in found.events for batch, step, place in events)
 
 
 def _runs(numbers: tuple[int, ...]) -> str:

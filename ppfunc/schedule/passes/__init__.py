@@ -1,5 +1,6 @@
 """Passes: pure functions from schedules to schedules, one file each."""
 
+from .allocate_slots import allocate_slots
 from .append_tail import append_tail
 from .forward_only import forward_only
 from .insert_loads import insert_loads
@@ -8,9 +9,11 @@ from .linearize import linearize
 from .merge_backward import merge_backward
 from .place_communication import place_communication
 from .remove_communication import remove_communication
+from .remove_slots import remove_slots
 from .split_backward import split_backward
 
 __all__ = [
+    "allocate_slots",
     "append_tail",
     "forward_only",
     "insert_loads",
@@ -19,5 +22,6 @@ __all__ = [
     "merge_backward",
     "place_communication",
     "remove_communication",
+    "remove_slots",
     "split_backward",
 ]

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from ..instruction import COMMUNICATION, Instruction, Op, parts_of
 from ..schedule import Schedule, Step
+from .remove_slots import remove_slots
 
 
 def insert_loads(schedule: Schedule, *, targets: bool | None = None) -> Schedule:
@@ -23,7 +24,7 @@ def insert_loads(schedule: Schedule, *, targets: bool | None = None) -> Schedule
     """
     targets = not schedule.forward_only if targets is None else targets
     loading = {c.stages[0] for c in schedule.chains} | {c.stages[-1] for c in schedule.chains if targets}
-    programs = tuple(tuple(_with_loads(step, loading) for step in program) for program in schedule.programs)
+    programs = tuple(tuple(_with_loads(step, loading) for step in program) for program in remove_slots(schedule).programs)
     return replace(schedule, programs=programs)
 
 

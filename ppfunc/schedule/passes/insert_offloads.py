@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ..instruction import COMMUNICATION, COMPUTE, Instruction, Op, parts_of
 from ..schedule import Program, Schedule, Step
+from .remove_slots import remove_slots
 
 Moves = dict[int, list[Instruction]]
 
@@ -30,7 +31,7 @@ def insert_offloads(schedule: Schedule, stages: Iterable[int] | None = None, *, 
         raise ValueError(f"lookahead is {lookahead}, expected at least 0")
     if not chosen <= set(range(schedule.stages)):
         raise ValueError(f"stages are {sorted(chosen)}, expected stages from 0 to {schedule.stages - 1}")
-    programs = tuple(_move(program, chosen, lookahead) for program in schedule.programs)
+    programs = tuple(_move(program, chosen, lookahead) for program in remove_slots(schedule).programs)
     return replace(schedule, programs=programs)
 
 

@@ -11,6 +11,7 @@ from ..asap import Times, earliest
 from ..dataflow import PRODUCT, Dataflow, dataflow
 from ..instruction import COMMUNICATION, COMPUTE, Instruction, Op
 from ..schedule import Program, Schedule, Step
+from .remove_slots import remove_slots
 
 # Any positive durations give a valid order; these are the usual proportions.
 _DURATION = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1}
@@ -51,7 +52,7 @@ def place_communication(schedule: Schedule) -> Schedule:
     of both directions in the order in which they are produced; post each send in the step after
     its producer and each receive in the step of its consumer, or before that where the order of
     the pair demands it. Idle steps are dropped, all other instructions stay in their order, and
-    a schedule that has communications already is returned as it is.
+    a schedule that has communications already is returned as it is; slots are taken away.
 
     The result is free of deadlock under an in-order queue per pair even where a batch is waited
     for as a whole: a message shares the batch of a receive before it in the order only if its
@@ -62,6 +63,7 @@ def place_communication(schedule: Schedule) -> Schedule:
     """
     if schedule.ops & COMMUNICATION:
         return schedule
+    schedule = remove_slots(schedule)
     flow = dataflow(schedule)
     times = earliest(schedule, lambda op, stage: _DURATION[op], lambda f, b: 3, lambda a, b: 0)
     where, before = _indices(schedule, flow, times)

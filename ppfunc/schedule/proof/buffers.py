@@ -10,6 +10,8 @@ from ..instruction import COMPUTE, WHOLE_STAGE, Instruction, Op
 from ..schedule import Schedule
 from .order import in_order
 
+Holder = tuple[int, int, int]  # stage, microbatch, how often it has been offloaded
+
 _LIVE = {Op.F: 1, Op.B: -1, Op.I: -1, Op.OFFLOAD: -1, Op.FETCH: 1}
 
 
@@ -106,10 +108,10 @@ def check_slots(schedule: Schedule) -> tuple[int, ...]:
         return ()
     sizes = [0] * schedule.stages
     for rank, program in enumerate(schedule.programs):
-        left = Counter(key for *_, key in _uses(program))
-        slot_of: dict[tuple, int] = {}
-        holder: dict[tuple[int, int], tuple] = {}
-        for step, place, part, key in _uses(program):
+        left = Counter(key for *_, key in uses(program))
+        slot_of: dict[Holder, int] = {}
+        holder: dict[tuple[int, int], Holder] = {}
+        for step, place, part, key in uses(program):
             stage, slot = part.stage, part.slot
             fault = _take(slot_of, holder, left, stage, slot, key)
             if fault:
@@ -118,7 +120,7 @@ def check_slots(schedule: Schedule) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _uses(program: tuple) -> Iterator[tuple[int, int, Instruction, tuple]]:
+def uses(program: tuple) -> Iterator[tuple[int, int, Instruction, Holder]]:
     """Every use of a slot: step, place, instruction, and its holder: stage, microbatch, times offloaded."""
     moved: Counter = Counter()
     for step, instructions in enumerate(program):
@@ -126,12 +128,13 @@ def _uses(program: tuple) -> Iterator[tuple[int, int, Instruction, tuple]]:
             if instruction.op not in WHOLE_STAGE:
                 for part in instruction.parts or (instruction,):
                     pair = (part.stage, part.microbatch)
-                    yield step, place, part, (*pair, moved[pair])
+                    # An output on its way stays where it was computed.
+                    yield step, place, part, (*pair, 0 if part.op is Op.SEND_F else moved[pair])
                     if part.op is Op.OFFLOAD:
                         moved[pair] += 1
 
 
-def _take(slot_of: dict, holder: dict, left: Counter, stage: int, slot: int | None, key: tuple) -> str:
+def _take(slot_of: dict, holder: dict, left: Counter, stage: int, slot: int | None, key: Holder) -> str:
     if slot is None:
         return "it has no slot, but other instructions have: expected a slot on all or none"
     if slot_of.setdefault(key, slot) != slot:

@@ -17,8 +17,7 @@ from ..dataflow import Dataflow
 from ..errors import ScheduleError, refuse, text_of
 from ..schedule import Schedule
 from .order import Record
-from .routes import Routes
-from .traffic import Traffic, traffic
+from .traffic import Traffic
 
 
 class State(NamedTuple):
@@ -28,60 +27,74 @@ class State(NamedTuple):
         at: per rank, the index of its next event.
         posted: per queue, the batches that are posted and not complete, the head first.
         pending: per batch, how many of its messages have not moved; -1 before it is posted.
+        clocks: per rank, the number of each event in the order in which all events happened.
+        complete: per batch, the number of the event with which its last message moved.
     """
 
     at: list[int]
     posted: list[deque[int]]
     pending: list[int]
+    clocks: list[list[int]]
+    complete: list[int]
 
 
-def check_queues(schedule: Schedule, flow: Dataflow, ways: Routes, record: Record, queue: str) -> Traffic:
+def check_queues(schedule: Schedule, flow: Dataflow, record: Record, found: Traffic) -> State:
     """Run the messages of a schedule whose order on each rank is sound.
-
-    Args:
-        queue: ``"pair"`` for one queue per pair of ranks, ``"rank"`` for one per rank.
 
     Raises:
         ScheduleError: two messages of a pair are in different orders at its two ends, or some
             ranks wait for each other for ever; names all of them.
     """
     _check_streams(schedule, flow, record)
-    found = traffic(schedule, flow, ways, queue)
     state = run(found)
     if any(at < len(events) for at, events in zip(state.at, found.events, strict=True)):
         raise _deadlock(schedule, flow, found, state)
-    return found
+    return state
 
 
 def run(found: Traffic) -> State:
-    """Run all ranks until nothing moves any more."""
-    queues = 1 + max(found.queue, default=-1)
-    state = State([0] * len(found.events), [deque() for _ in range(queues)], [-1] * len(found.owner))
+    """Run all ranks, a step of each in turn, until nothing moves any more."""
+    queues, ranks, batches = 1 + max(found.queue, default=-1), len(found.events), len(found.owner)
+    state = State([0] * ranks, [deque() for _ in range(queues)], [-1] * batches, [[] for _ in range(ranks)], [0] * batches)
     arrived: dict[int, int] = {}
-    ready = list(range(len(found.events) - 1, -1, -1))
+    ready = deque(range(ranks))
     waiting: dict[int, int] = {}
+    clock = 0
     while ready:
-        rank = ready.pop()
-        events = found.events[rank]
-        at = state.at[rank]
+        rank = ready.popleft()
+        events, clocks = found.events[rank], state.clocks[rank]
+        at, now = state.at[rank], -1
         while at < len(events):
-            batch, step, _ = events[at]
-            if step < 0:
+            batch, step, place = events[at]
+            if step != now:
+                if now >= 0:
+                    ready.append(rank)
+                    break
+                now = step
+            clock += 1
+            if place < 0:
                 line = state.posted[found.queue[batch]]
                 line.append(batch)
                 state.pending[batch] = len(found.messages[batch])
                 if line[0] == batch:
-                    _arrive(found, state, arrived, batch, waiting, ready)
+                    _arrive(found, state, arrived, batch, waiting, ready, clock)
             elif state.pending[batch]:
                 waiting[batch] = rank
                 break
+            clocks.append(clock)
             at += 1
         state.at[rank] = at
     return state
 
 
 def _arrive(
-    found: Traffic, state: State, arrived: dict[int, int], batch: int, waiting: dict[int, int], ready: list[int]
+    found: Traffic,
+    state: State,
+    arrived: dict[int, int],
+    batch: int,
+    waiting: dict[int, int],
+    ready: deque[int],
+    clock: int,
 ) -> None:
     """A batch comes to the head of its queue: move what can move, and so on from there."""
     heads = [batch]
@@ -96,6 +109,7 @@ def _arrive(
             for end in ends:
                 pending[end] -= 1
                 if not pending[end]:
+                    state.complete[end] = clock
                     line = state.posted[found.queue[end]]
                     line.popleft()
                     if line:

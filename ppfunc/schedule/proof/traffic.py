@@ -12,7 +12,7 @@ from .buffers import has_slots
 from .order import in_order
 from .routes import Routes, message_number
 
-Event = tuple[int, int, int]  # batch, step, place; the step is -1 where the batch is posted
+Event = tuple[int, int, int]  # batch, step, place; the place is -1 where the batch is posted
 
 
 class Traffic(NamedTuple):
@@ -83,7 +83,7 @@ class _Buffer(NamedTuple):
 
 def _open(found: Traffic, rank: int, step: int, queue: int) -> int:
     batch = len(found.owner)
-    found.events[rank].append((batch, -1, -1))
+    found.events[rank].append((batch, step, -1))
     found.owner.append(rank)
     found.step.append(step)
     found.queue.append(queue)

@@ -1,0 +1,142 @@
+"""Give every microbatch a buffer for the time in which its stage needs one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from math import inf
+from typing import NamedTuple
+
+from ..instruction import COMMUNICATION, WHOLE_STAGE, Instruction, Op
+from ..proof.buffers import Holder, uses
+from ..dataflow import dataflow
+from ..proof.order import check_order
+from ..proof.queues import check_queues
+from ..proof.routes import routes
+from ..proof.traffic import traffic
+from ..schedule import Program, Schedule
+from .remove_slots import remove_slots
+
+
+class Range(NamedTuple):
+    """From the first to the last use of a slot by one holder; ranges sort by their begin.
+
+    Args:
+        begin: number of the first use among those of the rank.
+        end: number of the last use.
+        step: step of the first use.
+        holder: stage, microbatch, and how often it has been offloaded.
+    """
+
+    begin: int
+    end: int
+    step: int
+    holder: Holder
+
+
+class Moments(NamedTuple):
+    """When messages moved in one run of the schedule.
+
+    Args:
+        latest: per rank and step, the last moment at which the step may have begun.
+        sends: per rank, stage and microbatch, ``(step, moment of completion)`` of the sends.
+    """
+
+    latest: list[list[float]]
+    sends: list[dict[tuple[int, int], list[tuple[int, int]]]]
+
+
+def allocate_slots(schedule: Schedule) -> Schedule:
+    """Set the slot of every instruction that works on a microbatch.
+
+    A slot is a place for all that one stage keeps of one microbatch: input, output, residuals,
+    gradients. Stages differ in shape, so each has slots of its own, numbered from 0. Equivalent to::
+
+        for holder in order of first use:
+            slot = the lowest slot of its stage whose holder is done and whose messages are gone
+            for instruction in uses of holder: instruction.slot = slot
+
+    which is interval colouring of the live ranges: with few in flight it needs few slots. A
+    slot is given on only if in one run of the schedule the messages that read it have gone by then
+    anyway, so that waiting for them cannot hold anything up. What is offloaded frees its slot and
+    comes back to any other. Slots that are there already are replaced. Allocate after placing
+    communication: passes that add instructions take slots away.
+
+    Raises:
+        ScheduleError: the messages of the schedule do not come to an end.
+
+    >>> from ppfunc.schedule import gpipe
+    >>> print(*allocate_slots(gpipe(ranks=1, microbatches=2)).instructions(0))
+    0F0@0 0F1@1 0B0@0 0B1@1
+    """
+    bare = remove_slots(schedule)
+    found = _moments(bare) if bare.ops & COMMUNICATION else None
+    programs = []
+    for rank, program in enumerate(bare.programs):
+        slots = _colour(_ranges(program), found, rank)
+        programs.append(_written(program, slots))
+    return replace(bare, programs=tuple(programs))
+
+
+def _moments(schedule: Schedule) -> Moments:
+    flow = dataflow(schedule)
+    ways = routes(schedule, flow)
+    record = check_order(schedule, flow, ways)
+    found = traffic(schedule, flow, ways, "pair")
+    state = check_queues(schedule, flow, record, found)
+    latest = [[inf] * len(program) for program in schedule.programs]
+    sends: list[dict[tuple[int, int], list[tuple[int, int]]]] = [{} for _ in schedule.programs]
+    for rank, (events, clocks) in enumerate(zip(found.events, state.clocks, strict=True)):
+        for (_, step, _), clock in zip(events, clocks, strict=True):
+            latest[rank][step] = min(latest[rank][step], clock)
+        for step in reversed(range(len(latest[rank]) - 1)):
+            latest[rank][step] = min(latest[rank][step], latest[rank][step + 1])
+    batch_of = {(found.owner[b], m): b for m, ends in found.ends.items() for b in ends}
+    for message, (rank, step, place) in record.sends.items():
+        instruction = schedule.programs[rank][step][place]
+        gone = state.complete[batch_of[rank, message]]
+        sends[rank].setdefault((instruction.stage, instruction.microbatch), []).append((step, gone))
+    return Moments(latest, sends)
+
+
+def _ranges(program: Program) -> Iterable[Range]:
+    ranges: dict[Holder, Range] = {}
+    for number, (step, _, _, holder) in enumerate(uses(program)):
+        first = ranges.get(holder, Range(number, number, step, holder))
+        ranges[holder] = first._replace(end=number)
+    return ranges.values()
+
+
+def _colour(ranges: Iterable[Range], found: Moments | None, rank: int) -> dict[Holder, int]:
+    """The slot of every holder; ``ranges`` come in the order of their begins."""
+    last: dict[int, list[Range]] = {}
+    slots: dict[Holder, int] = {}
+    for r in ranges:
+        mine = last.setdefault(r.holder[0], [])
+        free = (n for n, before in enumerate(mine) if before.end < r.begin and _gone(found, rank, before, r.step))
+        slot = next(free, len(mine))
+        mine[slot : slot + 1] = [r]
+        slots[r.holder] = slot
+    return slots
+
+
+def _gone(found: Moments | None, rank: int, before: Range, step: int) -> bool:
+    """Whether the sends that read the slot are over when ``step`` begins, or go in the same batch."""
+    if found is None:
+        return True
+    sends = found.sends[rank].get(before.holder[:2], ())
+    return all(sent == step or gone < found.latest[rank][step] for sent, gone in sends)
+
+
+def _written(program: Program, slots: dict[Holder, int]) -> Program:
+    """The program with its slots."""
+    at: dict[tuple[int, int], list[Instruction]] = {}
+    for step, place, part, holder in uses(program):
+        at.setdefault((step, place), []).append(part._replace(slot=slots[holder]))
+    return tuple(
+        tuple(
+            i if i[0] in WHOLE_STAGE else i._replace(parts=tuple(at[s, p])) if i[0] is Op.OVERLAP_F_B else at[s, p][0]
+            for p, i in enumerate(step)
+        )
+        for s, step in enumerate(program)
+    )
