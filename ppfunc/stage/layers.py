@@ -66,7 +66,9 @@ def params_of_layers(params: Mapping[int, Sequence[Any]], partition: Partition) 
 def _stage(layers: tuple[Layer, ...], interval: tuple[int, int]) -> Layer:
     def stage(params: Sequence[Any], x: Any, *consts: Any) -> Any:
         if len(params) != len(layers):
-            raise ValueError(f"{stage.__name__} takes params for {len(layers)} layers, got {len(params)}: params_of_stages splits them")
+            raise ValueError(
+                f"{stage.__name__} takes params for {len(layers)} layers, got {len(params)}: params_of_stages splits them"
+            )
         for layer, layer_params in zip(layers, params, strict=True):
             x = layer(layer_params, x, *consts)
         return x
