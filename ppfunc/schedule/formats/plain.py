@@ -28,7 +28,7 @@ def without_slots(schedule: Schedule) -> Schedule:
     >>> print(*without_slots(deepspeed_train(ranks=2, microbatches=1)).instructions(1))
     1RECV_F0 1LOAD0 1F0 1B0 1SEND_B0 1REDUCE_TIED 1REDUCE_GRAD 1STEP
     """
-    programs = tuple(tuple(tuple(map(_without_slot, step)) for step in program) for program in schedule.programs)
+    programs = tuple(tuple(tuple([_without_slot(i) for i in step]) for step in program) for program in schedule.programs)
     return replace(schedule, programs=programs)
 
 

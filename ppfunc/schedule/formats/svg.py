@@ -8,9 +8,9 @@ above. At the right: how much of the time a rank is idle, and its peak of live a
 from __future__ import annotations
 
 from collections.abc import Iterator
+from html import escape
 from math import floor, log10
 from typing import NamedTuple
-from xml.sax.saxutils import escape
 
 from ..instruction import Instruction, Op, parts_of
 from ..schedule import Schedule
@@ -67,7 +67,7 @@ def to_svg(schedule: Schedule, timeline: Timeline | None = None) -> str:
     size = f'width="{_n(width)}" height="{_n(height)}"'
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_n(width)} {_n(height)}" {size}>',
-        f"<title>{escape(schedule.name)}</title>\n<style>{_STYLE}\n</style>",
+        f"<title>{_escaped(schedule.name)}</title>\n<style>{_STYLE}\n</style>",
         f'<rect class="paper" {size}/>',
         *_heading(schedule, timeline),
         *_legend(schedule, rows),
@@ -183,7 +183,12 @@ def _rect(kind: str, x: float, y: float, width: float, height: float, extra: str
 
 
 def _text(kind: str, x: float, y: float, text: str) -> str:
-    return f'<text class="{kind}" x="{_n(x)}" y="{_n(y)}">{escape(text)}</text>'
+    return f'<text class="{kind}" x="{_n(x)}" y="{_n(y)}">{_escaped(text)}</text>'
+
+
+def _escaped(text: str) -> str:
+    """Text for XML, in which control characters have no form at all."""
+    return escape("".join(c if c.isprintable() else "?" for c in text), quote=False)
 
 
 def _n(number: float) -> str:

@@ -1,0 +1,142 @@
+"""Grid, instruction streams, SVG and Chrome trace."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from ppfunc.schedule.builders import BUILDERS, deepspeed_inference, dualpipe, gpipe, interleaved_one_f_one_b, one_f_one_b
+from ppfunc.schedule.costs import Costs
+from ppfunc.schedule.formats import to_grid, to_steps, to_svg, to_trace
+from ppfunc.schedule.instruction import COMPUTE, parts_of
+from ppfunc.schedule.passes import place_communication
+from ppfunc.schedule.schedule import elementary
+from ppfunc.schedule.simulate import measure, simulate
+
+SVG = "{http://www.w3.org/2000/svg}"
+SCHEDULES = [build(4, 8) for build in BUILDERS.values()]
+
+
+def bars(root: ElementTree.Element) -> list[ElementTree.Element]:
+    """The bars of instructions: those with a title, and a half of a pair each."""
+    return [r for r in root.iter(f"{SVG}rect") if r.find(f"{SVG}title") is not None]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.name)
+def test_svg_has_one_bar_per_compute_instruction_to_scale(schedule):
+    timeline = simulate(schedule, Costs(forward=1.5, backward=2.25, communication=0.125))
+    root = ElementTree.fromstring(to_svg(schedule, timeline))
+    found = bars(root)
+    times = {}
+    for rank in range(schedule.ranks):
+        for i, start, end in zip(schedule.instructions(rank), timeline.starts[rank], timeline.ends[rank], strict=True):
+            if i.op in COMPUTE:
+                times[f"{i} on rank {rank}"] = (len(parts_of(i)), start, end)
+    assert Counter(bar.find(f"{SVG}title").text.split(",")[0] for bar in found) == {k: v[0] for k, v in times.items()}
+    track = next(r for r in root.iter(f"{SVG}rect") if r.get("class") == "track")
+    scale = float(track.get("width")) / float(timeline.makespan)
+    for bar in found:
+        _, start, end = times[bar.find(f"{SVG}title").text.split(",")[0]]
+        assert float(bar.get("x")) == pytest.approx(float(track.get("x")) + start * scale, abs=0.01)
+        assert float(bar.get("width")) == pytest.approx((end - start) * scale - 0.8, abs=0.01)
+
+
+@pytest.mark.parametrize("ranks", [2, 16, 64])
+@pytest.mark.parametrize("build", [one_f_one_b, interleaved_one_f_one_b, dualpipe])
+def test_svg_is_readable_from_2_to_64_ranks(build, ranks):
+    schedule = build(ranks, 2 * ranks)
+    root = ElementTree.fromstring(to_svg(schedule))
+    numbers = Counter(t.text for t in root.iter(f"{SVG}text") if t.get("class").split()[0] == "n")
+    assert numbers == Counter(str(p.microbatch) for r in range(ranks) for p in elementary(schedule, r))
+    width, height = float(root.get("width")), float(root.get("height"))
+    for element in root.iter():
+        if element.tag in (f"{SVG}rect", f"{SVG}text"):
+            right = float(element.get("x", 0)) + float(element.get("width", 0))
+            lower = float(element.get("y", 0)) + float(element.get("height", 0))
+            assert 0 <= right <= width and 0 <= lower <= height
+    rows = sorted({float(r.get("y")) for r in root.iter(f"{SVG}rect") if r.get("class") == "track"})
+    assert len(rows) == ranks
+    assert min(b - a for a, b in zip(rows, rows[1:], strict=False)) >= 20
+
+
+def test_svg_says_what_it_shows():
+    text = to_svg(dualpipe(8, 20))
+    for words in ("8 ranks", "16 stages", "20 microbatches", "makespan 66", "bubble 9.1%", "peak activations 9"):
+        assert words in text
+    for label in ("forward", "backward", "input gradient", "weight gradient", "overlapped pair", "the 2 stages of a rank"):
+        assert f">{label}" in text
+    assert "@media (prefers-color-scheme: dark)" in text
+    assert "weight gradient" not in to_svg(gpipe(2, 2))
+
+
+def test_svg_shows_measured_times_and_any_name():
+    schedule = replace(gpipe(1, 2), name='<b> & "c"\x00\x1b')
+    timeline = measure(schedule, [[0.0, 0.011, 0.03, 0.05]], [[0.01, 0.02, 0.05, 0.08]])
+    root = ElementTree.fromstring(to_svg(schedule, timeline))
+    assert len(bars(root)) == 4
+    assert root.find(f"{SVG}title").text == '<b> & "c"??'
+
+
+def test_svg_of_a_timeline_without_time():
+    ElementTree.fromstring(to_svg(gpipe(2, 2), simulate(gpipe(2, 2), Costs(forward=0, backward=0))))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.name)
+def test_trace_has_a_slice_per_instruction_and_an_arrow_per_message(schedule):
+    timeline = simulate(schedule, Costs(forward=1.5, communication=0.125))
+    events = json.loads(to_trace(schedule, timeline))["traceEvents"]
+    slices = [e for e in events if e["ph"] == "X"]
+    assert len(slices) == sum(i.op in COMPUTE for r in range(schedule.ranks) for i in schedule.instructions(r))
+    starts, ends = ({e["id"]: e for e in events if e["ph"] == ph} for ph in "sf")
+    lowered = schedule if schedule.lowered else place_communication(schedule)
+    sends = [str(i) for r in range(schedule.ranks) for i in lowered.instructions(r) if i.op.value.startswith("SEND")]
+    assert starts.keys() == ends.keys() and len(starts) == len(sends)
+    for number, start in starts.items():
+        end = ends[number]
+        assert end["bp"] == "e" and (start["name"], start["cat"]) == (end["name"], end["cat"])
+        assert start["ts"] < end["ts"] and start["tid"] != end["tid"]
+        for event in (start, end):
+            around = [s for s in slices if s["tid"] == event["tid"] and s["ts"] <= event["ts"] < s["ts"] + s["dur"]]
+            assert len(around) == 1
+    assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} == {f"rank {r}" for r in range(schedule.ranks)}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.name)
+def test_grid_has_one_row_per_rank_and_every_instruction(schedule):
+    for form in (schedule, schedule if schedule.lowered else place_communication(schedule)):
+        lines = to_grid(form).splitlines()
+        assert len(lines) == form.ranks
+        for rank, line in enumerate(lines):
+            assert line.startswith(f"rank {rank} ")
+            words = [word for word in re.split(r"[ +;()-]+", line)[2:] if word not in ("", ".", "OVERLAP_F_B")]
+            assert words == [str(part) for part in elementary(form, rank)]
+
+
+def test_grid_columns_are_moments_in_time():
+    assert to_grid(one_f_one_b(3, 3)) == (
+        "rank 0  0F0 0F1 0F2  .   .  0B0  .  0B1  .  0B2\n"
+        "rank 1   .  1F0 1F1  .  1B0 1F2 1B1  .  1B2  .\n"
+        "rank 2   .   .  2F0 2B0 2F1 2B1 2F2 2B2  .   .\n"
+    )
+
+
+def test_steps_are_deepspeeds_words():
+    assert to_steps(deepspeed_inference(2, 2)) == (
+        "rank 0\n"
+        "LoadMicroBatch(buffer_id=0) ForwardPass(buffer_id=0)\n"
+        "LoadMicroBatch(buffer_id=1) SendActivation(buffer_id=0) ForwardPass(buffer_id=1)\n"
+        "SendActivation(buffer_id=1)\n"
+        "rank 1\n"
+        "-\n"
+        "LoadMicroBatch(buffer_id=0) RecvActivation(buffer_id=0) ForwardPass(buffer_id=0)\n"
+        "LoadMicroBatch(buffer_id=1) RecvActivation(buffer_id=1) ForwardPass(buffer_id=1)\n"
+    )
+
+
+def test_steps_keep_what_deepspeed_has_no_word_for():
+    assert to_steps(BUILDERS["zb_h1"](1, 1)) == "rank 0\nForwardPass(micro_batch_id=0)\n0I0\n0W0\n"
