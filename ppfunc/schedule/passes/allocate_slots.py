@@ -39,11 +39,11 @@ class Moments(NamedTuple):
 
     Args:
         latest: per rank and step, the last moment at which the step may have begun.
-        sends: per rank, stage and microbatch, ``(step, moment of completion)`` of the sends.
+        sends: per rank and holder, ``(step, moment of completion)`` of the sends.
     """
 
     latest: list[list[float]]
-    sends: list[dict[tuple[int, int], list[tuple[int, int]]]]
+    sends: list[dict[Holder, list[tuple[int, int]]]]
 
 
 def allocate_slots(schedule: Schedule) -> Schedule:
@@ -85,17 +85,17 @@ def _moments(schedule: Schedule) -> Moments:
     found = traffic(schedule, flow, ways, "pair")
     state = check_queues(schedule, flow, record, found)
     latest = [[inf] * len(program) for program in schedule.programs]
-    sends: list[dict[tuple[int, int], list[tuple[int, int]]]] = [{} for _ in schedule.programs]
     for rank, (events, clocks) in enumerate(zip(found.events, state.clocks, strict=True)):
         for (_, step, _), clock in zip(events, clocks, strict=True):
             latest[rank][step] = min(latest[rank][step], clock)
         for step in reversed(range(len(latest[rank]) - 1)):
             latest[rank][step] = min(latest[rank][step], latest[rank][step + 1])
     batch_of = {(found.owner[b], m): b for m, ends in found.ends.items() for b in ends}
+    holders = [{(step, place): holder for step, place, _, holder in uses(program)} for program in schedule.programs]
+    sends: list[dict[Holder, list[tuple[int, int]]]] = [{} for _ in schedule.programs]
     for message, (rank, step, place) in record.sends.items():
-        instruction = schedule.programs[rank][step][place]
         gone = state.complete[batch_of[rank, message]]
-        sends[rank].setdefault((instruction.stage, instruction.microbatch), []).append((step, gone))
+        sends[rank].setdefault(holders[rank][step, place], []).append((step, gone))
     return Moments(latest, sends)
 
 
@@ -124,7 +124,7 @@ def _gone(found: Moments | None, rank: int, before: Range, step: int) -> bool:
     """Whether the sends that read the slot are over when ``step`` begins, or go in the same batch."""
     if found is None:
         return True
-    sends = found.sends[rank].get(before.holder[:2], ())
+    sends = found.sends[rank].get(before.holder, ())
     return all(sent == step or gone < found.latest[rank][step] for sent, gone in sends)
 
 
