@@ -1,6 +1,7 @@
 """Stages: pure functions, their signatures, and the engines that differentiate them."""
 
 from .abstract import abstract
+from .cache import cached
 from .eager_engine import eager
 from .errors import StageError
 from .functional_engine import functional
@@ -16,6 +17,7 @@ __all__ = [
     "StageError",
     "StageProgram",
     "abstract",
+    "cached",
     "eager",
     "functional",
     "graph",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,30 +12,61 @@ from .abstract import outline
 from .errors import StageError
 from .example import Example
 from .primals import Primals
-from .program import FlatProgram, StageProgram, stage_program
+from .program import Engine, FlatProgram, StageProgram, stage_program
 from .tracing.clean import clean
-from .tracing.cut import Parts, cut, residual_bytes
+from .tracing.cut import Parts, residual_bytes
 from .tracing.emit import emit
 from .tracing.joint import Joint, trace
+from .tracing.remat import Remat, cut_for
 
 
 def graph(
-    fn: Callable[..., Any],
-    example: tuple[Any, ...],
+    fn: Callable[..., Any] | None = None,
+    example: tuple[Any, ...] | None = None,
     *,
     has_aux: bool = False,
     name: str = "the stage",
     device: torch.device | str | None = None,
-) -> StageProgram:
-    """An engine: traces the stage once and cuts the trace in F, I and W."""
+    remat: Remat = "none",
+) -> StageProgram | Engine:
+    """An engine, the default one: traces forward and backward once, and runs what it cut from the trace.
+
+    The programs are straight-line Python on flat tuples; their source is the docstring of the
+    functions in ``program.flat``. Whole, or I and W apart, the backward gives the same bits; no
+    operator is in two programs; parameters are not copied into the residuals. A program serves the
+    shapes and dtypes of its example; for others the stage is traced again (see :func:`cached`).
+
+    Args:
+        fn, example, has_aux, name: as :class:`~ppfunc.stage.program.Engine`. Without ``fn``, the
+            engine with these options is returned: ``graph(remat="full")``.
+        device: where the stage computes; by default where the first tensor of the example is.
+        remat: what the backward computes again instead of keeping it: ``"none"``; ``"full"``, all
+            but the inputs; a predicate on operators; or the most bytes to be kept.
+
+    Raises:
+        StageError: control flow or shapes depend on values, the gradient cannot be traced, the
+            backward draws random numbers, or tensors of a subclass are involved.
+
+    >>> program = graph(lambda w, x: (w * x).sin(), (torch.ones(2), torch.zeros(2)))
+    >>> print(program.flat.backward_weight.__doc__)
+    def backward_weight(rest):
+        arg1_1, mul_1, = rest
+        del rest
+        mul_3 = mul_1.mul(arg1_1)
+        del mul_1, arg1_1
+        return (mul_3, )
+    <BLANKLINE>
+    """
+    if fn is None or example is None:
+        return partial(graph, remat=remat)
     seen = Example.of(example, device)
     if seen.subclasses:
         reason = f"its example has tensors of the types {', '.join(seen.subclasses)}, which are not traced"
         raise StageError(name, reason, "use the eager engine")
     known = outline(fn, seen, has_aux=has_aux, name=name)
     joint = clean(trace(Primals(fn, seen, known, has_aux, name), seen, known, name))
-    parts = cut(joint)
-    size = residual_bytes(joint, parts.forward.results[1])
+    parts = cut_for(joint, remat, name)
+    size = residual_bytes(joint, parts.residuals)
     return stage_program(_emit(parts, joint, name), seen, known, has_aux=has_aux, residual_bytes=size)
 
 

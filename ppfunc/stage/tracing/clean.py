@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from .fuse import fuse
 from .joint import Joint
-from .operators import ancestors, base, is_call, is_random, layout, root
+from .operators import ancestors, base, is_call, is_random, is_tensor, layout, root
 
 aten = torch.ops.aten
 _COPIES = {aten.clone.default, aten.lift_fresh_copy.default, aten.lift_fresh.default}
@@ -59,11 +59,6 @@ def _forwarded(joint: Joint) -> dict[Node, Node]:
         if below is not None:
             instead[node] = below
     return instead
-
-
-def is_tensor(node: Node) -> bool:
-    """Whether the node is one tensor, not several."""
-    return isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def _same_layout(node: Node, source: Node) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from torch.fx import Node
@@ -40,81 +40,107 @@ class Parts(NamedTuple):
     backward_input: Part
     backward_weight: Part
 
+    @property
+    def residuals(self) -> Nodes:
+        """What the forward keeps for the backward."""
+        return self.backward.arguments[0]
 
-def cut(joint: Joint) -> Parts:
-    """Cut by dependency: no operator is in two parts, except views of parameters, which are free.
+
+def cut(joint: Joint, again: Iterable[Node] = ()) -> Parts:
+    """Cut by dependency: every operator in one part, save for views of parameters, which are free.
 
     * F: what the outputs depend on, and whatever draws random numbers.
     * I: of the rest, what the gradient of ``x`` depends on.
     * W: the remainder, which only gradients of parameters depend on.
 
     ``backward`` is I and W as one, in the order of the trace: hence bitwise the same.
+
+    Args:
+        joint: the trace.
+        again: operators of F whose results are not kept. Where the backward needs them they are
+            computed once more, by I if it needs them, else by W.
     """
-    order = [n for n in joint.graph.nodes if is_call(n)]
-    free = _parameter_views(joint)
-    early = _with_elements(ancestors([*joint.outputs, *filter(is_random, order)]))
-    wanted = _with_elements(ancestors(joint.gx)) - early
-    given = {n for n in joint.graph.nodes if not is_call(n)}
-    late = _with_elements(ancestors([*joint.gparams, *joint.gx])) - early - given
-    in_order = [n for n in order if n in early], [n for n in order if n in late & wanted], [n for n in order if n in late - wanted]
-    return _assemble(joint, in_order, [n for n in order if n in late], free)
+    free = parameter_views(joint)
+    early = early_nodes(joint)
+    calls = {n for n in joint.graph.nodes if is_call(n)}
+    late = (calls - early) | set(again) | free
+    whole = _closure([*joint.gparams, *joint.gx], late)
+    inputs = _closure(joint.gx, late)
+    weights = _closure(joint.gparams, late - (inputs - free))
+    residuals = tuple(n for n in _needed(whole, [*joint.gparams, *joint.gx]) if n not in joint.gy)
+    rest = _needed(weights, joint.gparams)
+    order = {n: i for i, n in enumerate(joint.graph.nodes)}
 
+    def part(arguments: tuple[Nodes, ...], body: set[Node], results: tuple[Maybe, ...]) -> Part:
+        first = body - early
+        return Part(arguments, tuple(_in_order(body, first, results, order)), results)
 
-def _assemble(joint: Joint, thirds: tuple[list[Node], list[Node], list[Node]], late: list[Node], free: set[Node]) -> Parts:
-    forward, inputs, weights = thirds
-    gradients = (joint.gparams, joint.gx)
-    arguments = (joint.params, joint.x, joint.consts)
-    residuals = tuple(n for n in needed(late, [*joint.gparams, *joint.gx], free) if n not in joint.gy)
-    rest = needed(weights, joint.gparams, free)
     return Parts(
-        Part(arguments, _body(joint, forward, [*joint.outputs, *residuals], free), (joint.outputs, residuals)),
-        Part((residuals, joint.gy), _body(joint, late, [*joint.gparams, *joint.gx], free), gradients),
-        Part((residuals, joint.gy), _body(joint, inputs, [*joint.gx, *rest], free), (joint.gx, rest)),
-        Part((rest,), _body(joint, weights, joint.gparams, free), (joint.gparams,)),
+        Part((joint.params, joint.x, joint.consts), tuple(n for n in joint.graph.nodes if n in early & calls), (joint.outputs, residuals)),
+        part((residuals, joint.gy), whole, (joint.gparams, joint.gx)),
+        part((residuals, joint.gy), inputs, (joint.gx, rest)),
+        part((rest,), weights, (joint.gparams,)),
     )
 
 
-def needed(body: Iterable[Node], results: Iterable[Node | None], free: set[Node]) -> Nodes:
-    """What a stretch of code has to be given, in the order in which it is first used."""
-    own = set(body)
-    found: dict[Node, None] = {}
-
-    def visit(node: Node | None) -> None:
-        if node is None or node in own or node.op == "get_attr":
-            return
-        if node in free:
-            visit(base(node))
-        else:
-            found[node] = None
-
-    for node in body:
-        for argument in node.all_input_nodes:
-            visit(argument)
-    for node in results:
-        visit(node)
-    return tuple(found)
+def early_nodes(joint: Joint) -> set[Node]:
+    """Everything that has to be there before a cotangent comes: arguments, F and its random operators."""
+    given = {n for n in joint.graph.nodes if not is_call(n)}
+    return given | _with_elements(ancestors([*joint.outputs, *filter(is_random, joint.graph.nodes)]))
 
 
-def _body(joint: Joint, calls: list[Node], results: Iterable[Node | None], free: set[Node]) -> Nodes:
-    """The calls with the free views that they need put between them, in the order of the trace."""
-    own = set(calls) - free
-    uses = {a for n in own for a in n.all_input_nodes} | {n for n in results if n is not None}
-    views = {n for n in ancestors(uses & free) if n in free}
-    return tuple(n for n in joint.graph.nodes if n in own or n in views)
-
-
-def _parameter_views(joint: Joint) -> set[Node]:
+def parameter_views(joint: Joint) -> set[Node]:
     """Calls that only look at a parameter in another way: cheaper to repeat than to keep."""
     params = set(joint.params)
     return {n for n in joint.graph.nodes if is_call(n) and base(n) is not None and root(n) in params}
 
 
+def demands(joint: Joint) -> Nodes:
+    """The results of F, and the arguments, that the backward needs as things stand."""
+    late = {n for n in joint.graph.nodes if is_call(n)} - early_nodes(joint)
+    results = [*joint.gparams, *joint.gx]
+    return tuple(n for n in _needed(_closure(results, late), results) if n not in joint.gy)
+
+
+def _closure(results: Iterable[Node | None], inside: set[Node]) -> set[Node]:
+    """What of ``inside`` the results depend on without leaving it, with all results of operators that have several."""
+    seen: set[Node] = set()
+    todo = [n for n in results if n in inside]
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            todo.extend(a for a in node.all_input_nodes if a in inside)
+    return _with_elements(seen)
+
+
 def _with_elements(nodes: set[Node]) -> set[Node]:
-    """The nodes, with all results of operators that have several."""
     return nodes | {user for n in nodes for user in n.users if is_element(user)}
+
+
+def _needed(body: set[Node], results: Iterable[Node | None]) -> Nodes:
+    """What a stretch of code has to be given."""
+    used = [a for n in body for a in n.all_input_nodes] + [n for n in results if n is not None]
+    return tuple(sorted({n for n in used if n not in body and n.op != "get_attr"}))
+
+
+def _in_order(body: set[Node], first: set[Node], results: tuple[Maybe, ...], order: dict[Node, int]) -> Iterator[Node]:
+    """The calls of ``first`` in the order of the trace, every other one right before it is needed."""
+    done: set[Node] = set()
+
+    def visit(node: Node) -> Iterator[Node]:
+        if node in body and node not in done:
+            done.add(node)
+            for argument in sorted(node.all_input_nodes, key=order.__getitem__):
+                yield from visit(argument)
+            yield node
+
+    wanted = [n for nodes in results for n in nodes if n is not None]
+    for node in [*sorted(first, key=order.__getitem__), *wanted]:
+        yield from visit(node)
 
 
 def residual_bytes(joint: Joint, residuals: Nodes) -> int:
     """Bytes of the storages of ``residuals``, each counted once, those of parameters not at all."""
-    owners = dict.fromkeys(map(root, residuals))
-    return sum(n.meta["val"].untyped_storage().nbytes() for n in owners if n not in set(joint.params))
+    owners = set(map(root, residuals)) - set(joint.params)
+    return sum(n.meta["val"].untyped_storage().nbytes() for n in owners)

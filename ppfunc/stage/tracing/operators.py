@@ -25,6 +25,11 @@ def is_element(node: Node) -> bool:
     return node.target is ELEMENT
 
 
+def is_tensor(node: Node) -> bool:
+    """Whether the node is one tensor, not several."""
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
 def is_random(node: Node) -> bool:
     """Whether the node draws random numbers."""
     return isinstance(node.target, torch._ops.OpOverload) and draws(node.target, node.args, node.kwargs)

@@ -1,0 +1,131 @@
+"""Rematerialisation: what of a forward is computed again in the backward instead of being kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import networkx as nx
+import torch
+from torch.fx import Node
+from torch.utils.flop_counter import flop_registry
+
+from ..errors import StageError
+from .cut import Parts, cut, demands, early_nodes, parameter_views, residual_bytes
+from .joint import Joint
+from .operators import base, is_call, is_element, is_random, is_tensor, root
+
+Remat = Literal["none", "full"] | Callable[[torch._ops.OpOverload], bool] | int
+"""``"none"`` keeps what the backward needs; ``"full"`` keeps the inputs alone; a predicate names the
+operators whose results are computed again; a number is the most bytes that may be kept."""
+
+_HALVINGS = 20
+
+
+def cut_for(joint: Joint, remat: Remat, name: str) -> Parts:
+    """Cut the trace so that the backward computes again what ``remat`` says.
+
+    Results of random operators are always kept. No operator runs more than twice.
+
+    Raises:
+        StageError: even with everything computed again more bytes are kept than allowed.
+
+    References:
+        Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016; for the minimum cut,
+        He and Yu, Transcending Runtime-Memory Tradeoffs in Checkpointing by being Fusion Aware, MLSys 2023.
+    """
+    if isinstance(remat, int) and not isinstance(remat, bool):
+        return _within(joint, remat, name)
+    if remat == "none":
+        return cut(joint)
+    if remat == "full":
+        return cut(joint, _repeatable(joint))
+    if not callable(remat):
+        raise ValueError(f'got remat={remat!r}, expected "none", "full", a predicate on operators, or a number of bytes')
+    return cut(joint, {n for n in _repeatable(joint) if is_call(root(n)) and remat(_operator(root(n)))})
+
+
+def _operator(node: Node) -> torch._ops.OpOverload:
+    return node.args[0].target if is_element(node) else node.target
+
+
+def _repeatable(joint: Joint) -> set[Node]:
+    """The calls of F that may run again: all but the random ones and the results taken from them."""
+    return {
+        n for n in early_nodes(joint) if is_call(n) and not is_random(n) and not (is_element(n) and is_random(n.args[0]))
+    }
+
+
+def _within(joint: Joint, budget: int, name: str) -> Parts:
+    """The cheapest cut found that keeps at most ``budget`` bytes.
+
+    For a price per byte, the set that is best to compute again is a minimum cut; the price is
+    raised until the bytes fit.
+    """
+    parts = cut(joint)
+    if residual_bytes(joint, parts.residuals) <= budget:
+        return parts
+    network = _Network(joint)
+    least = cut(joint, network.repeated(1e6))
+    size = residual_bytes(joint, least.residuals)
+    if size > budget:
+        raise StageError(name, f"it may keep {budget} bytes, but needs {size} with everything computed again", "allow more, or split the stage")
+    low, high, best = -6.0, 6.0, least
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        parts = cut(joint, network.repeated(10.0**middle))
+        if residual_bytes(joint, parts.residuals) <= budget:
+            high, best = middle, parts
+        else:
+            low = middle
+    return best
+
+
+class _Network:
+    """The flow network of a forward: every node a pair of vertices.
+
+    Cutting ``in -> out`` keeps the result, at the price of its bytes. Leaving ``in`` on the side of
+    the backward computes it again, at the price of its work, for which all it needs must be there.
+    """
+
+    def __init__(self, joint: Joint) -> None:
+        self.repeatable = _repeatable(joint)
+        self.free = parameter_views(joint) | set(joint.params)
+        self.nodes = [n for n in joint.graph.nodes if n in early_nodes(joint)]
+        self.demands = demands(joint)
+
+    def repeated(self, price: float) -> set[Node]:
+        """What to compute again when a kept byte costs ``price`` units of work."""
+        network = nx.DiGraph()
+        for position, node in enumerate(self.nodes):
+            # What is kept from the beginning is kept longest. The small difference in price also
+            # lets equal layers be told apart: without it all of them are repeated, or none.
+            self._add(network, node, price * (1.1 - 0.1 * position / len(self.nodes)))
+        for node in self.demands:
+            network.add_edge((node, "out"), "backward")
+        _, (_, side) = nx.minimum_cut(network, "forward", "backward")
+        return {n for n in self.repeatable if (n, "in") in side}
+
+    def _add(self, network: nx.DiGraph, node: Node, price: float) -> None:
+        if node in self.repeatable:
+            network.add_edge("forward", (node, "in"), capacity=_work(node))
+        else:
+            network.add_edge("forward", (node, "in"))
+        if node in self.free:
+            network.add_edge((node, "in"), (node, "out"), capacity=0.0)
+        elif is_tensor(node) and base(node) is None:
+            network.add_edge((node, "in"), (node, "out"), capacity=price * node.meta["val"].untyped_storage().nbytes())
+        else:
+            network.add_edge((node, "in"), (node, "out"))
+        for argument in node.all_input_nodes:
+            network.add_edge((argument, "out"), (node, "in"))
+
+
+def _work(node: Node) -> float:
+    """Work of a call: its multiplications and additions, and for all others a few per number written."""
+    if is_element(node) or base(node) is not None:
+        return 0.0
+    written = sum(t.numel() for t in torch.utils._pytree.tree_leaves(node.meta["val"]) if isinstance(t, torch.Tensor))
+    count = flop_registry.get(node.target.overloadpacket)
+    shapes = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    return 8.0 * written + (count(*shapes[0], **shapes[1], out_val=node.meta["val"]) if count else 0)

@@ -1,0 +1,192 @@
+"""The cut of a trace: exact, nothing twice, nothing of the parameters kept, every byte counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import optree
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ppfunc.stage import StageError, graph
+
+VIEWS = {"t", "view", "_unsafe_view", "transpose", "permute", "unbind", "expand", "unsqueeze", "select", "detach", "slice", "split", "reshape"}
+
+
+class Counting(TorchDispatchMode):
+    """Counts the operators that compute."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name not in VIEWS and func.namespace == "aten":
+            self.calls[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def parts(run):
+    """Operators that each function of a program calls, and its results."""
+
+    def parts(program, case):
+        counts = {}
+        leaves = tuple(tuple(optree.tree_leaves(t)) for t in case.args[:2])
+        with torch.no_grad():
+            with Counting() as counts["F"]:
+                y, residuals = program.flat.forward(*leaves, ())
+            gy = tuple(map(torch.ones_like, y))
+            with Counting() as counts["B"]:
+                program.flat.backward(residuals, gy)
+            with Counting() as counts["I"]:
+                _, rest = program.flat.backward_input(residuals, gy)
+            with Counting() as counts["W"]:
+                program.flat.backward_weight(rest)
+        return {k: v.calls for k, v in counts.items()}, residuals, rest
+
+    return parts
+
+
+def test_input_and_weight_gradient_are_the_backward_and_nothing_more(transformer, parts):
+    case = transformer(2)
+    calls, _, _ = parts(graph(case.fn, case.args), case)
+    assert calls["I"] + calls["W"] == calls["B"]
+    assert calls["W"]["mm"] == 2 * 4 and calls["I"]["mm"] == 2 * 4
+    assert not calls["F"] & Counter({"gelu_backward": 9, "native_layer_norm_backward": 9})
+
+
+def test_forward_runs_what_the_stage_runs(transformer, parts):
+    case = transformer(2)
+    calls, _, _ = parts(graph(case.fn, case.args), case)
+    with torch.no_grad(), Counting() as plain:
+        case.fn(*case.args)
+    assert calls["F"] == plain.calls
+
+
+def storages(tensors):
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+
+
+@pytest.mark.parametrize("remat", ["none", "full", lambda op: "gelu" in str(op), 9_000])
+def test_residual_bytes_are_those_of_the_storages_kept(transformer, parts, remat):
+    case = transformer(2)
+    program = graph(case.fn, case.args, remat=remat)
+    _, residuals, _ = parts(program, case)
+    mine = storages(optree.tree_leaves(case.args[0]))
+    kept = {at: n for at, n in storages(residuals).items() if at not in mine}
+    assert sum(kept.values()) == program.residual_bytes
+
+
+def test_parameters_are_kept_by_reference_and_their_views_not_at_all(transformer, parts):
+    case = transformer(2)
+    _, residuals, rest = parts(graph(case.fn, case.args), case)
+    params = {id(t) for t in optree.tree_leaves(case.args[0])}
+    mine = storages(optree.tree_leaves(case.args[0]))
+    for kept in (*residuals, *rest):
+        assert id(kept) in params or kept.untyped_storage().data_ptr() not in mine
+
+
+def test_a_stage_without_wanted_input_gradient_leaves_all_to_weights(parts):
+    from ppfunc.stage import Signature
+
+    w, x = torch.randn(3, 3), torch.randn(2, 3)
+    program = graph(lambda w, x: (x @ w).sin(), (w, Signature.of(x).without_grad()))
+    _, residuals = program.flat.forward((w,), (x,), ())
+    gx, rest = program.flat.backward_input(residuals, (torch.ones(2, 3),))
+    assert gx == () and rest
+    gw, _ = program.flat.backward(residuals, (torch.ones(2, 3),))
+    assert torch.equal(program.flat.backward_weight(rest)[0], gw[0])
+
+
+def test_no_dependence_is_none_in_flat_programs():
+    args = ((torch.ones(2), torch.ones(3)), (torch.ones(2), torch.ones(4)))
+    program = graph(lambda p, x: p[0] * x[0], args)
+    _, residuals = program.flat.forward(*args, ())
+    gparams, gx = program.flat.backward(residuals, (torch.ones(2),))
+    assert gparams[1] is None and gx[1] is None and gparams[0] is not None
+
+
+# Rematerialisation.
+
+REMATS = ["none", "full", lambda op: "gelu" in str(op) or "layer_norm" in str(op), 12_000, 2_000]
+
+
+@pytest.mark.parametrize("remat", REMATS)
+@pytest.mark.parametrize("apart", [False, True])
+def test_rematerialisation_changes_no_bit(transformer, run, remat, apart):
+    case = transformer(3)
+    torch.manual_seed(1)
+    assert run(graph(case.fn, case.args, remat=remat), case, apart) == run(graph(case.fn, case.args), case)
+
+
+@pytest.mark.parametrize("remat", REMATS)
+def test_no_operator_runs_more_than_twice(transformer, parts, remat):
+    case = transformer(3)
+    plain, _, _ = parts(graph(case.fn, case.args), case)
+    calls, _, _ = parts(graph(case.fn, case.args, remat=remat), case)
+    assert calls["F"] == plain["F"]
+    assert calls["I"] + calls["W"] == calls["B"]
+    again = calls["B"] - plain["B"]
+    assert not again - plain["F"]
+    assert bool(again) == (remat != "none")
+
+
+def test_full_keeps_the_inputs_alone(transformer, parts):
+    case = transformer(2)
+    program = graph(case.fn, case.args, remat="full")
+    assert program.residual_bytes == case.args[1].nbytes
+
+
+def test_a_predicate_chooses_the_operators(transformer, parts):
+    case = transformer(2)
+    calls, _, _ = parts(graph(case.fn, case.args, remat=lambda op: op.overloadpacket is torch.ops.aten.gelu), case)
+    assert calls["B"]["gelu"] == 2 and calls["B"]["native_layer_norm"] == 0
+
+
+def test_a_budget_is_kept_and_more_bytes_cost_less_work(transformer, parts):
+    case = transformer(3)
+    whole = graph(case.fn, case.args).residual_bytes
+    work = []
+    for share in (0.1, 0.5, 0.9):
+        program = graph(case.fn, case.args, remat=int(share * whole))
+        assert 0.5 * share * whole < program.residual_bytes <= share * whole
+        calls, _, _ = parts(program, case)
+        work.append(calls["B"].total())
+    assert work[0] > work[1] > work[2]
+
+
+def test_a_budget_that_cannot_be_kept_is_refused(transformer):
+    case = transformer(1)
+    with pytest.raises(StageError, match="it may keep 10 bytes, but needs 512 with everything"):
+        graph(case.fn, case.args, remat=10)
+
+
+@pytest.mark.parametrize("remat", ["none", "full", 2_000, lambda op: True])
+def test_random_results_are_kept(remat, run):
+    def fn(w, x):
+        return F.dropout(F.dropout(x @ w, 0.5) @ w, 0.5).tanh()
+
+    args = (torch.randn(16, 16), torch.randn(8, 16))
+    gy = torch.randn(8, 16)
+
+    def gradients(program):
+        torch.manual_seed(3)
+        _, residuals = program.forward(*args)
+        state = torch.get_rng_state()
+        result = program.backward(residuals, gy)
+        assert torch.equal(torch.get_rng_state(), state)
+        return result
+
+    program = graph(fn, args, remat=remat)
+    assert program.random
+    for a, b in zip(gradients(program), gradients(graph(fn, args)), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_an_unknown_rematerialisation_is_refused():
+    with pytest.raises(ValueError, match="got remat='some'"):
+        graph(lambda p, x: x, ((), torch.ones(2)), remat="some")
