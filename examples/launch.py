@@ -83,8 +83,11 @@ def joined() -> Iterator[Place]:
 def start(job: Callable[[Any, Place], None], options: Any, ranks: int) -> None:
     """Run the job in ``ranks`` new processes; the first failure ends all of them, and this one."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    # A server that has imported everything once forks the processes, where there is such a thing.
+    method = "forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn"
+    mp.set_forkserver_preload(["__main__", "torch._dynamo"])
     context = mp.start_processes(
-        enter, (job, options, ranks, store.port), nprocs=ranks, join=False, daemon=True
+        enter, (job, options, ranks, store.port), nprocs=ranks, join=False, daemon=True, start_method=method
     )
     try:
         while not context.join(grace_period=5):

@@ -16,7 +16,7 @@ from launch import Place
 from ppfunc.schedule import Costs, Schedule, Timeline, simulate
 from ppfunc.stage import Engine, StageProgram
 
-REPEATS = 7
+REPEATS = 15
 
 
 def ideal(
@@ -72,17 +72,18 @@ def _times(program: StageProgram, example: tuple[Any, ...], device: torch.device
     rows = []
     gy = torch.ones(program.y.leaves[0].shape, device=device)
     for _ in range(REPEATS):
-        moments = [_now(device)]
+        start = _now(device)
         _, residuals = program.forward(*example)
-        moments.append(_now(device))
+        forward = _now(device)
         program.backward(residuals, gy)
-        moments.append(_now(device))
+        whole = _now(device)
+        _, residuals = program.forward(*example)
+        again = _now(device)
         _, rest = program.backward_input(residuals, gy)
-        moments.append(_now(device))
+        inputs = _now(device)
         program.backward_weight(rest)
-        moments.append(_now(device))
-        rows.append([1e3 * (b - a) for a, b in zip(moments, moments[1:], strict=False)])
-    return [median(column) for column in zip(*rows, strict=True)]
+        rows.append((forward - start, whole - forward, inputs - again, _now(device) - inputs))
+    return [1e3 * median(column) for column in zip(*rows, strict=True)]
 
 
 def _now(device: torch.device) -> float:

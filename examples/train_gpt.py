@@ -125,7 +125,7 @@ def schedule_of(options: argparse.Namespace) -> Schedule:
         try:
             schedule = build(ranks, options.microbatches, **more)
         except ValueError as error:
-            reason = f" ({ranks} ranks: {error})"
+            reason = reason or f": {error}"
             continue
         if len(schedule.chains[0].stages) == wanted:
             return schedule
