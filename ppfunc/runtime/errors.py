@@ -31,6 +31,9 @@ class PipelineError(RuntimeError):
         self.reported_by = rank if reported_by is None else reported_by
         super().__init__(self._message())
 
+    def __reduce__(self) -> tuple:
+        return type(self), (self.rank, self.position, self.instruction, self.reason, self.reported_by)
+
     @property
     def stage(self) -> int | None:
         """The stage of the failed instruction."""

@@ -128,7 +128,9 @@ class P2P:
             try:
                 self._store.wait([key], _POLL)
                 return self._store.get(key).decode()
-            except dist.DistStoreError:
+            except dist.DistNetworkError:
+                raise
+            except RuntimeError:  # not there yet; each store has its own word for that
                 if self._published():
                     raise ConnectionError("a peer has failed") from None  # ``fail`` puts its name in
                 if time.monotonic() > end:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from hashlib import sha256
 from typing import Any, NamedTuple
 
@@ -144,7 +145,7 @@ class Session:
             memory = bound.memory
             self._fill(memory, table, arguments)
             # Under a torch.func transform from outside, that transform decides what is recorded.
-            with torch.set_grad_enabled(torch.is_grad_enabled() and _transforming()):
+            with torch.set_grad_enabled(torch.is_grad_enabled() and _transforming()), _generators(arguments):
                 run(bound)
                 return finish(Step(self.schedule, self.transport, memory, table, arguments))
         except StepFailed as failed:
@@ -262,6 +263,13 @@ def _key(inputs: Batch) -> str:
     index = {signature: n for n, signature in enumerate(distinct)}
     text = "\n".join([*(s.to_json() for s in distinct), *(str(index[s]) for s in inputs.signatures)])
     return f"{len(inputs.signatures)} microbatches {sha256(text.encode()).hexdigest()[:16]}"
+
+
+def _generators(arguments: Arguments) -> AbstractContextManager[None]:
+    """Puts the generators back after a step that seeds them."""
+    if arguments.seed is None:
+        return nullcontext()
+    return torch.random.fork_rng({h.device for h in arguments.homes.values() if h.device.type == "cuda"})
 
 
 def _transforming() -> bool:

@@ -1,0 +1,197 @@
+"""Step time of the same blocks under the same schedule: ppfunc against torch.distributed.pipelining.
+
+Run by torchrun, two ranks or more::
+
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 tests/benchmarks/step_time.py --schedule 1f1b --width 64
+
+Both run in turn in one process group, in rounds that alternate. Printed are the median step
+times, the median of the ratios round by round (below 1: ppfunc is faster), and the measured over the
+ideal step, which is the simulated makespan with the stages' own measured times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as theirs
+
+import ppfunc as pp
+from ppfunc.schedule import BUILDERS, Costs, Schedule
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+import gpt  # noqa: E402
+
+THEIRS = {
+    "gpipe": theirs.ScheduleGPipe,
+    "1f1b": theirs.Schedule1F1B,
+    "interleaved_1f1b": theirs.ScheduleInterleaved1F1B,
+    "looped_bfs": theirs.ScheduleLoopedBFS,
+    "interleaved_zb": theirs.ScheduleInterleavedZeroBubble,
+    "zbv": theirs.ScheduleZBVZeroBubble,
+    "dualpipev": theirs.ScheduleDualPipeV,
+}
+SIZES = {64: (2, 16), 256: (4, 128)}  # width: (sequences, bytes) of a microbatch
+Stage = Callable[[list[gpt.Params], torch.Tensor], torch.Tensor]
+
+
+class Blocks(torch.nn.Module):
+    """The same stage as a module, for torch's runtime."""
+
+    def __init__(self, apply: Stage, params: list[gpt.Params]) -> None:
+        super().__init__()
+        self.apply_stage = apply
+        self.held = torch.nn.ModuleList(torch.nn.ParameterDict({k: v.clone() for k, v in p.items()}) for p in params)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.apply_stage([dict(p.items()) for p in self.held], x)
+
+
+def squared(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (y - target).square().mean()
+
+
+def main() -> None:
+    options = arguments()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    schedule = BUILDERS[options.schedule](ranks, options.microbatches)
+    sequences, length = SIZES.get(options.width, SIZES[256])
+    config = gpt.Config(width=options.width, layers=options.blocks, context=length)
+    model = gpt.layers(config)[1:-1]
+    cuts = [options.blocks * s // schedule.stages for s in range(schedule.stages + 1)]
+    runs = [range(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+    stages = [gpt.stage([model[k] for k in run]) for run in runs]
+    params = {s: gpt.initialise(model, runs[s], seed=0) for s in schedule.stages_of(rank)}
+    generator = torch.Generator().manual_seed(0)
+    shape = (options.microbatches * sequences, length, options.width)
+    inputs, targets = (torch.randn(shape, generator=generator) for _ in range(2))
+
+    ours = pp.value_and_grad(stages, squared, schedule, pp.P2P(), engine=pp.graph)
+    batch = pp.microbatch(inputs, options.microbatches), pp.microbatch(targets, options.microbatches)
+    modules = {s: Blocks(stages[s], params[s]) for s in params}
+    step_theirs = their_step(options, schedule, modules, inputs, targets, rank)
+
+    def step_ours() -> dict:
+        return ours(params, *batch)[1]
+
+    agree(step_ours(), step_theirs, modules)
+    rounds = [(measure(step_ours, options.steps), measure(step_theirs, options.steps)) for _ in range(options.rounds)]
+    ideal = ideal_step(stages, schedule, params, inputs[:sequences], targets[:sequences])
+    if rank == 0:
+        mine, other = median(a for a, _ in rounds), median(b for _, b in rounds)
+        print(
+            f"{options.schedule}, {ranks} ranks, width {options.width}: ppfunc {mine * 1e3:.2f} ms, torch {other * 1e3:.2f} ms, "
+            f"ratio {median(a / b for a, b in rounds):.3f}; ideal {ideal * 1e3:.2f} ms, measured over ideal {mine / ideal:.3f}"
+        )
+    dist.destroy_process_group()
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schedule", choices=THEIRS, default="1f1b")
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--blocks", type=int, default=8)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=10, help="steps per round")
+    return parser.parse_args()
+
+
+def their_step(
+    options: argparse.Namespace,
+    schedule: Schedule,
+    modules: dict[int, Blocks],
+    inputs: torch.Tensor,
+    targets: torch.Tensor,
+    rank: int,
+) -> Callable[[], None]:
+    """A step of torch's runtime of the same schedule."""
+    stages = [PipelineStage(modules[s], s, schedule.stages, torch.device("cpu")) for s in sorted(modules)]
+    made = THEIRS[options.schedule]
+    single = issubclass(made, theirs.PipelineScheduleSingle)
+    runtime = made(stages[0] if single else stages, options.microbatches, loss_fn=squared)
+    first, last = schedule.placement[0] == rank, schedule.placement[-1] == rank
+
+    def step() -> None:
+        for module in modules.values():
+            module.zero_grad(set_to_none=True)
+        runtime.step(*[inputs] * first, target=targets if last else None, losses=[] if last else None)
+
+    return step
+
+
+def agree(gradients: dict, step_theirs: Callable[[], None], modules: dict[int, Blocks]) -> None:
+    """Both sides have to compute the same gradients, or the comparison means nothing."""
+    step_theirs()
+    for s, module in modules.items():
+        for mine, other in zip(gradients[s], module.held, strict=True):
+            for name, parameter in other.items():
+                torch.testing.assert_close(mine[name], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+def measure(step: Callable[[], object], steps: int) -> float:
+    """Seconds per step, all ranks beginning together."""
+    step()
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    dist.barrier()
+    return (time.perf_counter() - start) / steps
+
+
+def ideal_step(
+    stages: list[Stage], schedule: Schedule, params: dict[int, list[gpt.Params]], x: torch.Tensor, target: torch.Tensor
+) -> float:
+    """Seconds of the simulated step with each stage's own times, messages taking none."""
+    last = schedule.stages - 1
+    mine = {}
+    for s, held in params.items():
+        fn, example = (stages[s], (held, x))
+        if s == last:
+            fn, example = (lambda p, x, t, s=s: squared(stages[s](p, x), t)), (held, x, target)
+        mine[s] = stage_times(pp.graph(fn, example, name=f"stage {s}"), example)
+    gathered: list = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    times = [found[s] for s in range(schedule.stages) for found in gathered if s in found]
+    forward, whole, inputs, weights = zip(*times, strict=True)
+    costs = Costs(forward=forward, backward=whole, backward_input=inputs, backward_weight=weights)
+    return pp.simulate(schedule, costs).makespan
+
+
+@torch.no_grad()
+def stage_times(program: object, example: tuple, repeats: int = 30) -> tuple[float, float, float, float]:
+    """Median seconds of forward, whole backward, input gradient and weight gradient; all ranks at once."""
+    flat = program.flat
+    held, x, *rest = example
+    arguments = tuple(v for p in held for _, v in sorted(p.items())), (x,), tuple(rest)
+    gy = tuple(torch.ones(leaf.shape) for leaf in program.y.leaves)
+    rows = []
+    for _ in range(repeats):
+        moments = [time.perf_counter()]
+        _, residuals = flat.forward(*arguments)
+        moments.append(time.perf_counter())
+        _, split = flat.forward(*arguments)
+        between = time.perf_counter()
+        flat.backward(residuals, gy)
+        moments.append(time.perf_counter() - between + moments[-1])
+        begin = time.perf_counter()
+        _, late = flat.backward_input(split, gy)
+        middle = time.perf_counter()
+        flat.backward_weight(late)
+        rows.append((moments[1] - moments[0], moments[2] - moments[1], middle - begin, time.perf_counter() - middle))
+    return tuple(median(column) for column in zip(*rows, strict=True))
+
+
+if __name__ == "__main__":
+    main()

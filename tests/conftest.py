@@ -1,0 +1,155 @@
+"""Shared by all tests: Hypothesis profiles, and pools of processes joined by gloo."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("small", max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("large", max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("small")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--large", action="store_true", help="run the property tests with 1000 examples each")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--large"):
+        settings.load_profile("large")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("cuda")]
+    if marked:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+Job = tuple[str, str, tuple]
+
+
+class Processes:
+    """Processes joined in one gloo group, each of which runs ``function(rank, size, *args)`` when asked.
+
+    Functions are found by file and name, and must stand at the top of their test module.
+    """
+
+    def __init__(self, size: int) -> None:
+        import torch.multiprocessing as mp
+
+        context = mp.get_context("spawn")
+        self.size = size
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            meeting = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        pipes = [context.Pipe() for _ in range(size)]
+        self._ends = [ours for ours, _ in pipes]
+        self.workers = [
+            context.Process(target=_work, args=(rank, size, meeting, theirs), daemon=True)
+            for rank, (_, theirs) in enumerate(pipes)
+        ]
+        for worker, (_, theirs) in zip(self.workers, pipes, strict=True):
+            worker.start()
+            theirs.close()
+
+    def start(self, function: Callable[..., Any], *args: Any) -> None:
+        """Ask every process to run ``function``."""
+        for end in self._ends:
+            end.send((function.__code__.co_filename, function.__name__, args))
+
+    def answers(self, timeout: float = 60) -> list[Any]:
+        """What each rank has returned; an exception as itself, None for a process that is gone."""
+        return [self._answer(end, timeout) for end in self._ends]
+
+    def _answer(self, end: Connection, timeout: float) -> Any:
+        try:
+            if not end.poll(timeout):
+                raise TimeoutError(f"a process did not answer within {timeout} s")
+            return end.recv()
+        except (EOFError, ConnectionResetError):
+            return None
+
+    def __call__(self, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
+        """Run ``function`` on every rank; raises the first exception."""
+        self.start(function, *args)
+        answers = self.answers(timeout)
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return answers
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.kill()
+            worker.join()
+
+
+def _work(rank: int, size: int, meeting: str, end: Connection) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
+    while True:
+        path, name, args = end.recv()
+        try:
+            answer = getattr(_module(path), name)(rank, size, *args)
+        except Exception as error:
+            error.add_note("".join(traceback.format_exception(error)))
+            answer = error
+        end.send(answer)
+
+
+_MODULES: dict[str, Any] = {}
+
+
+def _module(path: str) -> Any:
+    if path not in _MODULES:
+        spec = importlib.util.spec_from_file_location(f"job_{len(_MODULES)}", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        _MODULES[path] = module
+    return _MODULES[path]
+
+
+@pytest.fixture(scope="session")
+def two() -> Iterator[Processes]:
+    """Two processes, shared by all tests."""
+    processes = Processes(2)
+    yield processes
+    processes.close()
+
+
+@pytest.fixture(scope="session")
+def four() -> Iterator[Processes]:
+    """Four processes, shared by all tests."""
+    processes = Processes(4)
+    yield processes
+    processes.close()
+
+
+@pytest.fixture
+def fresh() -> Iterator[Callable[[int], Processes]]:
+    """Makes processes for one test, which may kill them."""
+    made: list[Processes] = []
+
+    def make(size: int) -> Processes:
+        made.append(Processes(size))
+        return made[-1]
+
+    yield make
+    for processes in made:
+        processes.close()

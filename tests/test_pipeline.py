@@ -1,0 +1,294 @@
+"""The front door in process: losses, gradients and outputs are those of the unpipelined model."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import optree
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ppfunc as pp
+
+D = 4
+ENGINES = {"graph": pp.graph, "functional": pp.functional}
+
+
+class Boundary(NamedTuple):
+    """What travels between the stages of the tree model."""
+
+    hidden: torch.Tensor
+    extra: dict[str, Any]
+
+
+def dense(params, x):
+    return torch.tanh(x @ params["w"] + params["b"])
+
+
+def dense_params(generator, dtype=torch.float64):
+    return {
+        "w": torch.randn(D, D, generator=generator, dtype=torch.float64).to(dtype),
+        "b": torch.randn(D, generator=generator, dtype=torch.float64).to(dtype),
+    }
+
+
+def tree_first(params, x):
+    return Boundary(dense(params, x["value"]), {"ids": x["ids"], "mask": x["ids"] > 2, "scale": x["value"][:, :1], "none": None})
+
+
+def tree_middle(params, x):
+    hidden = dense(params, x.hidden) * x.extra["mask"][:, None] + params["table"][x.extra["ids"]]
+    return Boundary(hidden, {**x.extra, "scale": x.extra["scale"] * params["b"].sum()})
+
+
+def tree_last(params, x):
+    return dense(params, x.hidden * x.extra["scale"])
+
+
+def squared(y, target):
+    return (y - target).square().mean()
+
+
+def whole(stages, loss_fn, params, inputs, targets, weights):
+    """The unpipelined computation: a loop over microbatches and stages."""
+    total = 0
+    for x, target, weight in zip(inputs, targets, weights, strict=True):
+        for stage, fn in enumerate(stages):
+            x = fn(params[stage], x)
+        total = total + weight * loss_fn(x, target)
+    return total
+
+
+def listed(batch, m):
+    """The microbatches of a tree with a leading axis, as a list of trees."""
+    return [optree.tree_map(lambda t: t[i], batch) for i in range(m)]  # noqa: B023
+
+
+def compare(stages, loss_fn, schedule, params, inputs, targets, engine=pp.graph, weights=None, tolerance=1e-12):
+    """Run the pipeline and the loop; returns what the pipeline returned."""
+    m = schedule.microbatches
+    step = pp.value_and_grad(stages, loss_fn, schedule, engine=engine, weights=weights)
+    loss, grads = step(params, inputs, targets)
+    reference = whole, (stages, loss_fn)
+    per = [1 / m] * m if weights is None else weights
+    rows = (inputs if isinstance(inputs, list) else listed(inputs, m), targets if isinstance(targets, list) else listed(targets, m))
+    want, want_loss = torch.func.grad_and_value(lambda p: reference[0](*reference[1], p, *rows, per))(params)
+    assert_near(loss, want_loss, tolerance)
+    optree.tree_map(lambda a, b: assert_near(a, b, tolerance), grads, want)
+    assert optree.tree_structure(grads) == optree.tree_structure(dict(params))
+    return loss, grads
+
+
+def assert_near(a, b, tolerance):
+    assert a.shape == b.shape
+    assert a.dtype == b.dtype
+    assert (a - b).abs().sum() <= tolerance * (1e-30 + b.abs().sum())
+
+
+def problem(stages, m, dtype=torch.float64, rows=3):
+    generator = torch.Generator().manual_seed(stages * 100 + m)
+    params = {s: dense_params(generator, dtype) for s in range(stages)}
+    inputs = torch.randn(m, rows, D, generator=generator, dtype=torch.float64).to(dtype)
+    targets = torch.randn(m, rows, D, generator=generator, dtype=torch.float64).to(dtype)
+    return params, inputs, targets
+
+
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+@pytest.mark.parametrize("builder", [pp.gpipe, pp.one_f_one_b])
+@given(stages=st.integers(1, 5), m=st.integers(1, 9))
+def test_gradients_are_those_of_the_unpipelined_model(builder, engine, stages, m):
+    params, inputs, targets = problem(stages, m)
+    compare([dense] * stages, squared, builder(stages, m), params, inputs, targets, engine)
+
+
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+def test_trees_integers_masks_and_none_pass_the_boundaries(engine):
+    stages = [tree_first, tree_middle, tree_middle, tree_last]
+    generator = torch.Generator().manual_seed(0)
+    params = {s: dense_params(generator) for s in range(4)}
+    for s in (1, 2):
+        params[s]["table"] = torch.randn(5, D, generator=generator, dtype=torch.float64)
+    inputs = {"value": torch.randn(6, 3, D, generator=generator, dtype=torch.float64), "ids": torch.arange(18).view(6, 3) % 5}
+    targets = torch.randn(6, 3, D, generator=generator, dtype=torch.float64)
+    compare(stages, squared, pp.one_f_one_b(4, 6), params, inputs, targets, engine)
+
+
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+def test_unused_and_frozen_parameters_and_stages_without_any(engine):
+    def unused(params, x):
+        return x * params["used"]
+
+    def frozen(params, x):
+        return x @ params["w"].detach()
+
+    def identity(params, x):
+        return x
+
+    stages = [unused, identity, frozen, lambda params, x: torch.sin(x)]
+    one = torch.tensor([2.0], dtype=torch.float64)
+    params = {0: {"used": one, "unused": one}, 1: {}, 2: {"w": torch.eye(D, dtype=torch.float64)}, 3: ()}
+    _, inputs, targets = problem(4, 5)
+    _, grads = compare(stages, squared, pp.one_f_one_b(4, 5), params, inputs, targets, engine)
+    assert grads[0]["unused"] == 0
+    assert grads[2]["w"].abs().sum() == 0
+
+
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+@pytest.mark.parametrize("m", [1, 2, 5])
+def test_one_tensor_used_twice_gets_both_parts_of_its_gradient(engine, m):
+    def nested(params, x):
+        return x @ params["w"] @ params["v"] @ params["w"]
+
+    w, v = torch.randn(2, D, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    _, inputs, targets = problem(1, m)
+    compare([nested], squared, pp.gpipe(1, m), {0: {"w": w, "v": v}}, inputs, targets, engine)
+
+    def chain(params, x):
+        for weight in params:
+            x = x @ weight
+        return x
+
+    compare([chain], squared, pp.gpipe(1, m), {0: [w, v, w]}, inputs, targets, engine)
+
+
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+def test_low_and_mixed_precision(engine):
+    params, inputs, targets = problem(3, 4, torch.bfloat16)
+    compare([dense] * 3, squared, pp.one_f_one_b(3, 4), params, inputs, targets, engine, tolerance=2e-2)
+
+    def down(p, x):
+        return dense(p, x).bfloat16()
+
+    def up(p, x):
+        return dense(p, x.double())
+
+    params, inputs, targets = problem(3, 4)
+    compare([dense, down, up], squared, pp.gpipe(3, 4), params, inputs, targets, engine, tolerance=1e-6)
+
+
+def test_integer_parameters_get_zeros_of_their_own_dtype():
+    def lookup(params, x):
+        return x * params["scale"] + params["ids"]
+
+    params = {0: {"scale": torch.tensor(2.0), "ids": torch.arange(D)}}
+    step = pp.value_and_grad([lookup], squared, pp.gpipe(1, 2))
+    _, grads = step(params, torch.ones(2, D), torch.zeros(2, D))
+    assert grads[0]["ids"].dtype == torch.int64
+    assert grads[0]["ids"].tolist() == [0] * D
+    assert grads[0]["scale"] != 0
+
+
+def test_microbatches_of_different_shapes_and_weights():
+    generator = torch.Generator().manual_seed(3)
+    params = {s: dense_params(generator) for s in range(3)}
+    sizes = [2, 5, 2, 1]
+    inputs = [torch.randn(n, D, generator=generator, dtype=torch.float64) for n in sizes]
+    targets = [torch.randn(n, D, generator=generator, dtype=torch.float64) for n in sizes]
+    weights = [n / sum(sizes) for n in sizes]
+    loss, grads = compare([dense] * 3, squared, pp.one_f_one_b(3, 4), params, inputs, targets, weights=weights)
+    step = pp.value_and_grad([dense] * 3, squared, pp.one_f_one_b(3, 4))
+    again, same = step(params, inputs, targets, weights=torch.tensor(weights, dtype=torch.float64))
+    assert torch.equal(loss, again)
+    assert torch.equal(grads[1]["w"], same[1]["w"])
+
+
+def test_shapes_may_change_from_step_to_step():
+    step = pp.value_and_grad([dense] * 2, squared, pp.one_f_one_b(2, 3))
+    for rows in (3, 7, 3):
+        params, inputs, targets = problem(2, 3, rows=rows)
+        loss, _ = step(params, inputs, targets)
+        assert_near(loss, whole([dense] * 2, squared, params, inputs, targets, [1 / 3] * 3), 1e-12)
+
+
+def test_parameters_that_require_gradients_leave_no_history():
+    params, inputs, targets = problem(2, 3)
+    params = {s: {k: torch.nn.Parameter(v) for k, v in tree.items()} for s, tree in params.items()}
+    loss, grads = pp.value_and_grad([dense] * 2, squared, pp.gpipe(2, 3))(params, inputs, targets)
+    assert not loss.requires_grad
+    assert not any(g.requires_grad for g in optree.tree_leaves(grads))
+    assert all(p.grad is None for p in optree.tree_leaves(params))
+
+
+@pytest.mark.parametrize("m", [1, 2, 3])
+def test_gradients_belong_to_the_caller(m):
+    """x + a + b: the gradients of a, b and x are one tensor, unless somebody takes care."""
+
+    def add(params, x):
+        return x + params["a"] + params["b"]
+
+    zeros = torch.zeros(2, D)
+    params = {s: {"a": zeros.clone(), "b": zeros.clone()} for s in range(2)}
+    step = pp.value_and_grad([add] * 2, lambda y, t: (y * t).sum(), pp.gpipe(2, m))
+    batch = torch.ones(m, 2, D), torch.ones(m, 2, D)
+    _, grads = step(params, *batch)
+    leaves = optree.tree_leaves(grads)
+    for leaf in leaves:
+        leaf.mul_(2)
+    assert all(torch.equal(leaf, torch.full((2, D), 2.0)) for leaf in leaves)
+    assert all(torch.equal(leaf, torch.ones(2, D)) for leaf in optree.tree_leaves(step(params, *batch)[1]))
+    assert torch.equal(batch[1], torch.ones(m, 2, D))
+
+
+def test_evaluation_returns_loss_and_outputs():
+    params, inputs, targets = problem(3, 4)
+    schedule = pp.one_f_one_b(3, 4)
+    stages = [dense] * 3
+    loss, outputs = pp.evaluate(stages, squared, schedule, return_outputs=True)(params, inputs, targets)
+    trained, _ = pp.value_and_grad(stages, squared, schedule)(params, inputs, targets)
+    assert torch.equal(loss, trained)
+    want = inputs
+    for s in range(3):
+        want = dense(params[s], want)
+    torch.testing.assert_close(outputs, want, rtol=1e-12, atol=0)
+    assert torch.equal(pp.evaluate(stages, squared, pp.inference(3, 4))(params, inputs, targets), loss)
+    assert torch.equal(pp.evaluate(stages, None, pp.inference(3, 4), return_outputs=True)(params, inputs), outputs)
+    ragged = [inputs[0], inputs[1, :2], inputs[2], inputs[3]]
+    rows = pp.evaluate(stages, None, schedule, return_outputs=True)(params, ragged)
+    assert [len(row) for row in rows] == [3, 2, 3, 3]
+
+
+def test_every_schedule_that_adds_up_in_the_same_order_gives_the_same_bits():
+    params, inputs, targets = problem(4, 6, torch.float32)
+    results = [
+        pp.value_and_grad([dense] * 4, squared, schedule)(params, inputs, targets)
+        for schedule in (pp.gpipe(4, 6), pp.one_f_one_b(4, 6), pp.zb_h1(4, 6), pp.interleaved_one_f_one_b(2, 6, 2), pp.zbv(2, 6))
+    ]
+    for loss, grads in results[1:]:
+        assert torch.equal(loss, results[0][0])
+        assert all(map(torch.equal, optree.tree_leaves(grads), optree.tree_leaves(results[0][1])))
+
+
+def test_copies_of_a_stage_get_the_sum_of_their_gradients():
+    schedule = pp.dualpipe(4, 10)
+    params, inputs, targets = problem(4, 10)
+    params.update({4 + k: params[k] for k in range(4)})
+    _, grads = pp.value_and_grad([dense] * 4, squared, schedule)(params, inputs, targets)
+    want = torch.func.grad(lambda p: whole([dense] * 4, squared, p, inputs, targets, [1 / 10] * 10))({k: params[k] for k in range(4)})
+    for k in range(4):
+        for name in want[k]:
+            assert_near(grads[k][name], want[k][name], 1e-12)
+            assert torch.equal(grads[k][name], grads[4 + k][name])
+
+
+def dropped(params, x):
+    return torch.nn.functional.dropout(dense(params, x), 0.5)
+
+
+def test_random_stages_depend_on_seed_step_stage_and_microbatch_only():
+    params, inputs, targets = problem(2, 4)
+    with pytest.raises(ValueError, match="seed"):
+        pp.value_and_grad([dropped] * 2, squared, pp.gpipe(2, 4))(params, inputs, targets)
+    before = torch.get_rng_state()
+    results = [
+        pp.value_and_grad([dropped] * 2, squared, schedule, engine=engine)(params, inputs, targets, seed=(7, 1))
+        for schedule in (pp.gpipe(2, 4), pp.one_f_one_b(2, 4), pp.interleaved_one_f_one_b(1, 4, 2))
+        for engine in ENGINES.values()
+    ]
+    assert torch.equal(torch.get_rng_state(), before)
+    for loss, grads in results[1:]:
+        assert torch.equal(loss, results[0][0])
+        assert all(map(torch.equal, optree.tree_leaves(grads), optree.tree_leaves(results[0][1])))
+    other, _ = pp.value_and_grad([dropped] * 2, squared, pp.gpipe(2, 4))(params, inputs, targets, seed=(7, 2))
+    assert other != results[0][0]
