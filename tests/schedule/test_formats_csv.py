@@ -49,8 +49,8 @@ def test_blanks_are_idle_steps():
 
 
 def test_skip_connections_are_the_edges_of_messages_with_a_peer():
-    schedule = from_csv("0F0,0SEND_F0,0SEND_F0>2\n1RECV_F0,1F0,1SEND_F0\n2RECV_F0,2RECV_F0>0,2F0\n")
-    assert schedule.skips == ((0, 2),)
+    for message in ("0SEND_F0>2", "2RECV_F0>0", "2SEND_B0>0", "0RECV_B0>2"):
+        assert from_csv(f"0F0,{message}\n1F0\n2F0\n").skips == ((0, 2),)
 
 
 def test_files(tmp_path):
@@ -92,6 +92,8 @@ def test_garbled_text_is_refused_with_its_place(text, message):
         ("0F0,0B0\n\n", 1, None),
         ("\n", 0, None),
         (",".join(f"0F{n}" for n in range(3000)) + ",1999F0\n", 0, "1999F0"),
+        (",".join(["0F0"] * 10**6) + "\n", 0, "0F0"),
+        ("\n" * 10**6, 0, None),
         ("\n".join(f"{s}F0,{s}B0" for s in range(2000)) + ",0F3999\n", 1999, "0F3999"),
     ],
 )

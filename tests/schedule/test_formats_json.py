@@ -62,6 +62,12 @@ def test_what_is_no_document_is_refused(text):
         from_json(text)
 
 
+def test_a_key_twice_is_refused():
+    text = to_json(gpipe(2, 2))
+    with pytest.raises(FormatError, match="the key 'name' occurs twice"):
+        from_json(text.replace('"name": "gpipe"', '"name": "gpipe", "name": "other"'))
+
+
 def test_a_chain_with_gaps_has_no_form():
     with pytest.raises(ValueError, match="range with step 1"):
         to_json(Schedule("gaps", (0,), (Chain((0,), range(0, 4, 2)),), ((),)))

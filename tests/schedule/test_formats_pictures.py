@@ -125,6 +125,10 @@ def test_grid_columns_are_moments_in_time():
     )
 
 
+def test_grid_fills_what_takes_more_than_one_unit():
+    assert to_grid(dualpipe(2, 4)).splitlines()[0] == "rank 0  0F0 3F2 0F1 3B2---- 3F3;0B0---- 3B3---- 0I1 0W1"
+
+
 def test_steps_are_deepspeeds_words():
     assert to_steps(deepspeed_inference(2, 2)) == (
         "rank 0\n"

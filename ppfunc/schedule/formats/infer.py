@@ -22,8 +22,8 @@ def infer_layout(rows: Sequence[Row]) -> tuple[tuple[int, ...], tuple[Chain, ...
     """Placement and chains of the table ``rows``, one row per rank.
 
     Raises:
-        ScheduleError: no assignment of stages to ranks exists, or a stage or microbatch number
-            is larger than the number of instructions could ever need.
+        ScheduleError: a rank or a stage has no compute, or the numbers of stages and microbatches
+            need far more forwards than there are.
     """
     held = []
     forwards: set[tuple[int, int]] = set()
@@ -35,11 +35,7 @@ def infer_layout(rows: Sequence[Row]) -> tuple[tuple[int, ...], tuple[Chain, ...
         held.append(Counter([part.stage for part in parts]))
         microbatches = max(microbatches, 1 + max(part.microbatch for part in parts))
         forwards.update((part.stage, part.microbatch) for part in parts if part.op is Op.F)
-    cells = sum(map(len, rows))
     stages = 1 + max(map(max, held))
-    if stages > cells or microbatches > cells:
-        reason = f"the numbers of a table of {cells} cells stay below {cells}"
-        _refuse(rows, lambda part: max(part.stage, part.microbatch) >= cells, reason)
     placement = _placement(rows, held, stages)
     return placement, _chains(rows, stages, microbatches, forwards)
 
