@@ -31,6 +31,7 @@ FORMATS: dict[str, Callable[[Schedule], str]] = {
     "svg": to_svg,
     "trace": to_trace,
 }
+_METAVARS = {"ranks": "P", "microbatches": "M", "chunks": "V", "group": "N", "order": "source|head"}
 _OPTIONS = ("chunks", "group", "order")
 
 
@@ -83,10 +84,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _builder_options(parser: argparse.ArgumentParser, required: bool) -> None:
-    parser.add_argument("--ranks", type=int, metavar="P", required=required, help="number of ranks")
-    parser.add_argument("--microbatches", type=int, metavar="M", required=required, help="number of microbatches")
-    parser.add_argument("--chunks", type=int, metavar="V", help="stages per rank, where the schedule has that choice")
-    parser.add_argument("--group", type=int, metavar="N", help="microbatches of a group (interleaved_1f1b)")
+    for name, meaning in (
+        ("ranks", "number of ranks"),
+        ("microbatches", "number of microbatches"),
+        ("chunks", "stages per rank, where that is a choice"),
+        ("group", "microbatches of a group (interleaved_1f1b)"),
+    ):
+        needed = required and name in ("ranks", "microbatches")
+        parser.add_argument(f"--{name}", type=int, metavar=_METAVARS[name], required=needed, help=meaning)
     parser.add_argument("--order", choices=("source", "head"), help="order of messages (deepspeed_train)")
 
 
@@ -123,11 +128,10 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _usage(parameter: inspect.Parameter) -> str:
-    flag = f"--{parameter.name}"
+    text = f"--{parameter.name} {_METAVARS[parameter.name]}"
     if parameter.default is parameter.empty:
-        return f"{flag} {parameter.name[0].upper()}"
-    default = "" if parameter.default is None else f"={parameter.default}"
-    return f"[{flag}{default}]"
+        return text
+    return f"[{text}]" if parameter.default is None else f"[{text}, else {parameter.default}]"
 
 
 def _section(text: str, title: str) -> list[str]:
@@ -178,7 +182,8 @@ def _simulate(arguments: argparse.Namespace) -> int:
         print(json.dumps(figures))
     else:
         for name, value in figures.items():
-            print(f"{name.replace('_', ' '):<17} {' '.join(f'{x:g}' for x in value) if isinstance(value, list) else f'{value:g}'}")
+            numbers = value if isinstance(value, list) else [value]
+            print(f"{name.replace('_', ' '):<17} {' '.join(f'{number:g}' for number in numbers)}")
     return 0
 
 
@@ -203,7 +208,8 @@ def _built(arguments: argparse.Namespace) -> Schedule:
 def _read(arguments: argparse.Namespace) -> Schedule:
     """The schedule in a file, proved, because nothing else may be timed."""
     if not Path(arguments.name).exists():
-        raise _CommandError(f"{arguments.name!r} is neither a file nor a schedule: expected a path or one of {', '.join(BUILDERS)}")
+        names = ", ".join(BUILDERS)
+        raise _CommandError(f"{arguments.name!r} is neither a file nor a schedule: expected a path or one of {names}")
     schedule = read_schedule(arguments.name)
     check(schedule)
     for name in ("ranks", "microbatches"):
@@ -212,7 +218,7 @@ def _read(arguments: argparse.Namespace) -> Schedule:
             raise _CommandError(f"--{name} {wanted}, but {arguments.name} has {found}: leave the option out")
     for name in _OPTIONS:
         if getattr(arguments, name) is not None:
-            raise _CommandError(f"--{name} is for schedules that are built, and {arguments.name} is a file: leave the option out")
+            raise _CommandError(f"--{name} is for building a schedule, and {arguments.name} is a file: leave it out")
     return schedule
 
 

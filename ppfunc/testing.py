@@ -28,6 +28,8 @@ from .schedule.schedule import Program, Schedule
 if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn, SearchStrategy
 
+_Arguments = tuple[tuple[str, Any], ...]
+
 
 def schedules(
     names: Iterable[str] | None = None,
@@ -58,7 +60,8 @@ def schedules(
     bounds = (max_ranks, max_microbatches, max_chunks)
     possible = [name for name in chosen if _arguments(name, *bounds)]
     if not possible:
-        raise ValueError(f"no schedule of {', '.join(chosen)} has at most {max_ranks} ranks and {max_microbatches} microbatches")
+        names = ", ".join(chosen)
+        raise ValueError(f"no schedule of {names} has at most {max_ranks} ranks and {max_microbatches} microbatches")
 
     def build(draw: DrawFn) -> Schedule:
         name = draw(st.sampled_from(possible))
@@ -116,7 +119,7 @@ def _hypothesis() -> Any:
 
 
 @cache
-def _arguments(name: str, max_ranks: int, max_microbatches: int, max_chunks: int) -> tuple[tuple[tuple[str, Any], ...], ...]:
+def _arguments(name: str, max_ranks: int, max_microbatches: int, max_chunks: int) -> tuple[_Arguments, ...]:
     """Every set of arguments within the bounds that the builder ``name`` accepts."""
     choices = {
         "ranks": range(1, max_ranks + 1),
@@ -253,8 +256,12 @@ def _crossed(schedule: Schedule, site: tuple[_Place, _Place]) -> Schedule:
 
 
 def _rings(schedule: Schedule) -> list[tuple[_Place, _Place, _Place, _Place]]:
-    """Per edge between ranks and two microbatches a, b: the places of F(b), B(a) at its source and F(b), B(a) at its target."""
-    places = {(i.op in (Op.B, Op.I), i.stage, i.microbatch): place for place, i in _places(schedule) if i.op in (Op.F, Op.B, Op.I) and not i.parts}
+    """Per edge between ranks and microbatches a, b: the places of F(b), B(a) at its source, then at its target."""
+    places = {
+        (i.op is not Op.F, i.stage, i.microbatch): place
+        for place, i in _places(schedule)
+        if i.op in (Op.F, Op.B, Op.I)
+    }
     rings = []
     for chain in schedule.chains:
         for source, target in zip(chain.stages, chain.stages[1:], strict=False):
@@ -274,7 +281,7 @@ def _ring(schedule: Schedule, site: tuple[_Place, _Place, _Place, _Place]) -> Sc
             first, second = _at(schedule, late), _at(schedule, early)
             wrong = _replaced(_replaced(wrong, late, second), early, first)
     backward, forward = _at(schedule, b_source), _at(schedule, f_target)
-    return _named(wrong, f"{_at(schedule, f_source)} waits for {backward}, which waits for {forward}, which waits for it")
+    return _named(wrong, f"{_at(schedule, f_source)} waits for {backward} and {forward}, and they for it")
 
 
 _MUTATIONS = (

@@ -6,6 +6,7 @@ import pytest
 import torch.distributed.pipelining.schedules as torch_schedules
 
 from ppfunc.schedule.builders import BUILDERS
+from ppfunc.schedule.check import check
 from ppfunc.schedule.formats import read_csv, write_csv
 from ppfunc.schedule.instruction import COMPUTE
 from ppfunc.schedule.passes import place_communication
@@ -49,6 +50,7 @@ def test_what_torch_writes_is_read(kind, tmp_path):
             expected = [str(action) for action in actions if action is not None]
             assert [str(i) for i in read.instructions(rank) if i.op in COMPUTE] == expected
         assert read.lowered == (form == "comms")
+        assert check(read).microbatches == MICROBATCHES
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -87,7 +87,7 @@ def _rows(text: str) -> list[_Row]:
         if cells is None:
             return rows
         if not any(cells):
-            raise ScheduleError(len(rows), None, None, "its row is empty: expected at least one stage in every row")
+            raise ScheduleError(len(rows), (0, 0), None, "its row is empty: expected at least one stage in every row")
         row: _Row = []
         rows.append(row)
         for cell in cells:
@@ -115,7 +115,7 @@ def _refuse_blanks(rows: list[_Row], token: str) -> None:
     for rank, row in enumerate(rows):
         if None in row:
             place = f"row {rank + 1} (rank {rank}), column {row.index(None) + 1}"
-            raise FormatError(f"{place}: a blank, but the file also holds {token}: only a file of nothing but compute may have blanks")
+            raise FormatError(f"{place}: a blank, but only files of nothing but compute may have blanks: this has {token}")
 
 
 def _skips(rows: list[_Row], stages: int) -> tuple[tuple[int, int], ...]:

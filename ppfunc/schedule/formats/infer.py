@@ -31,7 +31,7 @@ def infer_layout(rows: Sequence[Row]) -> tuple[tuple[int, ...], tuple[Chain, ...
     for rank, row in enumerate(rows):
         parts = _compute(row)
         if not parts:
-            raise ScheduleError(rank, None, None, "it computes nothing: expected at least one stage in every row")
+            raise ScheduleError(rank, (0, 0), None, "it computes nothing: expected at least one stage in every row")
         held.append(Counter([part.stage for part in parts]))
         microbatches = max(microbatches, 1 + max(part.microbatch for part in parts))
         forwards.update((part.stage, part.microbatch) for part in parts if part.op is Op.F)

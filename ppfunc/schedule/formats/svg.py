@@ -66,7 +66,7 @@ def to_svg(schedule: Schedule, timeline: Timeline | None = None) -> str:
     width, height = _LEFT + scale.width + _RIGHT, scale.y(len(rows)) + _BOTTOM
     size = f'width="{_n(width)}" height="{_n(height)}"'
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_n(width)} {_n(height)}" {size}>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" viewBox="0 0 {_n(width)} {_n(height)}" {size}>',
         f"<title>{_escaped(schedule.name)}</title>\n<style>{_STYLE}\n</style>",
         f'<rect class="paper" {size}/>',
         *_heading(schedule, timeline),
@@ -81,7 +81,8 @@ def to_svg(schedule: Schedule, timeline: Timeline | None = None) -> str:
 def _scale(rows: list[list[Bar]], makespan: float) -> _Scale:
     """Wide enough for the numbers of three bars in four, within what a page can show."""
     durations = sorted(bar.end - bar.start for row in rows for bar in row)
-    digits = max((len(str(part.microbatch)) for row in rows for bar in row for part in parts_of(bar.instruction)), default=1)
+    parts = (part for row in rows for bar in row for part in parts_of(bar.instruction))
+    digits = max((len(str(part.microbatch)) for part in parts), default=1)
     typical = durations[len(durations) // 4] if durations else makespan
     wanted = (_DIGIT * digits + 5) * makespan / typical if typical else 0.0
     width = min(max(wanted, 720.0), 30000.0)
@@ -92,7 +93,7 @@ def _scale(rows: list[list[Bar]], makespan: float) -> _Scale:
 def _heading(schedule: Schedule, timeline: Timeline) -> Iterator[str]:
     counts = ((schedule.ranks, "rank"), (schedule.stages, "stage"), (schedule.microbatches, "microbatch"))
     facts = [f"{n} {word}{('es' if word.endswith('h') else 's') * (n != 1)}" for n, word in counts]
-    facts += [f"makespan {_n(timeline.makespan)}", f"bubble {float(timeline.bubble):.1%}"]
+    facts += [f"makespan {_time(timeline.makespan)}", f"bubble {float(timeline.bubble):.1%}"]
     facts += [f"bubble of the span {float(timeline.span_bubble):.1%}"]
     facts += [f"peak activations {_n(max(timeline.peak_activations, default=0))}"]
     yield _text("ink h", _LEFT, 34, schedule.name)
@@ -130,7 +131,7 @@ def _axis(scale: _Scale, makespan: float, ranks: int) -> Iterator[str]:
     for time in _ticks(makespan, scale.width):
         x = _n(scale.x(time))
         yield f'<line class="tick" x1="{x}" x2="{x}" y1="{_n(top)}" y2="{_n(bottom + 5)}"/>'
-        yield _text("soft mid", scale.x(time), bottom + 18, _n(time))
+        yield _text("soft mid", scale.x(time), bottom + 18, _time(time))
     yield _text("soft end", _LEFT - 10, bottom + 18, "time")
     yield _text("soft end", _LEFT + scale.width + 52, top - 6, "idle")
     yield _text("soft", _LEFT + scale.width + 70, top - 6, "peak activations")
@@ -163,27 +164,35 @@ def _bars(schedule: Schedule, scale: _Scale, rank: int, row: list[Bar]) -> Itera
     for instruction, start, end in row:
         parts = parts_of(instruction)
         height = scale.bar / len(parts)
-        tip = f"<title>{instruction} on rank {rank}, {_n(start)} to {_n(end)}</title>"
+        tip = f"<title>{instruction} on rank {rank}, {_time(start)} to {_time(end)}</title>"
         for n, part in enumerate(parts):
             strength = _strength(order.get(part.stage, 0), max(len(order), 1))
             y = scale.y(rank) + 2 + n * height
             # A hairline of the paper between bars, so that equal neighbours can be told apart.
             width = max((end - start) * scale.per_time - 0.8, 0.4)
-            faded = "" if strength == "1" else f' fill-opacity="{strength}"'
-            yield _rect(part.op.value, scale.x(start), y, width, height - (n < len(parts) - 1) * 0.6, faded.strip(), tip)
+            faded = "" if strength == "1" else f'fill-opacity="{strength}"'
+            drawn = height - 0.6 if n + 1 < len(parts) else height
+            yield _rect(part.op.value, scale.x(start), y, width, drawn, faded, tip)
             number = str(part.microbatch)
             if width >= _DIGIT * len(number) + 1:
                 tone = " pale" if float(strength) < 0.75 else " dark" * (part.op is Op.W)
-                yield _text("n" + tone + " half" * (len(parts) > 1), scale.x(start) + width / 2, y + height / 2 + 4, number)
+                kind = "n" + tone + " half" * (len(parts) > 1)
+                yield _text(kind, scale.x(start) + width / 2, y + height / 2 + 4, number)
 
 
 def _rect(kind: str, x: float, y: float, width: float, height: float, extra: str = "", inside: str = "") -> str:
-    body = f'<rect class="{kind}" x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{_n(height)}"{" " * bool(extra)}{extra}'
-    return f"{body}>{inside}</rect>" if inside else f"{body}/>"
+    place = f'x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{_n(height)}"'
+    body = f'rect class="{kind}" {place} {extra}'.rstrip()
+    return f"<{body}>{inside}</rect>" if inside else f"<{body}/>"
 
 
 def _text(kind: str, x: float, y: float, text: str) -> str:
     return f'<text class="{kind}" x="{_n(x)}" y="{_n(y)}">{_escaped(text)}</text>'
+
+
+def _time(time: float) -> str:
+    """A time in whatever unit it has, seconds or multiples of a forward, in six digits."""
+    return f"{float(time):.6g}"
 
 
 def _escaped(text: str) -> str:
