@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import mean, median
+from threading import RLock
 from typing import NamedTuple
 
 import corpus
@@ -193,6 +194,7 @@ class Progress:
         self.losses: list[float] = []
         self.seconds: list[float] = []
         self.tokens, self.ideal = options.batch * options.context, ideal
+        tqdm.set_lock(RLock())  # one process writes; the lock for several would outlive an interrupt
         self.bar = tqdm(range(options.steps), unit="step", disable=not shown, dynamic_ncols=True)
 
     def __iter__(self) -> Iterator[int]:

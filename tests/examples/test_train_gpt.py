@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -42,7 +43,10 @@ def trained(example, monkeypatch, tmp_path):
         options = train_gpt.parse_options([*SMALL, "--out", str(tmp_path), *more])
         return train_gpt.train(options, launch.Place(pp.InProcess(), torch.device("cpu")))
 
-    return run
+    threads = torch.get_num_threads()
+    launch.one_thread()
+    yield run
+    torch.set_num_threads(threads)
 
 
 def test_same_curve_whatever_the_schedule_and_the_stages(trained):
@@ -89,7 +93,13 @@ def test_a_failing_rank_fails_the_run_and_says_so_once(environment, tmp_path):
     assert done.stderr.count("LookupError: no such thing") == 1
 
 
-@pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs process groups")
+def running(group):
+    """The processes of a process group that still run; one that ended may wait to be reaped."""
+    lines = subprocess.run(["ps", "-A", "-o", "pgid=,stat=,pid="], capture_output=True, text=True, check=True).stdout
+    return [pid for pgid, state, pid in map(str.split, lines.splitlines()) if pgid == str(group) and state[0] != "Z"]
+
+
+@pytest.mark.skipif(shutil.which("ps") is None, reason="looks at the processes with ps")
 def test_interrupt_ends_all_processes(environment, tmp_path):
     command = [sys.executable, EXAMPLES / "train_gpt.py", *SMALL, "--stages", "2", "--steps", "100000", "--out", tmp_path]
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, start_new_session=True) as process:
@@ -99,10 +109,9 @@ def test_interrupt_ends_all_processes(environment, tmp_path):
         start = time.monotonic()
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait(timeout=10) == 130
-        assert time.monotonic() - start < 5
-        with pytest.raises(ProcessLookupError):
-            while time.monotonic() - start < 5:
-                os.killpg(process.pid, 0)
+        while running(process.pid):
+            assert time.monotonic() - start < 10
+        assert b"Traceback" not in process.stderr.read()
 
 
 def test_options_that_do_not_fit_are_refused_at_once(example, capsys):
