@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import optree
@@ -78,10 +80,10 @@ def outline_by_running(
 ) -> Outline:
     """As :func:`outline`, by running the stage once on zeros: for stages that need values.
 
-    Since another path may draw random numbers, the stage counts as random.
+    Another path may draw random numbers, so where this one drew none it is not known whether the stage does.
     """
     result = _observe(fn, seen, stand_ins(example, seen.device), has_aux, name)
-    return result._replace(draws=max(1, result.draws))
+    return result._replace(known=False)
 
 
 def data_dependence(error: Exception) -> str:
@@ -105,7 +107,7 @@ def _observe(fn: Callable[..., Any], example: Example, tensors: tuple[Leaves, Le
         )
         trees = (example.params.unflatten(groups[0]), example.x.unflatten(groups[1]), *example.unflatten_consts(groups[2]))
         with watch:
-            out = call_named(fn, trees, name)
+            out = _call(fn, trees, example, name)
         (y, y_def), (aux, aux_def) = split_aux(out, has_aux, name)
     _require_unchanged(example, trees, groups, name)
     return Outline(
@@ -113,6 +115,31 @@ def _observe(fn: Callable[..., Any], example: Example, tensors: tuple[Leaves, Le
         Signature(aux_def, tuple(_leaf(t, False) for t in aux)),
         watch.draws,
     )
+
+
+def _call(fn: Callable[..., Any], trees: tuple[Any, ...], example: Example, name: str) -> Any:
+    """``fn(*trees)``; what it raises becomes an error that says what it was given."""
+    try:
+        with _quiet():
+            return fn(*trees)
+    except (StageError, *DATA_DEPENDENT):
+        raise
+    except Exception as error:
+        given = [f"x = {example.x}", *(f"const {i} = {c}" for i, c in enumerate(example.consts))]
+        reason = f"it raised {type(error).__name__}: {error}; it was given {', '.join(given)}"
+        instead = "check that it takes what the stage before it returns, and that its parameters have the shapes and dtypes for it"
+        raise StageError(name, reason, instead) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps torch from logging, with its whole traceback, an error that we raise in our words."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def call_named(fn: Callable[..., Any], args: tuple[Any, ...], name: str) -> Any:

@@ -28,6 +28,7 @@ def graph(
     name: str = "the stage",
     device: torch.device | str | None = None,
     remat: Remat = "none",
+    compile: bool = False,
 ) -> StageProgram | Engine:
     """An engine, the default one: traces forward and backward once, and runs what it cut from the trace.
 
@@ -42,6 +43,8 @@ def graph(
         device: where the stage computes; by default where the first tensor of the example is.
         remat: what the backward computes again instead of keeping it: ``"none"``; ``"full"``, all
             but the inputs; a predicate on operators; or the most bytes to be kept.
+        compile: whether each program is compiled by inductor (``torch.compile``) when it first
+            runs. Results then agree within rounding, no longer bitwise.
 
     Raises:
         StageError: control flow or shapes depend on values, the gradient cannot be traced, the
@@ -58,7 +61,7 @@ def graph(
     <BLANKLINE>
     """
     if fn is None or example is None:
-        return partial(graph, remat=remat)
+        return partial(graph, remat=remat, compile=compile)
     seen = Example.of(example, device)
     if seen.subclasses:
         reason = f"its example has tensors of the types {', '.join(seen.subclasses)}, which are not traced"
@@ -67,15 +70,14 @@ def graph(
     joint = clean(trace(Primals(fn, seen, known, has_aux, name), seen, known, name))
     parts = cut_for(joint, remat, name)
     size = residual_bytes(joint, parts.residuals)
-    return stage_program(_emit(parts, joint, name), seen, known, has_aux=has_aux, residual_bytes=size)
+    return stage_program(_emit(parts, joint, name, compile), seen, known, has_aux=has_aux, residual_bytes=size)
 
 
-def _emit(parts: Parts, joint: Joint, name: str) -> FlatProgram:
-    constants = joint.constants
-    weight = emit(parts.backward_weight, ("rest",), constants, f"{name} backward_weight")
+def _emit(parts: Parts, joint: Joint, name: str, compile: bool) -> FlatProgram:
+    make = partial(emit, constants=joint.constants, compile=compile)
     return FlatProgram(
-        emit(parts.forward, ("params", "x", "consts"), constants, f"{name} forward", settle=("x", "consts")),
-        emit(parts.backward, ("residuals", "gy"), constants, f"{name} backward", settle=("gy",)),
-        emit(parts.backward_input, ("residuals", "gy"), constants, f"{name} backward_input", settle=("gy",)),
-        weight,
+        make(parts.forward, ("params", "x", "consts"), title=f"{name} forward", settle=("x", "consts")),
+        make(parts.backward, ("residuals", "gy"), title=f"{name} backward", settle=("gy",)),
+        make(parts.backward_input, ("residuals", "gy"), title=f"{name} backward_input", settle=("gy",)),
+        make(parts.backward_weight, ("rest",), title=f"{name} backward_weight"),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,12 +11,21 @@ import torch
 from torch.fx import Node
 
 from .calls import quickest
+from .compiled import compiled
 from .cut import Part
 from .operators import is_element
 
 
-def emit(part: Part, names: tuple[str, ...], constants: dict[str, torch.Tensor], title: str, settle: tuple[str, ...] = ()) -> Callable[..., Any]:
-    """Compile a part to a function; its source is its docstring.
+def emit(
+    part: Part,
+    names: tuple[str, ...],
+    constants: dict[str, torch.Tensor],
+    title: str,
+    *,
+    settle: tuple[str, ...] = (),
+    compile: bool = False,
+) -> Callable[..., Any]:
+    """Make a function of a part; its source is its docstring.
 
     Every value is let go right after its last use.
 
@@ -25,14 +35,18 @@ def emit(part: Part, names: tuple[str, ...], constants: dict[str, torch.Tensor],
         constants: the tensors of ``get_attr`` nodes.
         title: name of the function, and of its place in a traceback.
         settle: names of the arguments whose tensors may come with any strides.
+        compile: whether the body is one function compiled by inductor.
     """
     writer = _Writer(part, constants)
     writer.unpack(names, settle)
-    for node in part.body:
-        writer.call(node)
+    if compile and part.body:
+        writer.call_compiled(*compiled(part, constants))
+    else:
+        for node in part.body:
+            writer.call(node)
     source = writer.source(title, names)
     scope = dict(writer.objects)
-    exec(compile(source, f"<{title}>", "exec"), scope)  # noqa: S102: the source was written right here
+    exec(builtins.compile(source, f"<{title}>", "exec"), scope)  # noqa: S102: the source was written right here
     function = scope[title.split()[-1]]
     function.__doc__ = source
     return function
@@ -81,6 +95,11 @@ class _Writer:
             gone.append("_")
         if gone:
             self.lines.append(f"del {', '.join(gone)}")
+
+    def call_compiled(self, function: Callable[..., Any], inputs: tuple[Node, ...], outputs: tuple[Node, ...]) -> None:
+        given = ", ".join(self.names[n] for n in inputs)
+        taken = "".join(self.bind(n) + ", " for n in outputs)
+        self.lines.append(f"{taken}= {self.object(function, 'op')}({given})")
 
     def expression(self, node: Node) -> str:
         """The call as source."""

@@ -1,0 +1,50 @@
+"""Parts of a trace compiled by inductor, called without guards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from .cut import Part
+from .operators import is_tensor
+
+# Random operators stay those of torch, so that compiled and plain programs draw the same numbers.
+_OPTIONS = {"fallback_random": True}
+
+
+def compiled(part: Part, constants: dict[str, torch.Tensor]) -> tuple[Callable[..., Any], tuple[Node, ...], tuple[Node, ...]]:
+    """The body of a part as one function, compiled at its first call.
+
+    The shapes of a trace are fixed, so nothing is checked at a call: no guards, no dispatch.
+
+    Returns:
+        the function, the nodes of its arguments, the nodes of its results.
+    """
+    body = set(part.body)
+    inputs = tuple(dict.fromkeys(a for n in part.body for a in n.all_input_nodes if a not in body and a.op != "get_attr"))
+    outputs = tuple(dict.fromkeys(n for results in part.results for n in results if n in body))
+    module = _module(part, inputs, outputs, constants)
+    examples = [n.meta["val"] for n in inputs]
+    ready: list[Callable[..., Any]] = []
+
+    def call(*tensors: torch.Tensor) -> Any:
+        if not ready:
+            ready.append(torch._inductor.compile(module, examples, options=_OPTIONS))
+        return ready[0](*tensors)
+
+    return call, inputs, outputs
+
+
+def _module(part: Part, inputs: tuple[Node, ...], outputs: tuple[Node, ...], constants: dict[str, torch.Tensor]) -> GraphModule:
+    graph = Graph()
+    copies = {n: graph.placeholder(n.name) for n in inputs}
+    used = {a for n in part.body for a in n.all_input_nodes if a.op == "get_attr"}
+    copies |= {n: graph.get_attr(n.target) for n in used}
+    for node in part.body:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[n] for n in outputs))
+    assert all(map(is_tensor, outputs))
+    return GraphModule({n.target: constants[n.target] for n in used}, graph)
