@@ -84,7 +84,7 @@ def _moments(schedule: Schedule) -> Moments:
     record = check_order(schedule, flow, ways)
     found = traffic(schedule, flow, ways, "pair")
     state = check_queues(schedule, flow, record, found)
-    latest = [[inf] * len(program) for program in schedule.programs]
+    latest = [[inf] * (len(program) + 1) for program in schedule.programs]
     for rank, (events, clocks) in enumerate(zip(found.events, state.clocks, strict=True)):
         for (_, step, _), clock in zip(events, clocks, strict=True):
             latest[rank][step] = min(latest[rank][step], clock)
@@ -121,11 +121,11 @@ def _colour(ranges: Iterable[Range], found: Moments | None, rank: int) -> dict[H
 
 
 def _gone(found: Moments | None, rank: int, before: Range, step: int) -> bool:
-    """Whether the sends that read the slot are over when ``step`` begins, or go in the same batch."""
+    """Whether the sends that read the slot are over when ``step`` begins, or when it ends if they are part of it."""
     if found is None:
         return True
     sends = found.sends[rank].get(before.holder, ())
-    return all(sent == step or gone < found.latest[rank][step] for sent, gone in sends)
+    return all(gone < found.latest[rank][step + (sent == step)] for sent, gone in sends)
 
 
 def _written(program: Program, slots: dict[Holder, int]) -> Program:

@@ -6,8 +6,8 @@ from collections.abc import Hashable
 from typing import NamedTuple
 
 from ..dataflow import Dataflow
-from ..instruction import COMMUNICATION, COMPUTE, RECEIVES, SENDS, Instruction, Op
-from ..schedule import Schedule, Step
+from ..instruction import COMMUNICATION, COMPUTE, RECEIVES, Instruction, Op
+from ..schedule import Schedule
 from .buffers import has_slots
 from .order import in_order
 from .routes import Routes, message_number
@@ -46,10 +46,11 @@ def traffic(schedule: Schedule, flow: Dataflow, ways: Routes, queue: str) -> Tra
         sums: dict[int, int] = {}
         for step, instructions in enumerate(program):
             batches: dict[Hashable, int] = {}
-            if slotted:
-                _await_buffers(found.events[rank], instructions, buffers, step)
+            begin = len(found.events[rank])
             for place, instruction in in_order(instructions):
                 op = instruction[0]
+                if slotted:
+                    _take_buffers(found, begin, buffers, instruction, (rank, step, place))
                 if op in COMMUNICATION:
                     route = ways[op, instruction[1], instruction[3]]
                     key = (rank, route[2]) if queue == "pair" else rank
@@ -75,10 +76,11 @@ _TAIL = frozenset({Op.REDUCE_TIED, Op.REDUCE_GRAD, Op.STEP})
 
 
 class _Buffer(NamedTuple):
-    """Who is in a slot, and the batches of the sends that read it."""
+    """Who is in a slot, the sends that read it, and those of its last holder that went in the step of the change."""
 
     microbatch: int
     sends: list[int]
+    late: list[int]
 
 
 def _open(found: Traffic, rank: int, step: int, queue: int) -> int:
@@ -125,16 +127,31 @@ def _remote(schedule: Schedule, flow: Dataflow) -> dict[Op, list[tuple[int, ...]
     }
 
 
-def _await_buffers(events: list[Event], step: Step, buffers: dict[tuple[int, int], _Buffer], number: int) -> None:
-    """A slot is written only after the sends of earlier steps that read it have gone."""
-    for place, instruction in enumerate(step):
-        if instruction[4] is not None:
-            key = (instruction[1], instruction[4])
-            held = buffers.get(key)
-            if held is None or held.microbatch != instruction[2]:
-                if held is not None:
-                    events += ((batch, number, place) for batch in held.sends)
-                buffers[key] = _Buffer(instruction[2], [])
+def _take_buffers(
+    found: Traffic,
+    begin: int,
+    buffers: dict[tuple[int, int], _Buffer],
+    instruction: Instruction,
+    position: tuple[int, int, int],
+) -> None:
+    """A slot is taken only after the sends of earlier steps that read it, and computed into only after all of them.
+
+    What a rank sends and what it receives in one batch are different parts of a slot.
+    """
+    rank, step, place = position
+    events = found.events[rank]
+    for part in instruction[5] or (instruction,):
+        if part[4] is None:
+            continue
+        held = buffers.get((part[1], part[4]))
+        if held is None or held.microbatch != part[2]:
+            before = held.sends if held else ()
+            events[begin:begin] = [(batch, step, place) for batch in before if found.step[batch] < step]
+            held = _Buffer(part[2], [], [batch for batch in before if found.step[batch] == step])
+            buffers[part[1], part[4]] = held
+        if held.late and part[0] in COMPUTE:
+            events += ((batch, step, place) for batch in held.late)
+            held.late.clear()
 
 
 def _reduce(
