@@ -69,9 +69,4 @@ class InProcess:
         self._texts.clear()
         if failure.instruction is None:
             return failure.cause
-        return PipelineError(failure.rank, failure.position, failure.instruction, describe(failure.cause))
-
-
-def describe(cause: BaseException) -> str:
-    """One line that names the type of an exception and says its message."""
-    return f"{type(cause).__name__}: {cause}"
+        return PipelineError(failure.rank, failure.position, failure.instruction, failure.reason)

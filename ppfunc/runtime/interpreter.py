@@ -54,7 +54,7 @@ class StageCall(NamedTuple):
         sinks: the edges that make up the first leaves of its output; what follows is kept for the caller.
         weighted: whether its output has a loss, whose cotangent is the weight of the microbatch.
         keeps: whether outputs follow those of the sinks, for the caller.
-        random: whether its forward draws random numbers.
+        random: whether its forward draws random numbers; None where that is not known.
     """
 
     program: FlatProgram
@@ -62,7 +62,7 @@ class StageCall(NamedTuple):
     sinks: tuple[Edge, ...]
     weighted: bool
     keeps: bool
-    random: bool
+    random: bool | None
 
 
 @dataclass
@@ -257,10 +257,11 @@ class _Binder:
                 self._load(place, stage, microbatch)
                 call = self.calls[stage, microbatch]
                 self._arrivals(place, stage, microbatch, "F", call.sources)
-                if call.random:
+                forward = _forward(self.memory, call, stage, microbatch, self.schedule.forward_only)
+                if call.random is not False:
                     position = next(c.stages.index(stage) for c in self.schedule.chains if stage in c.stages)
-                    self._append(place, _seed(self.memory, self.homes[stage].device, position, microbatch))
-                self._append(place, _forward(self.memory, call, stage, microbatch, self.schedule.forward_only))
+                    forward = _seeded(self.memory, self.homes[stage].device, position, stage, microbatch, forward)
+                self._append(place, forward)
             case Op.B | Op.I:
                 call = self.calls[stage, microbatch]
                 self._arrivals(place, stage, microbatch, "B", call.sinks)
@@ -355,20 +356,28 @@ def _forward(memory: Memory, call: StageCall, stage: int, microbatch: int, forwa
     return forward_between
 
 
-def _seed(memory: Memory, device: torch.device, position: int, microbatch: int) -> Thunk:
-    """The thunk that makes what a forward draws depend on nothing but (seed, step, stage, microbatch).
+def _seeded(
+    memory: Memory, device: torch.device, position: int, stage: int, microbatch: int, forward: Thunk
+) -> Thunk:
+    """The forward, what it draws depending on nothing but (seed, step, stage, microbatch).
 
-    The copies of a stage in a second chain have the position of the first.
+    The copies of a stage in a second chain count as the first. Without a seed a stage that may
+    draw, for all that is known, must not.
     """
+    generator = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
 
-    def seed() -> None:
+    def seeded() -> None:
+        if memory.seed is None:
+            before = generator.get_state()
+            forward()
+            if not torch.equal(before, generator.get_state()):
+                raise ValueError(f"stage {stage} drew random numbers; pass seed=(seed, step) to the step, two integers")
+            return
         text = repr((*memory.seed, position, microbatch)).encode()
-        number = int.from_bytes(blake2b(text, digest_size=8).digest(), "little", signed=True)
-        torch.default_generator.manual_seed(number)
-        if device.type == "cuda":
-            torch.cuda.default_generators[device.index or 0].manual_seed(number)
+        generator.manual_seed(int.from_bytes(blake2b(text, digest_size=8).digest(), "little", signed=True))
+        forward()
 
-    return seed
+    return seeded
 
 
 def _backward(memory: Memory, call: StageCall, home: Home, stage: int, microbatch: int, whole: bool) -> Thunk:

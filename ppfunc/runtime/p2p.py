@@ -14,13 +14,11 @@ from ppfunc.schedule.formats.text import parse_instruction
 from ppfunc.stage import LeafSignature
 
 from .errors import AgreementError, PipelineError
-from .inprocess import describe
 from .transport import Failure, Tag, Thunk, Transfer, Values
 
 # Dtypes that every backend can carry; anything else travels as its bytes.
 _PLAIN = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
 _LINE = 256  # bytes of a control message
-_POLL = timedelta(milliseconds=50)
 
 
 class _Pair:
@@ -124,17 +122,15 @@ class P2P:
     def _wait_for(self, key: str, what: str) -> str:
         """The value of ``key`` in the store; a peer's failure ends the wait."""
         end = time.monotonic() + self.timeout.total_seconds()
-        while True:
-            try:
-                self._store.wait([key], _POLL)
-                return self._store.get(key).decode()
-            except dist.DistNetworkError:
-                raise
-            except RuntimeError:  # not there yet; each store has its own word for that
-                if self._published():
-                    raise ConnectionError("a peer has failed") from None  # ``fail`` puts its name in
-                if time.monotonic() > end:
-                    raise TimeoutError(f"rank {self.rank} waited {self.timeout.total_seconds():g} s for {what}") from None
+        pause = 0.001
+        while not self._store.check([key]):
+            if self._store.check([f"{self.generation}/failure"]):
+                raise ConnectionError("a peer has failed")  # ``fail`` puts its name in
+            if time.monotonic() > end:
+                raise TimeoutError(f"rank {self.rank} waited {self.timeout.total_seconds():g} s for {what}")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        return self._store.get(key).decode()
 
     def begin(self, call: str, key: str | None) -> str:
         if self.size == 1:
@@ -278,7 +274,7 @@ class P2P:
             return first
         if failure.instruction is None:
             return failure.cause
-        return PipelineError(failure.rank, failure.position, failure.instruction, describe(failure.cause))
+        return PipelineError(failure.rank, failure.position, failure.instruction, failure.reason)
 
     def _first_failure(self, failure: Failure) -> PipelineError | None:
         """The failure that another rank published first, or a rank that is gone; None where this rank is the first.
@@ -287,7 +283,7 @@ class P2P:
         without a publication is a lost process.
         """
         lost = _connection_lost(failure.cause) and self._waiting_on is not None
-        rank, position, instruction, reason = failure.rank, failure.position, failure.instruction, describe(failure.cause)
+        rank, position, instruction, reason = failure.rank, failure.position, failure.instruction, failure.reason
         if lost:
             where = "" if instruction is None else f" (rank {failure.rank} was at {instruction}, step {position})"
             rank, position, instruction, reason = self._waiting_on, None, None, f"its process is gone or out of reach{where}"
@@ -300,10 +296,6 @@ class P2P:
             return None
         rank, position, text, reason = json.loads(first)
         return PipelineError(rank, position, text and parse_instruction(text), reason, reported_by=self.rank)
-
-    def _published(self) -> bool:
-        """Whether a rank has failed in this generation."""
-        return self._store.check([f"{self.generation}/failure"])
 
     def _tear_down(self) -> None:
         """End every communicator: peers that wait on one raise at once. The next step makes new ones."""

@@ -27,13 +27,13 @@ class Served(NamedTuple):
         program: functions over flat tuples.
         y: signature of what goes to the next stage; of the loss or the outputs for the last.
         weighted: whether ``y`` is a loss that depends on parameters.
-        random: whether the forward draws random numbers.
+        random: whether the forward draws random numbers; None where that is not known.
     """
 
     program: FlatProgram
     y: Signature
     weighted: bool
-    random: bool
+    random: bool | None
 
 
 class Table(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
-from ppfunc.schedule import Schedule
+from ppfunc.schedule import Op, Schedule, parts_of
 from ppfunc.stage import LeafSignature, Signature
 
 from .batch import Batch, read_batch
@@ -149,7 +149,8 @@ class Session:
                 run(bound)
                 return finish(Step(self.schedule, self.transport, memory, table, arguments))
         except StepFailed as failed:
-            raise self.transport.fail(failed.failure) from failed.failure.cause
+            failure = failed.failure._replace(context=_given(failed.failure, table))
+            raise self.transport.fail(failure) from failure.cause
         except BaseException as cause:
             error = self.transport.fail(Failure(self.local[0], None, None, cause))
             if error is cause:
@@ -275,6 +276,14 @@ def _generators(arguments: Arguments) -> AbstractContextManager[None]:
 def _transforming() -> bool:
     """Whether a torch.func transform is at work outside."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _given(failure: Failure, table: Table) -> str:
+    """What the stage of a failed forward was given."""
+    for part in parts_of(failure.instruction):
+        if part.op is Op.F and isinstance(failure.cause, Exception):
+            return f"; its input was {table.received[part.stage, part.microbatch]}"
+    return ""
 
 
 def _own(leaf: torch.Tensor) -> torch.Tensor:

@@ -51,12 +51,21 @@ class Transfer(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """Where a rank was when it failed: its step and instruction are None outside the program."""
+    """Where a rank was when it failed: its step and instruction are None outside the program.
+
+    ``context`` says more about the instruction, such as what its stage was given.
+    """
 
     rank: int
     position: int | None
     instruction: Instruction | None
     cause: BaseException
+    context: str = ""
+
+    @property
+    def reason(self) -> str:
+        """One line: the type of the exception, its message, and the context."""
+        return f"{type(self.cause).__name__}: {self.cause}{self.context}"
 
 
 class Transport(Protocol):

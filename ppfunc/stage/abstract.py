@@ -32,16 +32,18 @@ class Outline(NamedTuple):
         y: signature of the output; ``grad=True`` where it depends on a differentiable leaf of the parameters or of ``x``.
         aux: signature of the auxiliary output, no leaf of which carries a gradient.
         draws: how many operators drew from a random generator.
+        known: whether it always takes the path that was seen.
     """
 
     y: Signature
     aux: Signature
     draws: int
+    known: bool = True
 
     @property
-    def random(self) -> bool:
-        """Whether the stage draws random numbers."""
-        return self.draws > 0
+    def random(self) -> bool | None:
+        """Whether the stage draws random numbers; None where another path than the one seen might."""
+        return True if self.draws else None if not self.known else False
 
 
 def abstract(fn: Callable[..., Any], params: Any, x: Any, *consts: Any) -> Signature:

@@ -64,7 +64,7 @@ class StageProgram(NamedTuple):
         aux: signature of the auxiliary output.
         residual_bytes: bytes of the residuals of one microbatch, each storage counted once and
             parameters not at all; ``None`` where an engine cannot know it.
-        random: whether the forward draws random numbers; a backward never does.
+        random: whether the forward draws random numbers, None where that depends on values; a backward never does.
     """
 
     forward: Callable[..., tuple[Any, tuple[Any, ...]]]
@@ -75,7 +75,7 @@ class StageProgram(NamedTuple):
     y: Signature
     aux: Signature
     residual_bytes: int | None
-    random: bool
+    random: bool | None
 
 
 class Engine(Protocol):

@@ -123,7 +123,7 @@ def many_steps(rank, ranks, steps):
 
 def test_a_thousand_steps_leave_nothing_behind(two):
     for before, after in two(many_steps, 1000, timeout=180):
-        assert after[0] - before[0] < 2 << 20  # allocators breathe; a tensor leaked per step would be more
+        assert after[0] - before[0] < 4 << 20  # allocators breathe; a page leaked per step would be more
         assert after[1:] == before[1:]
 
 

@@ -1,0 +1,239 @@
+"""What goes wrong on one rank is raised on every rank, at once and by name; wrong arguments before anything runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+import ppfunc as pp
+
+D = 4
+SOON = 2.0  # seconds; the timeouts of the transports below are far longer
+
+
+def stage(params, x):
+    return torch.tanh(x @ params["w"])
+
+
+def squared(y, target):
+    return (y - target).square().mean()
+
+
+def problem(stages, m):
+    generator = torch.Generator().manual_seed(0)
+    params = {s: {"w": torch.randn(D, D, generator=generator)} for s in range(stages)}
+    return params, torch.randn(m, 3, D, generator=generator), torch.randn(m, 3, D, generator=generator)
+
+
+def caught(call, *args, **kwargs):
+    """The exception of a call, and how long it took."""
+    start = time.perf_counter()
+    try:
+        call(*args, **kwargs)
+    except Exception as error:
+        return type(error).__name__, str(error), time.perf_counter() - start
+    return None, "", time.perf_counter() - start
+
+
+# -- wrong arguments, in process ---------------------------------------------------------------
+
+
+def refused(match, call, *args, error=ValueError, **kwargs):
+    with pytest.raises(error, match=match):
+        call(*args, **kwargs)
+
+
+def test_wrong_batches_are_refused_with_what_was_got_and_expected():
+    params, inputs, targets = problem(2, 4)
+    step = pp.value_and_grad([stage] * 2, squared, pp.gpipe(2, 4))
+    refused("batch of 10 is not divisible by 4 microbatches; the nearest numbers that divide it are 2 and 5", pp.microbatch, torch.ones(10, D), 4)
+    refused("batch of 3 is smaller than its 4 microbatches", pp.microbatch, torch.ones(3, D), 4)
+    refused("same leading axis", pp.microbatch, {"a": torch.ones(4), "b": torch.ones(8)}, 4)
+    refused("at least 1", pp.microbatch, torch.ones(4), 0)
+    refused(r"inputs: got a leading axis of 12 .* 4 microbatches.*ppfunc.microbatch\(inputs, 4\)", step, params, inputs.flatten(0, 1), targets)
+    refused("targets: got a leading axis of 3", step, params, inputs, targets[:3])
+    refused("targets: got a list of 3 microbatches, the schedule has 4", step, params, inputs, list(targets[:3]))
+    refused("targets: got None.*stage 1", step, params, inputs, None)
+    refused("inputs: got None.*stage 0", step, params, None, targets)
+    refused("tensor", step, params, {"x": inputs, "n": 3}, targets, error=TypeError)
+
+
+def test_wrong_parameters_stages_weights_and_losses_are_refused():
+    params, inputs, targets = problem(2, 4)
+    schedule = pp.gpipe(2, 4)
+    step = pp.value_and_grad([stage] * 2, squared, schedule)
+    refused(r"params: got \[0\], expected .*\[0, 1\]", step, {0: params[0]}, inputs, targets)
+    refused("params: got list", step, [params[0], params[1]], inputs, targets)
+    refused("got 3 stages, the schedule 'gpipe' has 2", pp.value_and_grad, [stage] * 3, squared, schedule)
+    refused(r"weights: got shape \(3,\)", pp.value_and_grad, [stage] * 2, squared, schedule, weights=[1, 2, 3])
+    refused("no backward", pp.value_and_grad, [stage] * 2, squared, pp.inference(2, 4))
+    refused("nothing", pp.evaluate, [stage] * 2, None, schedule)
+    vector = pp.value_and_grad([stage] * 2, lambda y, t: (y - t).square().mean(0), schedule)
+    refused(r"stage 1.*floating scalar, got float32\[4\]", error=Exception, call=lambda: vector(params, *(t[:, :, :] for t in (inputs, targets))))
+
+
+def test_stages_that_do_not_fit_each_other_are_refused_by_name():
+    params, inputs, targets = problem(2, 4)
+    step = pp.value_and_grad([stage] * 2, squared, pp.gpipe(2, 4))
+    params[1]["w"] = torch.ones(D + 1, D)
+    refused(r"stage 1: .*given x = float32\[3,4\]", step, params, inputs, targets, error=pp.StageError)
+    # Matrix products of different dtypes are found out only when they run.
+    params[1]["w"] = torch.ones(D, D, dtype=torch.float64)
+    refused(r"1F0.*float != double.*input was float32\[3,4\]", step, params, inputs, targets, error=pp.PipelineError)
+
+
+def test_impure_and_data_dependent_stages_are_refused_by_name():
+    def impure(params, x):
+        params["w"].add_(1)
+        return x @ params["w"]
+
+    def branching(params, x):
+        return x @ params["w"] if x.sum() > 0 else x
+
+    params, inputs, targets = problem(2, 4)
+    before = params[1]["w"].clone()
+    step = pp.value_and_grad([stage, impure], squared, pp.gpipe(2, 4))
+    refused("stage 1.*not pure", step, params, inputs, targets, error=pp.StageError)
+    assert torch.equal(params[1]["w"], before)
+    step = pp.value_and_grad([stage, branching], squared, pp.gpipe(2, 4))
+    refused("stage 1.*functional", step, params, inputs, targets, error=pp.StageError)
+    pp.value_and_grad([stage, branching], squared, pp.gpipe(2, 4), engine=pp.functional)(params, inputs, targets)
+
+
+def test_a_wrong_schedule_is_refused_before_anything_runs():
+    from dataclasses import replace
+
+    schedule = pp.gpipe(2, 4)
+    broken = replace(schedule, programs=(schedule.programs[0][:-1], schedule.programs[1]))
+    refused("0F3: the backward", pp.value_and_grad, [stage] * 2, squared, broken, error=pp.ScheduleError)
+
+
+def test_an_error_inside_a_step_says_where_it_was():
+    def failing(params, x):
+        if x.sum() != 0:
+            raise ArithmeticError("not zero")
+        return x
+
+    params, inputs, targets = problem(2, 4)
+    inputs[:] = 0
+    step = pp.value_and_grad([stage, failing], squared, pp.gpipe(2, 4), engine=pp.functional)
+    step(params, inputs, targets)
+    inputs[2] = 1
+    with pytest.raises(pp.PipelineError) as raised:
+        step(params, inputs, targets)
+    error = raised.value
+    assert (error.rank, error.stage, error.microbatch, str(error.instruction)) == (1, 1, 2, "1F2")
+    assert "ArithmeticError: not zero" in str(error)
+    assert isinstance(error.__cause__, ArithmeticError)
+    inputs[2] = 0
+    step(params, inputs, targets)
+
+
+# -- between processes -------------------------------------------------------------------------
+
+
+def disagree(rank, ranks, kind):
+    transport = pp.P2P(timeout=60)
+    m = 4 if kind != "microbatches" or rank == 0 else 8
+    schedule = pp.one_f_one_b(ranks, m) if kind == "schedule" and rank else pp.gpipe(ranks, m)
+    params, inputs, targets = problem(ranks, m)
+    if kind == "shape" and rank:
+        inputs = inputs[:, :2]
+    make = pp.evaluate if kind == "call" and rank else pp.value_and_grad
+    return caught(make([stage] * ranks, squared, schedule, transport), {rank: params[rank]}, inputs, targets)
+
+
+@pytest.mark.parametrize("kind", ["microbatches", "schedule", "shape", "call"])
+def test_ranks_that_disagree_are_told_so(two, kind):
+    for rank, (name, text, seconds) in enumerate(two(disagree, kind)):
+        assert name == ("PipelineError" if rank == 0 else "AgreementError")
+        assert "disagree" in text
+        assert seconds < SOON
+
+
+def wrong_size(rank, ranks):
+    params, inputs, targets = problem(3, 4)
+    return caught(pp.value_and_grad, [stage] * 3, squared, pp.gpipe(3, 4), pp.P2P(timeout=60))
+
+
+def test_a_schedule_for_another_number_of_ranks_is_refused(two):
+    for name, text, _ in two(wrong_size):
+        assert name == "ValueError"
+        assert "schedule is for 3 ranks, the process group has 2" in text
+
+
+def fail_once(rank, ranks, kind):
+    """A step that fails on the last rank while the others wait, then the same step again."""
+    armed = [False]
+
+    def last(params, x):
+        if armed[0]:
+            raise ArithmeticError("armed")
+        return stage(params, x)
+
+    transport = pp.P2P(timeout=60)
+    params, inputs, targets = problem(ranks, 5)
+    stages = [stage] * (ranks - 1) + [last]
+    step = pp.value_and_grad(stages, squared, pp.one_f_one_b(ranks, 5), transport, engine=pp.functional)
+    loss, grads = step({rank: params[rank]}, inputs, targets)
+    here = rank == ranks - 1
+    armed[0] = here and kind == "stage"
+    given = None if here and kind == "argument" else targets
+    if kind == "first call":  # a fresh transport: nobody has met anybody yet
+        step = pp.value_and_grad(stages, squared, pp.one_f_one_b(ranks, 5), pp.P2P(timeout=60), engine=pp.functional)
+        given = None if here else targets
+    failure = caught(step, {rank: params[rank]}, inputs, given)
+    armed[0] = False
+    again, same = step({rank: params[rank]}, inputs, targets)
+    assert torch.equal(again, loss)
+    assert torch.equal(same[rank]["w"], grads[rank]["w"])
+    return failure
+
+
+@pytest.mark.parametrize("kind", ["stage", "argument", "first call"])
+def test_a_failure_reaches_every_rank_by_name_and_the_retry_gives_the_same_bits(four, kind):
+    answers = four(fail_once, kind)
+    for rank, (name, text, seconds) in enumerate(answers):
+        assert seconds < SOON
+        assert "rank 3 failed" in text or (rank == 3 and kind != "stage")
+        if rank < 3:
+            assert name == "PipelineError"
+            assert f"seen by rank {rank}" in text
+        if kind == "stage":
+            assert "3F0" in text
+            assert "ArithmeticError: armed" in text
+
+
+def run_until_killed(rank, ranks, victim):
+    params, inputs, targets = problem(ranks, 5)
+    calls = [0]
+
+    def slow(p, x):
+        calls[0] += 1
+        if rank == victim and calls[0] > 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return stage(p, x)
+
+    step = pp.value_and_grad([slow] * ranks, squared, pp.one_f_one_b(ranks, 5), pp.P2P(timeout=60), engine=pp.functional)
+    while True:
+        failure = caught(step, {rank: params[rank]}, inputs, targets)
+        if failure[0]:
+            return failure
+
+
+@pytest.mark.parametrize("victim", [1, 2])
+def test_a_killed_process_is_named_by_the_others(fresh, victim):
+    processes = fresh(3)
+    processes.start(run_until_killed, victim)
+    answers = processes.answers()
+    assert answers[victim] is None
+    for rank, answer in enumerate(answers):
+        if rank != victim:
+            name, text, seconds = answer
+            assert name == "PipelineError"
+            assert f"rank {victim} failed" in text
+            assert seconds < SOON
