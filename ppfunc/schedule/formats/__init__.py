@@ -1,10 +1,10 @@
 """Schedules as text and pictures: CSV, JSON, grid, instruction streams, SVG, Chrome trace."""
 
+from .compute_only import compute_only
 from .csv import from_csv, to_csv
 from .files import read_csv, read_schedule, write_csv
 from .grid import to_grid
 from .json import from_json, to_json
-from .plain import compute_only, without_slots
 from .steps import to_steps
 from .svg import to_svg
 from .text import FormatError, parse_instruction
@@ -24,6 +24,5 @@ __all__ = [
     "to_steps",
     "to_svg",
     "to_trace",
-    "without_slots",
     "write_csv",
 ]
