@@ -59,7 +59,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--lr", type=float, default=3e-3, help="(default: %(default)s)")
     add("--seed", type=int, default=0, help="(default: %(default)s)")
     add("--in-process", action="store_true", help="all ranks in this process")
-    add("--out", type=Path, default=Path("out"), help="folder for the pictures (default: %(default)s)")
+    add("--out", type=Path, default=Path("out"), help="folder for the loss and the pictures (default: %(default)s)")
     options = parser.parse_args(arguments)
     try:
         plan(options)
@@ -97,6 +97,8 @@ def plan(options: argparse.Namespace) -> Plan:
     Raises:
         ValueError: options that do not fit together.
     """
+    if options.steps < 1:
+        raise ValueError(f"expected at least 1 step, got {options.steps}")
     schedule = schedule_of(options)
     if schedule.forward_only:
         raise ValueError(f"{options.schedule} runs forward only; choose a schedule for training")
@@ -183,7 +185,8 @@ def train(options: argparse.Namespace, place: launch.Place) -> Result:
     whole = gathered(todo, params, place)
     if place.rank == 0:
         report(options, place, schedule, ideal, median(progress.seconds), result)
-        print(f"\nA sample:\n{gpt.generate(todo.model, whole, text.validation[: options.context], SAMPLE, options.seed)}")
+        sample = gpt.generate(todo.model, whole, text.validation[: options.context], SAMPLE, options.seed)
+        print(f"\nA sample, after the {options.context} bytes that it begins with:\n{sample}")
     return result
 
 
@@ -228,14 +231,15 @@ def gathered(todo: Plan, params: dict[int, list[gpt.Params]], place: launch.Plac
 def report(
     options: argparse.Namespace, place: launch.Place, schedule: Schedule, ideal: Timeline, seconds: float, result: Result
 ) -> None:
-    """Say how it went, and draw the schedule and the loss."""
+    """Say how it went, write the loss down, and draw it and the schedule."""
     options.out.mkdir(parents=True, exist_ok=True)
-    pictures = {
+    files = {
+        "loss.csv": "".join(f"{step},{loss!r}\n" for step, loss in enumerate(result.losses)),
         "schedule.svg": to_svg(schedule, ideal),
         "loss.svg": loss_curve(result.losses, result.validation, f"Byte-level GPT, {schedule.name}, {schedule.ranks} ranks"),
     }
-    for name, picture in pictures.items():
-        (options.out / name).write_text(picture, encoding="utf-8")
+    for name, content in files.items():
+        (options.out / name).write_text(content, encoding="utf-8")
     tokens = options.batch * options.context / seconds
     print(
         f"\nloss: {result.losses[0]:.3f} at first, {result.losses[-1]:.3f} at last, "
@@ -243,7 +247,7 @@ def report(
         f"step: {1e3 * seconds:.1f} ms, {tokens:,.0f} tokens/s; ideal {ideal.makespan:.1f} ms, "
         f"the simulation of {schedule.name} with the stages' own times and a core for each of the {schedule.ranks} ranks; "
         f"{measure.least(ideal, place.processes):.1f} ms is the least with what this machine has\n"
-        f"pictures: {', '.join(str(options.out / name) for name in pictures)}"
+        f"written: {', '.join(str(options.out / name) for name in files)}"
     )
 
 

@@ -72,7 +72,10 @@ def test_runs_plainly_in_processes_of_its_own(environment, tmp_path):
     first, last = (float(x) for x in done.stdout.split("loss: ")[1].split(" at last")[0].split(" at first, "))
     assert first == pytest.approx(5.5, abs=0.2)
     assert last < 4.5
-    assert "A sample:" in done.stdout
+    assert "A sample" in done.stdout
+    written = [float(line.split(",")[1]) for line in (tmp_path / "loss.csv").read_text().splitlines()]
+    assert len(written) == 25
+    assert (written[0], written[-1]) == pytest.approx((first, last), abs=1e-3)
     assert "rank 0" in (tmp_path / "schedule.svg").read_text()
     assert "polyline" in (tmp_path / "loss.svg").read_text()
 
@@ -122,6 +125,8 @@ def test_options_that_do_not_fit_are_refused_at_once(example, capsys):
         ("--batch 10 --microbatches 4", "not divisible"),
         ("--width 30 --heads 4", "multiple of heads"),
         ("--stages 9 --layers 4", "9 stages"),
+        ("--steps 0", "at least 1 step"),
+        ("--chunks 2", "no choice of chunks"),
     ]:
         with pytest.raises(SystemExit) as caught:
             train_gpt.parse_options(wrong.split())
