@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import ppfunc as pp
 from ppfunc.schedule.builders import BUILDERS
 from ppfunc.schedule.formats import read_csv, write_csv
 from ppfunc.schedule.instruction import Instruction, Op
@@ -102,6 +103,20 @@ def test_torch_finds_the_gradients_of_the_whole_model(name, form, folder):
     for stage, gradients in found.items():
         for gradient, parameter in zip(gradients, model[stage].parameters(), strict=True):
             torch.testing.assert_close(gradient, parameter.grad, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_torch_finds_the_gradients_that_ppfunc_finds(name, folder):
+    schedule = read_csv(folder / f"{name}.csv")
+    model = layers(schedule.stages)
+    functions = [lambda params, x, layer=layer: torch.func.functional_call(layer, params, (x,)) for layer in model]
+    params = {stage: dict(layer.named_parameters()) for stage, layer in enumerate(model)}
+    inputs, targets = (pp.microbatch(part, MICROBATCHES) for part in batch())
+    _, gradients = pp.value_and_grad(functions, loss_of, schedule)(params, inputs, targets)
+    for rank in range(RANKS):
+        for stage, found in torch.load(folder / f"{name}-mean.{rank}.pt").items():
+            for ours, theirs in zip(gradients[stage].values(), found, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
 
 
 def main() -> None:
