@@ -6,6 +6,7 @@ from .eager_engine import eager
 from .errors import StageError
 from .functional_engine import functional
 from .graph_engine import graph
+from .module import ModuleStage, split_sequential, stage_from_module
 from .program import Engine, FlatProgram, StageProgram
 from .signature import LeafSignature, Signature
 
@@ -13,6 +14,7 @@ __all__ = [
     "Engine",
     "FlatProgram",
     "LeafSignature",
+    "ModuleStage",
     "Signature",
     "StageError",
     "StageProgram",
@@ -21,4 +23,6 @@ __all__ = [
     "eager",
     "functional",
     "graph",
+    "split_sequential",
+    "stage_from_module",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from .abstract import Outline, call_named
@@ -10,6 +11,7 @@ from .boundary import settled
 from .errors import StageError
 from .example import Example, Leaves, split_aux
 from .program import Gradients
+from .randomness import SettledDraws
 from .signature import differentiable
 
 
@@ -21,7 +23,7 @@ class Primals:
         self.param_at = [i for i, leaf in enumerate(example.params.leaves) if differentiable(leaf.dtype)]
         self.x_at = [i for i, leaf in enumerate(example.x.leaves) if leaf.grad]
         self.y_at = [i for i, leaf in enumerate(known.y.leaves) if leaf.grad]
-        self.y = known.y
+        self.y, self.draws = known.y, known.draws
 
     def primals(self, params: Leaves, x: Leaves) -> tuple[Leaves, Leaves]:
         return tuple(params[i] for i in self.param_at), tuple(x[i] for i in self.x_at)
@@ -35,7 +37,8 @@ class Primals:
                 p[i] = value
             for i, value in zip(self.x_at, primal_x, strict=True):
                 a[i] = value
-            out = call_named(lambda: self.call(tuple(p), tuple(a), consts), (), self.name)
+            with SettledDraws() if self.draws else nullcontext():
+                out = call_named(self.call, (tuple(p), tuple(a), consts), self.name)
             (y, y_def), (aux, _) = split_aux(out, self.has_aux, self.name)
             self.require_same(y, y_def)
             y = settled(y)

@@ -11,7 +11,9 @@ import optree
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+
+from ppfunc.stage import stage_from_module
 
 W = torch.float64
 GLOBAL = optree.registry.__GLOBAL_NAMESPACE if hasattr(optree.registry, "__GLOBAL_NAMESPACE") else ""
@@ -97,6 +99,12 @@ def nested(p: Any, x: Any) -> Any:
     return Box(Pair(h @ p["a"].right.value, None), "out"), {"k": [h * p["a"].left], "ids": x["in"].right}, ()
 
 
+def module_case(module: torch.nn.Module, x: Any) -> Case:
+    """A module as a stage, with its buffers as state."""
+    fn, params, state = stage_from_module(module.double())
+    return Case(fn, (params, x, state), True) if state else Case(fn, (params, x))
+
+
 def cases() -> dict[str, Callable[[], Case]]:
     """Every kind of stage, made with fresh tensors."""
     t = torch.tensor
@@ -143,6 +151,11 @@ def cases() -> dict[str, Callable[[], Case]]:
         "captured constant": lambda: (lambda c: Case(lambda p, x: x @ c @ p, (r(3, 3), r(2, 3))))(r(3, 3)),
         "second order inside": lambda: Case(lambda p, x: torch.func.grad(lambda a: (a @ p).sin().sum())(x), (r(3, 3), r(2, 3))),
         "vmap inside": lambda: Case(lambda p, x: torch.func.vmap(lambda a: a @ p)(x), (r(3, 3), r(2, 3))),
+        "strided dropout": lambda: Case(lambda p, x: F.dropout((x @ p).transpose(1, 2), 0.5) + F.dropout(x, 0.2)[0, 0, 0], (r(3, 3), r(2, 5, 3))),
+        "batch norm": lambda: module_case(nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU()), r(2, 2, 5, 5)),
+        "batch norm in evaluation": lambda: module_case(nn.BatchNorm1d(3).eval(), r(4, 3)),
+        "recurrent": lambda: module_case(nn.LSTM(3, 4, batch_first=True), r(2, 3, 3)),
+        "encoder layer": lambda: module_case(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True), r(2, 3, 8)),
         "split and stack": lambda: Case(lambda p, x: torch.stack([a * p for a in x.chunk(2)]).unbind(1), (r(3), r(4, 3))),
     }
 
@@ -204,6 +217,7 @@ def run() -> Callable[..., Result]:
     """Forward and backward of a case through a stage program, whole or with I and W apart."""
 
     def run(program: Any, case: Case, apart: bool = False) -> Result:
+        torch.manual_seed(7)
         out, residuals = program.forward(*case.args)
         y, aux = out if case.has_aux else (out, None)
         gy = optree.tree_map(cotangent, y)
@@ -232,6 +246,7 @@ def expected() -> Callable[[Case], Result]:
             full = list(leaves)
             for i, value in zip(at, primals, strict=True):
                 full[i] = value
+            torch.manual_seed(7)
             out = case.fn(*optree.tree_unflatten(treedef, full), *args[2:])
             y, aux = out if case.has_aux else (out, None)
             inner = [

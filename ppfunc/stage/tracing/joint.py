@@ -16,6 +16,7 @@ from ..boundary import settled
 from ..errors import StageError
 from ..example import Example, Leaves
 from ..primals import Primals
+from .honest import HIDDEN, HONEST
 from .operators import is_mutable, is_random
 
 Nodes = tuple[Node, ...]
@@ -95,7 +96,7 @@ def _regroup(flat: Any, groups: Any) -> Iterator[tuple[Any, ...]]:
 
 def _make_fx(fn: Callable[..., Any], flat: list[torch.Tensor], name: str) -> GraphModule:
     try:
-        return make_fx(fn, tracing_mode="real", _allow_non_fake_inputs=True)(*flat)
+        return make_fx(fn, tracing_mode="real", decomposition_table=HONEST, _allow_non_fake_inputs=True)(*flat)
     except StageError:
         raise
     except Exception as error:
@@ -114,7 +115,7 @@ def _read(traced: GraphModule, groups: tuple[Leaves, ...], counts: tuple[int, in
 
 def _require_served(joint: Joint, known: Outline, name: str) -> None:
     for node in joint.graph.nodes:
-        if is_mutable(node):
+        if is_mutable(node) or node.target in HIDDEN:
             raise StageError(name, f"the effect of {node.target} cannot be removed from its trace", "use the functional engine")
     if sum(map(is_random, joint.graph.nodes)) > known.draws:
         raise StageError(name, "its backward draws random numbers, which would not repeat those of its forward", "use the eager engine")

@@ -1,0 +1,82 @@
+"""Stages out of ``torch.nn`` modules: the pure function, its parameters, its state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+State = dict[str, Tensor]
+
+
+class ModuleStage(NamedTuple):
+    """A module as a pure function.
+
+    Args:
+        fn: ``(params, x) -> y`` for a module without buffers, else ``(params, x, state) -> (y, state)``:
+            the new state is an auxiliary output.
+        params: the parameters by name, detached; those of the module are not copied.
+        state: the buffers by name.
+    """
+
+    fn: Callable[..., Any]
+    params: State
+    state: State
+
+
+def stage_from_module(module: nn.Module) -> ModuleStage:
+    """The pure function that ``module`` computes in its present mode (training or evaluation).
+
+    A tuple ``x`` becomes positional arguments, a dictionary with texts as keys keyword arguments,
+    anything else the one argument. A parameter known by two names is listed once, under the first,
+    and gets one gradient.
+
+    Args:
+        module: any module; it is not changed, by the call neither.
+
+    References:
+        ``torch.func.functional_call``.
+
+    >>> fn, params, state = stage_from_module(nn.Linear(3, 2))
+    >>> sorted(params), state, fn(params, torch.zeros(5, 3)).shape
+    (['bias', 'weight'], {}, torch.Size([5, 2]))
+    """
+    params = {name: p.detach() for name, p in module.named_parameters()}
+    state = {name: b.detach() for name, b in module.named_buffers()}
+
+    def call(tensors: State, x: Any) -> Any:
+        if isinstance(x, dict):
+            return torch.func.functional_call(module, tensors, (), x)
+        return torch.func.functional_call(module, tensors, x if type(x) is tuple else (x,))
+
+    def stateful(params: State, x: Any, state: State) -> tuple[Any, State]:
+        state = {name: b.clone() for name, b in state.items()}
+        y = call(params | state, x)
+        return y, {name: b.detach() for name, b in state.items()}
+
+    return ModuleStage(stateful if state else call, params, state)
+
+
+def split_sequential(module: nn.Sequential | nn.ModuleList, boundaries: Sequence[int]) -> list[nn.Sequential]:
+    """Cut a chain of modules before the given positions, without copying anything.
+
+    Args:
+        module: modules to be applied one after the other.
+        boundaries: position of the first module of every stage but the first, ascending.
+
+    Returns:
+        ``len(boundaries) + 1`` modules, one per stage; an empty one does nothing.
+
+    Raises:
+        ValueError: positions out of order or out of range.
+
+    >>> layers = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1))
+    >>> [len(part) for part in split_sequential(layers, [1, 1])]
+    [1, 0, 2]
+    """
+    edges = [0, *boundaries, len(module)]
+    if any(a > b for a, b in zip(edges, edges[1:], strict=False)):
+        raise ValueError(f"got the boundaries {list(boundaries)}, expected ascending positions between 0 and {len(module)}")
+    return [nn.Sequential(*(module[i] for i in range(a, b))) for a, b in zip(edges, edges[1:], strict=False)]

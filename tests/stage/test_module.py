@@ -1,0 +1,67 @@
+"""Modules as stages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ppfunc.stage import graph, split_sequential, stage_from_module
+
+
+def test_gradients_of_a_chain_of_module_stages_are_those_of_the_whole():
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).double()
+    x = torch.randn(5, 3, dtype=torch.float64)
+    value, kept = x, []
+    for part in split_sequential(whole, [2, 4]):
+        fn, params, _ = stage_from_module(part)
+        program = graph(fn, (params, value))
+        value, residuals = program.forward(params, value)
+        kept.append((program, residuals))
+    g, gradients = torch.ones_like(value), []
+    for program, residuals in reversed(kept):
+        gparams, g = program.backward(residuals, g)
+        gradients = [*(gparams[k] for k in gparams), *gradients]
+    want = torch.autograd.grad(whole(x).sum(), list(whole.parameters()))
+    torch.testing.assert_close(value, whole(x), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradients, list(want), rtol=1e-12, atol=1e-12)
+
+
+def test_buffers_come_in_and_go_out_and_the_module_stays_as_it_is():
+    module = nn.BatchNorm1d(2)
+    fn, params, state = stage_from_module(module)
+    x = torch.randn(8, 2)
+    _, new = fn(params, x, state)
+    assert all(torch.equal(b, torch.zeros(2)) for b in (module.running_mean, state["running_mean"]))
+    torch.testing.assert_close(new["running_mean"], 0.1 * x.mean(0))
+    assert new["num_batches_tracked"] == 1 and state["num_batches_tracked"] == 0
+
+
+def test_tuples_are_positional_and_dictionaries_keywords():
+    class Sum(nn.Module):
+        def forward(self, a, b):
+            return a + 2 * b
+
+    fn, _, _ = stage_from_module(Sum())
+    a, b = torch.ones(2), torch.full((2,), 3.0)
+    assert torch.equal(fn({}, (a, b)), fn({}, {"b": b, "a": a}))
+
+
+def test_a_shared_parameter_is_listed_once_with_one_gradient():
+    a, b = nn.Linear(3, 3, bias=False).double(), nn.Linear(3, 3, bias=False).double()
+    b.weight = a.weight
+    module = nn.Sequential(a, b)
+    fn, params, _ = stage_from_module(module)
+    x = torch.randn(2, 3, dtype=torch.float64)
+    program = graph(fn, (params, x))
+    y, residuals = program.forward(params, x)
+    gparams, _ = program.backward(residuals, torch.ones_like(y))
+    assert list(gparams) == ["0.weight"]
+    torch.testing.assert_close(gparams["0.weight"], torch.autograd.grad(module(x).sum(), a.weight)[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("boundaries", [[2, 1], [-1], [4], [1, 5]])
+def test_boundaries_out_of_order_or_range(boundaries):
+    with pytest.raises(ValueError, match="ascending positions between 0 and 3"):
+        split_sequential(nn.ModuleList([nn.ReLU() for _ in range(3)]), boundaries)

@@ -1,0 +1,220 @@
+"""Stages that cannot be served: the message names the stage, the reason and what to use; others are served by all who can."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from ppfunc.stage import Signature, StageError, abstract, cached, eager, functional, graph
+
+ENGINES = [graph, functional, eager]
+
+
+class OldStyle(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a):
+        ctx.save_for_backward(a)
+        return a.exp()
+
+    @staticmethod
+    def backward(ctx, g):
+        (a,) = ctx.saved_tensors
+        return g * a.exp()
+
+
+class NoisyBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a):
+        return a * 1
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * torch.rand_like(g)
+
+
+def hooked(w, x):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        return (x @ w).sin()
+
+
+compiled = torch.compile(lambda w, x: (x @ w).sin(), backend="eager")
+
+WITH = {
+    "checkpoint": (lambda w, x: checkpoint(lambda a: (a @ w).sin() @ w, x, use_reentrant=False), {graph, eager}),
+    "checkpointed dropout": (lambda w, x: checkpoint(lambda a: F.dropout(a @ w, 0.5), x, use_reentrant=False), {eager}),
+    "reentrant checkpoint": (lambda w, x: checkpoint(lambda a: (a @ w).sin(), x, use_reentrant=True), set()),
+    "old autograd.Function": (lambda w, x: OldStyle.apply(x @ w), {graph, eager}),
+    "random backward": (lambda w, x: NoisyBackward.apply(x @ w), {eager}),
+    "saved tensor hooks": (hooked, {graph, eager}),
+    "compiled": (lambda w, x: compiled(w, x), {functional, eager}),
+    "branch on a value": (lambda w, x: x @ w if x.sum() > 0 else x * 2, {functional, eager}),
+    "shape of a value": (lambda w, x: w * x[x > 0].sum(), {functional, eager}),
+}
+
+
+@pytest.fixture
+def args():
+    torch.manual_seed(0)
+    return torch.randn(3, 3, dtype=torch.float64), torch.randn(2, 3, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
+@pytest.mark.parametrize("kind", WITH)
+@pytest.mark.filterwarnings("ignore:.*Converting a tensor")
+def test_who_serves_what(engine, kind, args):
+    fn, servers = WITH[kind]
+
+    def gradients():
+        program = engine(fn, args, name="stage 3")
+        torch.manual_seed(1)
+        y, residuals = program.forward(*args)
+        return y, *program.backward(residuals, torch.ones_like(y))
+
+    if engine not in servers:
+        with pytest.raises(StageError, match=r"^stage 3: .* Instead: .*\.$"):
+            gradients()
+        return
+    w, x = (t.clone().requires_grad_() for t in args)
+    torch.manual_seed(1)
+    y = fn(w, x)
+    for got, want in zip(gradients(), (y, *torch.autograd.grad(y.sum(), (w, x))), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
+def test_dtensor_goes_to_eager(engine, tmp_path):
+    from torch.distributed import destroy_process_group, init_process_group
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        w, x = (distribute_tensor(t, mesh, [Replicate()]) for t in (torch.randn(3, 3), torch.randn(2, 3)))
+        if engine is graph:
+            with pytest.raises(StageError, match="tensors of the types DTensor, .* use the eager engine"):
+                engine(torch.matmul, (x, w))
+        if engine is eager:
+            program = engine(lambda w, x: x @ w, (w, x))
+            y, residuals = program.forward(w, x)
+            gw, gx = program.backward(residuals, torch.ones_like(y))
+            torch.testing.assert_close(gw.full_tensor(), x.full_tensor().T @ torch.ones(2, 3))
+    finally:
+        destroy_process_group()
+
+
+def writes(w, x):
+    w["a"].add_(1)
+    return x
+
+
+def writes_input(w, x):
+    return x.mul_(2)
+
+
+def writes_container(w, x):
+    w["a"] = w["a"] * 2
+    return x * w["a"]
+
+
+IMPURE = {
+    "parameter": (writes, r"stage 1: it is not pure: it writes into its argument params\['a'\]"),
+    "input": (writes_input, "it writes into its argument x"),
+    "container": (writes_container, "it replaces entries of its argument params"),
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
+@pytest.mark.parametrize("kind", IMPURE)
+def test_visible_impurity(engine, kind):
+    fn, message = IMPURE[kind]
+    with pytest.raises(StageError, match=message):
+        engine(fn, ({"a": torch.ones(2)}, torch.ones(2)), name="stage 1")
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
+def test_captured_tensors(engine):
+    constant, weight, state = torch.ones(2), torch.nn.Parameter(torch.ones(2)), torch.zeros(2)
+    x = (torch.ones(2), torch.ones(2))
+    engine(lambda w, x: x * constant * weight.detach(), x)
+    with pytest.raises(StageError, match=r"reads a tensor of shape \(2,\) .* requires a gradient, which would be lost"):
+        engine(lambda w, x: x * weight, x)
+    with pytest.raises(StageError, match="it writes into a tensor"):
+        engine(lambda w, x: x * state.add_(1), x)
+
+
+def test_abstract_evaluation_names_the_functional_engine():
+    with pytest.raises(StageError, match="use the functional engine") as caught:
+        abstract(lambda w, x: x if x.sum() > 0 else w, torch.ones(2), torch.ones(2))
+    assert caught.value.stage == "the stage" and "values" in caught.value.reason
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
+def test_an_error_of_the_stage_stays_and_gets_its_name(engine):
+    def fn(w, x):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine") as caught:
+        engine(fn, (torch.ones(2), torch.ones(2)), name="stage 5")
+    assert any("stage 5" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("engine", [functional, eager], ids=lambda e: e.__name__)
+@pytest.mark.filterwarnings("ignore:.*Converting a tensor")
+def test_an_output_shape_that_depends_on_values_is_refused_when_it_changes(engine):
+    program = engine(lambda w, x: (x[x > 0] if (x > 0).any() else x) * w, (torch.ones(()), torch.zeros(3)), name="stage 2")
+    with pytest.raises(StageError, match="stage 2: its output depends on values"):
+        program.forward(torch.ones(()), torch.tensor([1.0, -1.0, 1.0]))
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
+def test_arguments_are_checked_against_the_example(engine):
+    w, x = torch.ones(2), torch.ones(3, 2)
+    program = engine(lambda w, x, c: x * w * c, (w, x, x))
+    for args, message in [
+        ((w, torch.ones(4, 2), x), r"x: got float32\[4,2\], expected float32\[3,2\]"),
+        ((w.double(), x, x), "params: got float64"),
+        ((w, x), "got 0 arguments after x, expected 1"),
+        (([w], x, x), "params: got the structure"),
+    ]:
+        with pytest.raises((ValueError, TypeError), match=message):
+            program.forward(*args)
+    y, residuals = program.forward(w, x, x)
+    with pytest.raises(ValueError, match="gy: got the structure"):
+        program.backward(residuals, (y,))
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
+def test_signatures_serve_as_examples(engine, args):
+    whole = engine(lambda w, x: (x @ w).sin(), args)
+    told = engine(lambda w, x: (x @ w).sin(), tuple(map(Signature.of, args)))
+    assert whole.y == told.y
+    assert torch.equal(whole.forward(*args)[0], told.forward(*args)[0])
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
+def test_inputs_without_wanted_gradient_get_none(engine, args):
+    program = engine(lambda w, x: (x @ w).sin(), (args[0], Signature.of(args[1]).without_grad()))
+    _, residuals = program.flat.forward((args[0],), (args[1],), ())
+    gw, gx = program.flat.backward(residuals, (torch.ones(2, 3, dtype=torch.float64),))
+    assert gx == () and gw[0].shape == (3, 3)
+
+
+def test_new_shapes_are_traced_again_and_known_ones_are_not(args):
+    built = []
+
+    def fn(w, x):
+        built.append(tuple(x.shape))
+        return x @ w
+
+    engine = cached(graph)
+    w, x = args
+    first = engine(fn, (w, x), name="stage 0")
+    assert engine(fn, (w * 2, x + 1), name="stage 1") is first
+    runs = len(built)
+    assert engine(fn, (w, x), name="stage 0") is first and len(built) == runs
+    assert engine(fn, (w, x[:1])) is not first
+    assert engine(fn, (w, Signature.of(x).without_grad())) is not first
+    assert cached(graph)(fn, (w, x)) is not first

@@ -1,0 +1,122 @@
+"""Signatures: round trips through JSON, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict, defaultdict, deque
+from typing import Any, NamedTuple
+
+import optree
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ppfunc.stage import LeafSignature, Signature
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+class Tagged:
+    def __init__(self, value, tag):
+        self.value, self.tag = value, tag
+
+
+optree.register_pytree_node(
+    Tagged, lambda t: ((t.value,), t.tag), lambda tag, c: Tagged(c[0], tag), namespace=optree.registry.__GLOBAL_NAMESPACE
+)
+
+dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float64])
+leaves = st.builds(lambda s, d: torch.empty(s, dtype=d), st.lists(st.integers(0, 3), max_size=3), dtypes)
+keys = st.one_of(st.text(max_size=3), st.integers(), st.booleans(), st.tuples(st.text(max_size=2), st.integers()))
+
+
+def nodes(below):
+    dicts = st.dictionaries(st.text(max_size=3), below, max_size=3)
+    return st.one_of(
+        st.none(),
+        st.lists(below, max_size=3),
+        st.lists(below, max_size=3).map(tuple),
+        st.lists(below, max_size=3).map(lambda v: deque(v, maxlen=5)),
+        dicts,
+        dicts.map(OrderedDict),
+        dicts.map(lambda d: defaultdict(list, d)),
+        st.dictionaries(keys.filter(lambda k: isinstance(k, tuple)), below, max_size=2),
+        st.dictionaries(st.integers(), below, max_size=2),
+        st.builds(Point, below, below),
+        st.builds(Tagged, below, st.one_of(st.none(), st.text(max_size=3), st.tuples(st.integers(), st.just("a")))),
+    )
+
+
+@given(st.recursive(leaves, nodes, max_leaves=8))
+def test_json_round_trip(tree):
+    signature = Signature.of(tree)
+    text = signature.to_json()
+    again = Signature.from_json(text)
+    assert again == signature and hash(again) == hash(signature) and again.to_json() == text
+    assert optree.tree_structure(again.unflatten(signature.leaves)) == signature.treedef
+
+
+def test_order_of_dictionary_keys_does_not_matter():
+    a, b = torch.zeros(1), torch.zeros(2)
+    first, second = Signature.of({"a": a, "b": b}), Signature.of({"b": b, "a": a})
+    assert first == second and first.to_json() == second.to_json()
+
+
+def test_a_leaf_that_is_no_tensor_is_refused_with_its_path():
+    with pytest.raises(TypeError, match=r"params\['a'\]\[1\]: got 3 of type int, expected a tensor"):
+        Signature.of({"a": (torch.zeros(1), 3)}, "params")
+
+
+def test_only_floating_leaves_carry_gradients():
+    with pytest.raises(ValueError, match="int64 was marked grad=True"):
+        LeafSignature((2,), torch.int64, True)
+    assert [leaf.grad for leaf in Signature.of((torch.zeros(1), torch.zeros(1, dtype=torch.int8))).leaves] == [True, False]
+    assert not any(leaf.grad for leaf in Signature.of(torch.zeros(1)).without_grad().leaves)
+
+
+def test_bytes():
+    assert Signature.of((torch.zeros(3, 2, dtype=torch.bfloat16), torch.zeros((), dtype=torch.int64))).nbytes == 20
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        ["registered", ["os", "system"], "true", []],
+        ["registered", ["subprocess", "Popen"], ["true"], []],
+        ["namedtuple", ["os", "path"], []],
+        ["namedtuple", ["no_such_module", "Thing"], []],
+        ["namedtuple", ["builtins", "dict"], []],
+        ["defaultdict", "eval", [], []],
+        ["surprise", []],
+        ["dict", ["a"], []],
+        {"tuple": []},
+        7,
+    ],
+)
+def test_hostile_structures_run_nothing(structure):
+    with pytest.raises(ValueError):
+        Signature.from_json(json.dumps([structure, []]))
+
+
+@pytest.mark.parametrize("leaf", [[[-1], "float32", True], [[1], "nn", True], [[1], "float32", 1], [["a"], "float32", True], [[1], "int64", True], [[1]]])
+def test_malformed_leaves_are_refused(leaf):
+    with pytest.raises(ValueError):
+        Signature.from_json(json.dumps(["*", [leaf]]))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", '["*", []]', "[1, 2, 3]", '["*", 3]'])
+def test_malformed_texts_are_refused(text):
+    with pytest.raises(ValueError):
+        Signature.from_json(text)
+
+
+def test_require_names_the_leaf():
+    signature = Signature.of({"w": torch.zeros(2, 3)})
+    with pytest.raises(ValueError, match=r"x\['w'\]: got float32\[3,2\], expected float32\[2,3\]"):
+        signature.require({"w": torch.zeros(3, 2)}, "x")
+    with pytest.raises(ValueError, match="x: got the structure"):
+        signature.require([torch.zeros(2, 3)], "x")
