@@ -1,5 +1,6 @@
 """Schedules: instructions, builders, lowering passes, proof, simulation, formats."""
 
+from .bounds import lower_bound
 from .builders import (
     BUILDERS,
     data_parallel,
@@ -70,6 +71,7 @@ __all__ = [
     "is_step_atomic",
     "linearize",
     "looped_bfs",
+    "lower_bound",
     "measure",
     "merge_backward",
     "one_f_one_b",

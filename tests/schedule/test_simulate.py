@@ -1,0 +1,229 @@
+"""Times and memory on paper: the rule, the published figures, and what is exact."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ppfunc.schedule import (
+    BUILDERS,
+    Costs,
+    Op,
+    ScheduleError,
+    append_tail,
+    dualpipe,
+    gpipe,
+    inference,
+    insert_loads,
+    insert_offloads,
+    interleaved_one_f_one_b,
+    lower_bound,
+    measure,
+    one_f_one_b,
+    place_communication,
+    remove_communication,
+    simulate,
+    split_backward,
+    zb_h1,
+    zb_h2,
+    zbv,
+)
+from ppfunc.schedule.dataflow import consumed, dataflow, products
+from ppfunc.schedule.instruction import COMPUTE
+
+numbers = st.fractions(0, 5, max_denominator=6)
+
+
+def built(name, p, m):
+    try:
+        return remove_communication(BUILDERS[name](p, m))
+    except ValueError:
+        return None
+
+
+any_schedule = st.builds(built, st.sampled_from(sorted(BUILDERS)), st.integers(1, 5), st.integers(1, 10)).filter(bool)
+
+
+@given(any_schedule, st.data())
+def test_every_instruction_starts_as_soon_as_it_can(schedule, data):
+    """The rule itself, instruction by instruction, against exact times."""
+    stages = st.lists(numbers, min_size=schedule.stages, max_size=schedule.stages)
+    costs = Costs(*(data.draw(stages) for _ in range(3)), communication=data.draw(stages), overlapped=data.draw(numbers))
+    timeline = simulate(schedule, costs)
+    flow = dataflow(schedule)
+    rows = [[i for i in schedule.instructions(r)] for r in range(schedule.ranks)]
+    done = {v: end for r, row in enumerate(rows) for i, end in zip(row, timeline.ends[r], strict=True) if i.op in COMPUTE for v in products(flow, i)}
+    for rank, row in enumerate(rows):
+        free = 0
+        for instruction, start, end in zip(row, timeline.starts[rank], timeline.ends[rank], strict=True):
+            if instruction.op not in COMPUTE:
+                assert start == end == free
+                continue
+            arrivals = [
+                done[v] + (costs.communication[a] if schedule.placement[a] != rank else 0)
+                for v, a, _ in consumed(flow, instruction)
+            ]
+            assert start == max([free, *arrivals])
+            assert end - start == duration(costs, instruction)
+            free = end
+    assert timeline.makespan == max(ends[-1] for ends in timeline.ends)
+    assert type(timeline.makespan) is not float
+
+
+def duration(costs, instruction):
+    if instruction.parts:
+        return costs.overlapped
+    per_stage = {Op.F: [costs.forward], Op.I: [costs.backward_input], Op.W: [costs.backward_weight]}
+    return sum(c[instruction.stage] for c in per_stage.get(instruction.op, [costs.backward_input, costs.backward_weight]))
+
+
+@given(any_schedule, numbers)
+def test_communications_change_no_time(schedule, latency):
+    costs = Costs(communication=latency)
+    bare, lowered = simulate(schedule, costs), simulate(place_communication(schedule), costs)
+    fields = ("makespan", "span", "bubble", "span_bubble", "idle", "peak_activations")
+    assert [getattr(bare, f) for f in fields] == [getattr(lowered, f) for f in fields]
+
+
+def test_a_message_lasts_from_its_producer_until_it_is_there():
+    lowered = place_communication(one_f_one_b(2, 1))
+    timeline = simulate(lowered, Costs(communication=Fraction(1, 2)))
+    at = {str(i): (a, b) for r in range(2) for i, a, b in zip(lowered.instructions(r), timeline.starts[r], timeline.ends[r], strict=True)}
+    assert at["0SEND_F0"] == at["1RECV_F0"] == (1, Fraction(3, 2))
+    assert at["1F0"] == (Fraction(3, 2), Fraction(5, 2))
+    assert at["1SEND_B0"] == at["0RECV_B0"] == (Fraction(9, 2), 5)
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 2), (4, 4), (4, 8), (8, 24)])
+def test_the_bubble_of_one_f_one_b(p, m):
+    timeline = simulate(one_f_one_b(p, m), Costs(forward=2, backward=5))
+    assert timeline.idle == ((p - 1) * 7,) * p
+    assert timeline.peak_activations == tuple(min(p - r, m) for r in range(p))
+    assert timeline.bubble == pytest.approx((p - 1) / (m + p - 1))
+
+
+def test_dualpipe():
+    timeline = simulate(dualpipe(8, 20), Costs(forward=1, backward=2, backward_weight=1, overlapped=3))
+    assert timeline.makespan == 66
+    assert timeline.idle == (6,) * 8 == ((8 // 2 - 1) * (3 + 2 - 3),) * 8
+    assert timeline.peak_activations == (9,) * 8
+
+
+# p, m, F, I, W, communication, published rate: Zero Bubble Pipeline Parallelism, table of 1F1B.
+def test_the_published_bubble_rate():
+    costs = Costs(18.522, 18.086, 9.337, communication=0.601)
+    timeline = simulate(one_f_one_b(8, 24), costs)
+    assert round(timeline.span_bubble, 4) == 0.2431
+    exact = simulate(one_f_one_b(8, 24), Costs(*map(Fraction, ("18.522", "18.086", "9.337")), communication=Fraction("0.601")))
+    assert float(exact.span_bubble) == pytest.approx(timeline.span_bubble, rel=1e-13)
+
+
+def test_formulas_of_the_other_schedules():
+    unit = Costs(1, 1, 1)
+    assert simulate(gpipe(4, 8), Costs(2, 3, 4)).idle == (3 * 9,) * 4
+    assert simulate(interleaved_one_f_one_b(4, 8), unit).idle == (9,) * 4  # per chunk: F, B, W are 2, 2, 2 together
+    assert simulate(zb_h1(4, 8), unit).idle == (3,) * 4
+    assert simulate(zb_h2(4, 8), unit).span_bubble == 0
+    assert simulate(zbv(4, 8), unit).span_bubble == 0
+
+
+def test_span_and_makespan():
+    timeline = simulate(inference(ranks=4, microbatches=3), Costs(forward=2))
+    assert (timeline.makespan, timeline.span) == (12, 6)
+    assert (timeline.bubble, timeline.span_bubble) == (0.5, 0)
+
+
+def test_memory_of_weight_gradients():
+    schedule = split_backward(gpipe(1, 4))
+    rows = [*[s for s in schedule.programs[0] if s[0].op is not Op.W], *[s for s in schedule.programs[0] if s[0].op is Op.W]]
+    late = replace(schedule, programs=(tuple(rows),))
+    assert simulate(late).peak_activations == (4,)
+    one_by_one = zb_h1(4, 8)
+    assert simulate(one_by_one).peak_activations == (4, 3, 2, 1)
+    assert simulate(one_by_one, Costs(weight_share=1)).peak_activations == (4, 4, 4, 4)
+    half = simulate(one_by_one, Costs(activation=[4, 3, 2, 10], weight_share=Fraction(1, 2)))
+    assert half.peak_activations == (16, Fraction(21, 2), 6, 25)
+    assert simulate(one_by_one, Costs(weight_share=0.1)).peak_activations[3] == 1 + 3 * 0.1
+
+
+def test_memory_of_what_is_offloaded_and_of_inference():
+    assert simulate(insert_offloads(gpipe(2, 6))).peak_activations == (2, 2)
+    assert simulate(inference(2, 6)).peak_activations == (1, 1)
+
+
+def test_costs_per_stage():
+    schedule = one_f_one_b(2, 1)
+    expected = simulate(schedule, Costs(forward=[1, 5], backward=(2, 2))).makespan
+    assert expected == 1 + 5 + 2 + 2
+    assert simulate(schedule, Costs(forward={1: 5}, backward=2)).makespan == expected
+    assert simulate(schedule, Costs(communication={0: 10, 1: 0})).makespan == 6 + 10
+
+
+def test_messages_take_latency_and_bytes_over_bandwidth():
+    costs = Costs(communication=1, bytes=6, bandwidth=4)
+    assert simulate(one_f_one_b(2, 1), costs).makespan == 6 + 2 * Fraction(5, 2)
+    assert simulate(one_f_one_b(2, 1), Costs(bytes=6.0, bandwidth=4)).makespan == 9.0
+    assert simulate(one_f_one_b(2, 1), Costs(bytes=6)).makespan == 6
+
+
+@pytest.mark.parametrize(
+    ("costs", "words"),
+    [
+        ({"forward": -1}, "forward is -1, expected a finite number"),
+        ({"forward": float("nan")}, "finite"),
+        ({"backward": "2"}, "expected a number"),
+        ({"forward": None}, "expected a number"),
+        ({"weight_share": 2}, "at most 1"),
+        ({"bandwidth": 0}, "bandwidth is 0"),
+        ({"forward": [1, -2]}, "forward is -2"),
+        ({"forward": [1, 2, 3]}, "forward has 3 numbers, expected 2"),
+        ({"forward": {2: 1}}, "names stage 2"),
+    ],
+)
+def test_costs_that_make_no_sense(costs, words):
+    with pytest.raises(ValueError, match=words):
+        simulate(one_f_one_b(2, 2), Costs(**costs))
+
+
+def test_measured_times_give_the_same_figures():
+    schedule = append_tail(insert_loads(place_communication(one_f_one_b(3, 5))))
+    timeline = simulate(schedule, Costs(backward=3))
+    assert measure(schedule, timeline.starts, timeline.ends) == timeline
+    with pytest.raises(ValueError, match="rank 0 has"):
+        measure(schedule, [[]] * 3, [[]] * 3)
+
+
+def test_an_order_that_cannot_run_is_refused():
+    schedule = gpipe(2, 2)
+    with pytest.raises(ScheduleError, match="deadlock"):
+        simulate(replace(schedule, programs=(schedule.programs[0][::-1], schedule.programs[1])))
+    without = replace(schedule, programs=(schedule.programs[0][1:], schedule.programs[1]))
+    with pytest.raises(ScheduleError, match="the output of stage 0 for microbatch 0, which no rank computes"):
+        simulate(without)
+
+
+def test_nothing_takes_no_time():
+    timeline = simulate(one_f_one_b(2, 2), Costs(0, 0, 0))
+    assert (timeline.makespan, timeline.bubble, timeline.span_bubble) == (0, 0, 0)
+
+
+@given(st.sampled_from(["1f1b", "gpipe", "zb_h1", "zb_h2"]), st.integers(1, 6), st.integers(1, 12), st.data())
+def test_no_schedule_is_faster_than_the_bound(name, p, m, data):
+    costs = Costs(*(data.draw(st.lists(numbers, min_size=p, max_size=p)) for _ in range(3)), communication=data.draw(numbers))
+    schedule = BUILDERS[name](p, m)
+    cap = max(simulate(schedule, Costs(weight_share=1)).peak_activations)
+    assert simulate(schedule, costs).span >= lower_bound(costs, p, m, cap)
+
+
+def test_the_bound_is_met():
+    for p, m in ((2, 4), (4, 8), (8, 24)):
+        unit = Costs(1, 1, 1)
+        assert simulate(zb_h1(p, m), unit).span == lower_bound(unit, p, m, p)
+        assert simulate(zb_h2(p, m), unit).span == lower_bound(unit, p, m, 2 * p - 1)
+    for options, words in (({"ranks": 0}, "ranks"), ({"cap": 0}, "cap"), ({"microbatches": 0}, "microbatches")):
+        with pytest.raises(ValueError, match=words):
+            lower_bound(Costs(), **{"ranks": 2, "microbatches": 2, "cap": 2, **options})
