@@ -19,6 +19,7 @@ from .builders import (
     zb_h1,
     zb_h2,
     zbv,
+    zero_bubble,
 )
 from .check import Certificate, check, is_step_atomic
 from .costs import Costs
@@ -89,4 +90,5 @@ __all__ = [
     "zb_h1",
     "zb_h2",
     "zbv",
+    "zero_bubble",
 ]

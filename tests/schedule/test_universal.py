@@ -1,6 +1,6 @@
 """What holds for every schedule that a builder makes, for any number of ranks, microbatches and chunks.
 
-A new builder is in all of these tests by its line in ``BUILDERS``; a constraint of its arguments, its
+A new builder is in all of these tests by its line in ``BUILDERS``, or in ``ALL``; a constraint of its arguments, its
 formulas and its bound of memory are one line each in the tables below.
 """
 
@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppfunc.schedule.builders import BUILDERS
+from ppfunc.schedule.builders import BUILDERS, zero_bubble
 from ppfunc.schedule.builders._interleaved import group_size
 from ppfunc.schedule.check import check
 from ppfunc.schedule.costs import Costs
@@ -26,6 +26,9 @@ from ppfunc.schedule.instruction import COMMUNICATION, COMPUTE, Op
 from ppfunc.schedule.passes import linearize, place_communication
 from ppfunc.schedule.schedule import Schedule, elementary
 from ppfunc.schedule.simulate import simulate
+
+
+ALL = BUILDERS | {"zero_bubble": zero_bubble}
 
 
 class Case(NamedTuple):
@@ -59,6 +62,7 @@ PEAK = {
     "v_min": lambda p, m, v: min(2 * ((p + 4) // 3), 2 * m),
     "dualpipe": lambda p, m, v: p + 1,
     "dualpipev": lambda p, m, v: 2 * p + 1,
+    "zero_bubble": lambda p, m, v: min(p, m),
     "deepspeed_train": lambda p, m, v: min(p, m),
     "deepspeed_inference": lambda p, m, v: m,
 }
@@ -80,6 +84,7 @@ IDLE = {
     "v_min": (lambda p, v: 4 * p - (7, 5, 6)[p % 3] if p > 1 else 0, lambda p, m: p == 1 or m > p),
     "dualpipe": (lambda p, v: p - 2, lambda p, m: True),
     "dualpipev": (lambda p, v: 2 * (p - 1), lambda p, m: True),
+    "zero_bubble": (lambda p, v: p - 1, lambda p, m: m >= p),
     "deepspeed_train": (lambda p, v: 3 * (p - 1), lambda p, m: True),
     "deepspeed_inference": (lambda p, v: p - 1, lambda p, m: True),
 }
@@ -87,7 +92,7 @@ IDLE = {
 # Schedules whose ranks are idle only before their first and after their last instruction.
 NO_BUBBLE_IN_SPAN = ("zb_h2", "zbv")
 
-every_builder = pytest.mark.parametrize("name", BUILDERS)
+every_builder = pytest.mark.parametrize("name", ALL)
 
 
 def arguments(name: str, max_ranks: int = 8, max_microbatches: int = 24) -> st.SearchStrategy[dict[str, Any]]:
@@ -95,14 +100,14 @@ def arguments(name: str, max_ranks: int = 8, max_microbatches: int = 24) -> st.S
     accepts = ACCEPTS.get(name, lambda p, m: True)
     counts = [(p, m) for p in range(1, max_ranks + 1) for m in range(1, max_microbatches + 1) if accepts(p, m)]
     options = {"chunks": st.integers(1, 4), "order": st.sampled_from(["source", "head"])}
-    chosen = {o: s for o, s in options.items() if o in inspect.signature(BUILDERS[name]).parameters}
+    chosen = {o: s for o, s in options.items() if o in inspect.signature(ALL[name]).parameters}
     pairs = st.sampled_from(counts).map(lambda c: {"ranks": c[0], "microbatches": c[1]})
     return st.tuples(pairs, st.fixed_dictionaries(chosen)).map(lambda parts: parts[0] | parts[1])
 
 
 def cases(name: str) -> st.SearchStrategy[Case]:
     """The schedules of a builder."""
-    return arguments(name).map(lambda a: Case(BUILDERS[name](**a), a["ranks"], a["microbatches"], a.get("chunks", 1)))
+    return arguments(name).map(lambda a: Case(ALL[name](**a), a["ranks"], a["microbatches"], a.get("chunks", 1)))
 
 
 def lowered(schedule: Schedule) -> Schedule:
@@ -187,11 +192,11 @@ def test_within_its_memory_bound(name, data):
     assert max(simulate(case.schedule, Costs(weight_share=1)).peak_activations) <= bound
 
 
-@pytest.mark.parametrize("name", [n for n in BUILDERS if "inference" not in n])
+@pytest.mark.parametrize("name", [n for n in ALL if "inference" not in n])
 @pytest.mark.parametrize("ranks", [2, 4, 6])
 def test_the_memory_bound_is_met(name, ranks):
     """With microbatches enough to reach it: the bound is not looser than it need be."""
-    schedule = BUILDERS[name](ranks, 4 * ranks)
+    schedule = ALL[name](ranks, 4 * ranks)
     chunks = len(schedule.stages_of(0))
     assert max(check(schedule).peak_activations) == PEAK[name](ranks, 4 * ranks, chunks)
 
@@ -224,9 +229,9 @@ def test_text_round_trip(name, data):
 @given(data=st.data())
 def test_the_same_arguments_give_the_same_digest(name, data):
     chosen = data.draw(arguments(name))
-    assert BUILDERS[name](**chosen).digest == BUILDERS[name](**chosen).digest
+    assert ALL[name](**chosen).digest == ALL[name](**chosen).digest
     other = chosen | {"microbatches": chosen["microbatches"] + 2}
-    assert BUILDERS[name](**other).digest != BUILDERS[name](**chosen).digest
+    assert ALL[name](**other).digest != ALL[name](**chosen).digest
 
 
 def test_digests_are_the_same_in_every_process():
@@ -241,14 +246,14 @@ def test_digests_are_the_same_in_every_process():
     assert printed[0] == printed[1] == f"{ {n: f(2, 4).digest for n, f in BUILDERS.items()} }\n"
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", ALL)
 def test_what_is_not_accepted_is_refused(name):
     """Every pair of counts either makes a schedule or is refused with the argument's name, as declared."""
     accepts = ACCEPTS.get(name, lambda p, m: True)
     for p in range(1, 9):
         for m in range(1, 25):
             if accepts(p, m):
-                assert BUILDERS[name](p, m).ranks == p
+                assert ALL[name](p, m).ranks == p
             else:
                 with pytest.raises(ValueError, match=r"^(ranks|microbatches) = \d+, expected .*: "):
-                    BUILDERS[name](p, m)
+                    ALL[name](p, m)

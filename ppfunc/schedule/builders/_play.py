@@ -1,0 +1,109 @@
+"""One run of the zero-bubble heuristic: which of F, I and W every rank does next, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+from typing import Any, NamedTuple
+
+Letters = list[str]
+
+
+class Times(NamedTuple):
+    """Per rank: the times of F, I and W, and of a message that the rank sends."""
+
+    forward: Sequence[Any]
+    backward: Sequence[Any]
+    weight: Sequence[Any]
+    message: Sequence[Any]
+
+
+class Rules(NamedTuple):
+    """The settings of one run.
+
+    Args:
+        warm_up: per rank, the most forwards before its first input gradient.
+        alternate: whether forwards and input gradients take turns after the warm-up; else what
+            arrives first comes first.
+        hold: whether a forward waits for an input gradient that arrives before it would end.
+        eager: whether a weight gradient may delay what arrives in the meantime.
+    """
+
+    warm_up: Sequence[int]
+    alternate: bool
+    hold: bool
+    eager: bool
+
+
+class Outcome(NamedTuple):
+    """The span and the makespan of a run, and the letters of every rank in order."""
+
+    span: Any
+    makespan: Any
+    letters: tuple[Letters, ...]
+
+
+def play(times: Times, microbatches: int, cap: int, rules: Rules) -> Outcome | None:
+    """Let the rank that can start first do its next instruction, until all is done; None if they get stuck.
+
+    Args:
+        cap: most forwards of a rank whose W is not done.
+    """
+    ranks = range(len(times.forward))
+    letters: tuple[Letters, ...] = tuple([] for _ in ranks)
+    ends: dict[str, list[list[Any]]] = {letter: [[] for _ in ranks] for letter in "FIW"}
+    starts: list[Any] = [None for _ in ranks]
+    free: list[Any] = [0 for _ in ranks]
+    lengths = {"F": times.forward, "I": times.backward, "W": times.weight}
+
+    def choice(r: int) -> tuple[Any, int, str]:
+        start, letter = _next(r, times, ends, free[r], microbatches, cap, rules) or (inf, "")
+        return start, r, letter
+
+    choices = [choice(r) for r in ranks]
+    for _ in range(3 * microbatches * len(ranks)):
+        start, r, letter = min(choices)
+        if start == inf:
+            return None
+        starts[r] = start if starts[r] is None else starts[r]
+        free[r] = start + lengths[letter][r]
+        ends[letter][r].append(free[r])
+        letters[r].append(letter)
+        for near in range(max(0, r - 1), min(len(ranks), r + 2)):
+            choices[near] = choice(near)
+    return Outcome(max(e - s for s, e in zip(starts, free, strict=True)), max(free), letters)
+
+
+def _next(
+    r: int, times: Times, ends: dict[str, list[list[Any]]], free: Any, microbatches: int, cap: int, rules: Rules
+) -> tuple[Any, str] | None:
+    """When the rank starts what, or None while it does not know what comes to it."""
+    f, b, w = (len(ends[letter][r]) for letter in "FIW")
+    warm = f >= rules.warm_up[r]
+    forward = inf if f == microbatches or (b == 0 and warm) else _arrival("F", r, r - 1, f, times, ends)
+    backward = inf if b == f else max(ends["F"][r][b], _arrival("I", r, r + 1, b, times, ends))
+    weight = (free, "W") if b > w else None
+    if rules.alternate and b < microbatches:
+        backward_first = f == microbatches or f - b >= rules.warm_up[r]
+        if (backward if backward_first else forward) == inf:
+            return None
+    else:
+        if forward == backward == inf:
+            return weight
+        backward_first = backward <= max(forward, free) or (rules.hold and backward < max(forward, free) + times.forward[r])
+    if not backward_first and f - w >= cap:
+        if weight or backward == inf:
+            return weight
+        backward_first = True
+    start = max(free, backward if backward_first else forward)
+    if weight and (free + times.weight[r] <= start or (rules.eager and free < start)):
+        return weight
+    return start, "I" if backward_first else "F"
+
+
+def _arrival(letter: str, r: int, source: int, number: int, times: Times, ends: dict[str, list[list[Any]]]) -> Any:
+    """When the product of the neighbour ``source`` is there, as far as is known; 0 where there is none."""
+    if not 0 <= source < len(times.forward):
+        return 0
+    known = ends[letter][source]
+    return known[number] + times.message[source] if number < len(known) else inf
