@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ppfunc.stage import StageError, graph
+from ppfunc.stage import Signature, StageError, graph
 
 VIEWS = {"t", "view", "_unsafe_view", "transpose", "permute", "unbind", "expand", "unsqueeze", "select", "detach", "slice", "split", "reshape"}
 
@@ -91,8 +91,6 @@ def test_parameters_are_kept_by_reference_and_their_views_not_at_all(transformer
 
 
 def test_a_stage_without_wanted_input_gradient_leaves_all_to_weights(parts):
-    from ppfunc.stage import Signature
-
     w, x = torch.randn(3, 3), torch.randn(2, 3)
     program = graph(lambda w, x: (x @ w).sin(), (w, Signature.of(x).without_grad()))
     _, residuals = program.flat.forward((w,), (x,), ())
@@ -112,20 +110,19 @@ def test_no_dependence_is_none_in_flat_programs():
 
 # Rematerialisation.
 
-REMATS = ["none", "full", lambda op: "gelu" in str(op) or "layer_norm" in str(op), 12_000, 2_000]
+REMATS = ["none", "full", lambda op: "gelu" in str(op) or "layer_norm" in str(op), 9_000, 2_000]
 
 
 @pytest.mark.parametrize("remat", REMATS)
 @pytest.mark.parametrize("apart", [False, True])
 def test_rematerialisation_changes_no_bit(transformer, run, remat, apart):
-    case = transformer(3)
-    torch.manual_seed(1)
+    case = transformer(2)
     assert run(graph(case.fn, case.args, remat=remat), case, apart) == run(graph(case.fn, case.args), case)
 
 
 @pytest.mark.parametrize("remat", REMATS)
 def test_no_operator_runs_more_than_twice(transformer, parts, remat):
-    case = transformer(3)
+    case = transformer(2)
     plain, _, _ = parts(graph(case.fn, case.args), case)
     calls, _, _ = parts(graph(case.fn, case.args, remat=remat), case)
     assert calls["F"] == plain["F"]

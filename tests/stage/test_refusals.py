@@ -49,7 +49,7 @@ WITH = {
     "random backward": (lambda w, x: NoisyBackward.apply(x @ w), {eager}),
     "saved tensor hooks": (hooked, {graph, eager}),
     "compiled": (lambda w, x: compiled(w, x), {functional, eager}),
-    "branch on a value": (lambda w, x: x @ w if x.sum() > 0 else x * 2, {functional, eager}),
+    "branch on a value": (lambda w, x: x @ w if x.sum() > -9 else x * 2, {functional, eager}),
     "shape of a value": (lambda w, x: w * x[x > 0].sum(), {functional, eager}),
 }
 
@@ -79,8 +79,8 @@ def test_who_serves_what(engine, kind, args):
     w, x = (t.clone().requires_grad_() for t in args)
     torch.manual_seed(1)
     y = fn(w, x)
-    for got, want in zip(gradients(), (y, *torch.autograd.grad(y.sum(), (w, x))), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    want = (y.detach(), *torch.autograd.grad(y, (w, x), torch.ones_like(y)))
+    torch.testing.assert_close(gradients(), want, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
@@ -152,13 +152,13 @@ def test_abstract_evaluation_names_the_functional_engine():
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
-def test_an_error_of_the_stage_stays_and_gets_its_name(engine):
+def test_an_error_of_the_stage_is_told_with_what_it_was_given(engine):
     def fn(w, x):
         raise KeyError("mine")
 
-    with pytest.raises(KeyError, match="mine") as caught:
+    with pytest.raises(StageError, match=r"stage 5: it raised KeyError: 'mine'; it was given x = float32\[2\]") as caught:
         engine(fn, (torch.ones(2), torch.ones(2)), name="stage 5")
-    assert any("stage 5" in note for note in caught.value.__notes__)
+    assert isinstance(caught.value.__cause__, KeyError)
 
 
 @pytest.mark.parametrize("engine", [functional, eager], ids=lambda e: e.__name__)

@@ -7,6 +7,7 @@ from typing import Literal
 
 import networkx as nx
 import torch
+from networkx.algorithms.flow import boykov_kolmogorov
 from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
@@ -103,7 +104,7 @@ class _Network:
             self._add(network, node, price * (1.1 - 0.1 * position / len(self.nodes)))
         for node in self.demands:
             network.add_edge((node, "out"), "backward")
-        _, (_, side) = nx.minimum_cut(network, "forward", "backward")
+        _, (_, side) = nx.minimum_cut(network, "forward", "backward", flow_func=boykov_kolmogorov)
         return {n for n in self.repeatable if (n, "in") in side}
 
     def _add(self, network: nx.DiGraph, node: Node, price: float) -> None:
