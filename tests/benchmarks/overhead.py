@@ -33,7 +33,7 @@ class Nothing(torch.nn.Module):
 
 
 def total(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return y.sum()
+    return y.square().sum()
 
 
 def main() -> None:
