@@ -80,20 +80,24 @@ def test_runs_plainly_in_processes_of_its_own(environment, tmp_path):
     assert "polyline" in (tmp_path / "loss.svg").read_text()
 
 
-def test_a_failing_rank_fails_the_run_and_says_so_once(environment, tmp_path):
-    # The second rank cannot make its parameters.
+def test_a_failing_rank_fails_the_run_and_alone_tells_why(environment, tmp_path):
     (tmp_path / "fail.py").write_text(
         f"import sys; sys.path.insert(0, {str(EXAMPLES)!r})\n"
-        "import launch, train_gpt\n"
+        "import launch, torch\n"
+        "import ppfunc as pp\n"
         "def job(options, place):\n"
-        "    if place.rank == 1: raise LookupError('no such thing')\n"
-        "    train_gpt.train(options, place)\n"
-        "if __name__ == '__main__':\n"
-        f"    launch.run(job, train_gpt.parse_options({[*SMALL, '--stages', '2']!r}), 2, False)\n"
+        "    def stage(w, x):\n"
+        "        if place.rank == 1: raise LookupError('no such thing')\n"
+        "        return w * x\n"
+        "    step = pp.value_and_grad([stage] * 2, torch.sub, pp.gpipe(2, 2), place.transport, engine=pp.functional)\n"
+        "    step({place.rank: torch.ones(())}, torch.ones(2), torch.ones(2))\n"
+        "if __name__ == '__main__': launch.run(job, None, 2, False)\n"
     )
     done = subprocess.run([sys.executable, tmp_path / "fail.py"], env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert done.stderr.count("LookupError: no such thing") == 1
+    assert "LookupError: no such thing" in done.stderr
+    assert "Process 1 terminated" in done.stderr
+    assert "Process 0" not in done.stderr
 
 
 def running(group):
