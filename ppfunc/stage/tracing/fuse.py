@@ -18,6 +18,7 @@ def fuse(joint: Joint) -> None:
         if is_call(node):
             _fuse_linear(node)
             _fuse_sum(node)
+            _fuse_draw(node)
 
 
 def _fuse_linear(node: Node) -> None:
@@ -46,3 +47,12 @@ def _fuse_sum(node: Node) -> None:
     left = [n for i, n in enumerate(x.meta["val"].shape) if i not in {d % rank for d in dims}]
     if keep and dims and list(node.meta["val"].shape) == left:
         node.target, node.args = aten.sum.dim_IntList, (x, dims)
+
+
+def _fuse_draw(node: Node) -> None:
+    """``bernoulli(empty_like(x), p)`` looks at nothing but the shape and the dtype: ``bernoulli(x, p)``."""
+    if node.target is aten.bernoulli.p and is_call(node.args[0]) and node.args[0].target is aten.empty_like.default:
+        shape_of = node.args[0].args[0]
+        a, b = shape_of.meta["val"], node.meta["val"]
+        if a.dtype == b.dtype and a.stride() == b.stride():
+            node.args = (shape_of, *node.args[1:])
