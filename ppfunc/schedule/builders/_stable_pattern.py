@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from operator import itemgetter
 
 from ...parallel.placement import v_shape
@@ -25,9 +26,7 @@ def from_pattern(name: str, ranks: int, microbatches: int, slots: Callable[[int]
     """
     placement = v_shape(ranks)
     pattern = [_repeat(r, 2 * ranks - 1 - r, microbatches, slots(r)) for r in range(ranks)]
-    squeezed = _squeeze(pattern, placement)
-    orders = [sorted(times, key=squeezed.__getitem__) for times in pattern]
-    return single_chain(name, placement, microbatches, _drain(orders, 2 * ranks))
+    return single_chain(name, placement, microbatches, _drain(_squeeze(pattern, placement), pattern, 2 * ranks))
 
 
 def _repeat(first: int, second: int, microbatches: int, slots: Slots) -> Times:
@@ -57,44 +56,49 @@ def _needs(i: Instruction, stages: int) -> Iterator[Instruction]:
         yield Instruction(i.op, beyond, i.microbatch)
 
 
-def _live(times: Times) -> list[int]:
-    """Activations alive in every slot, each from its forward to its weight gradient."""
-    change = [0] * (max(times.values()) + 2)
-    for i, time in times.items():
-        change[time + (i.op is Op.W)] += (i.op is Op.F) - (i.op is Op.W)
-    total = 0
-    return [total := total + c for c in change]
+def _peak(times: Times) -> int:
+    """Most activations of a rank that wait for their weight gradient."""
+    return max(accumulate((i.op is Op.F) - (i.op is Op.W) for i in sorted(times, key=times.__getitem__)))
 
 
 def _squeeze(pattern: list[Times], placement: tuple[int, ...]) -> Times:
     """Every instruction, in the order of the pattern, in the earliest free slot that its inputs
     and the peak of the pattern's activations allow."""
-    live = [_live(times) for times in pattern]
-    peak = max(map(max, live))
+    peak = max(map(_peak, pattern))
     busy: list[set[int]] = [set() for _ in pattern]
+    live: list[list[int]] = [[] for _ in pattern]  # activations in each slot so far; after the last, as many as are held
+    held = [0] * len(pattern)
     moved: Times = {}
     for i, time in sorted((item for times in pattern for item in times.items()), key=itemgetter(1)):
         rank = placement[i.stage]
         ready = max((moved[n] + 1 for n in _needs(i, len(placement))), default=0)
-        if i.op is Op.F:
-            ready = next((s + 1 for s in range(time - 1, ready - 1, -1) if live[rank][s] >= peak), ready)
-        slot = next(s for s in range(ready, time + 1) if s not in busy[rank])
+        known = live[rank]
+        if i.op is Op.F and time > len(known) and held[rank] >= peak:
+            ready = time
+        elif i.op is Op.F:
+            ready = next((s + 1 for s in range(min(time, len(known)) - 1, ready - 1, -1) if known[s] >= peak), ready)
+        slot = moved[i] = next(s for s in range(ready, time + 1) if s not in busy[rank])
         busy[rank].add(slot)
-        moved[i] = slot
-        for s in range(slot, time) if i.op is Op.F else range(slot + 1, time + 1) if i.op is Op.W else ():
-            live[rank][s] += 1 if i.op is Op.F else -1
+        known += [held[rank]] * (slot + 1 - len(known))
+        change = (i.op is Op.F) - (i.op is Op.W)
+        held[rank] += change
+        for s in range(slot + (i.op is Op.W), len(known)):
+            known[s] += change
     return moved
 
 
-def _drain(orders: list[list[Instruction]], stages: int) -> list[list[Instruction]]:
+def _drain(squeezed: Times, pattern: list[Times], stages: int) -> list[list[Instruction]]:
     """The orders with, after a rank's last forward, weight gradients only where no input gradient is ready."""
-    programs: list[list[Instruction]] = [[] for _ in orders]
-    queues = [_queues(order, rank) for rank, order in enumerate(orders)]
-    done: Times = {}
-    time = 0
+    orders = [sorted(times, key=squeezed.__getitem__) for times in pattern]
+    ends = [max(k for k, i in enumerate(order) if i.op is Op.F) + 1 for order in orders]
+    programs = [order[:end] for order, end in zip(orders, ends, strict=True)]
+    queues = [_queues(order[end:], rank) for rank, (order, end) in enumerate(zip(orders, ends, strict=True))]
+    done = {i: squeezed[i] for program in programs for i in program}
+    free = [squeezed[program[-1]] + 1 for program in programs]
+    time = min(free)
     while any(map(any, queues)):
-        for program, (fixed, *free) in zip(programs, queues, strict=True):
-            for queue in [fixed] if fixed else free:
+        for rank, program in enumerate(programs):
+            for queue in queues[rank] if free[rank] <= time else ():
                 if queue and all(done.get(n, time) < time for n in _needs(queue[0], stages)):
                     done[queue[0]] = time
                     program.append(queue.popleft())
@@ -103,9 +107,7 @@ def _drain(orders: list[list[Instruction]], stages: int) -> list[list[Instructio
     return programs
 
 
-def _queues(order: list[Instruction], first: int) -> list[deque[Instruction]]:
-    """A rank's order up to its last forward; then its input gradients by stage, and its weight gradients."""
-    end = max(k for k, i in enumerate(order) if i.op is Op.F) + 1
-    tail = order[end:]
+def _queues(tail: list[Instruction], first: int) -> list[deque[Instruction]]:
+    """The input gradients of a rank's second and of its first stage, and its weight gradients."""
     late, early = ([i for i in tail if i.op is Op.I and (i.stage == first) == own] for own in (True, False))
-    return [deque(order[:end]), deque(early), deque(late), deque(i for i in tail if i.op is Op.W)]
+    return [deque(early), deque(late), deque(i for i in tail if i.op is Op.W)]
