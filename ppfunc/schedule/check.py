@@ -65,11 +65,11 @@ class Certificate:
             f"stages            {self.stages}{chains}",
             f"microbatches      {self.microbatches}",
             f"instructions      {counts}",
-            f"peak activations  {_runs(self.peak_activations)}",
+            f"peak activations  {_row(self.peak_activations, "rank")}",
             f"no deadlock       {', '.join(self.models)}",
         ]
         if self.slots:
-            lines.append(f"slots per stage   {_runs(self.slots)}")
+            lines.append(f"slots per stage   {_row(self.slots, "stage")}")
         lines.append(f"step-atomic       {'yes' if self.step_atomic else 'no'}")
         return "\n".join(lines)
 
@@ -169,7 +169,10 @@ def _batches_are_atomic(found: Traffic) -> bool:
     return all(place < 0 or latest[batch] <= step for events in found.events for batch, step, place in events)
 
 
-def _runs(numbers: tuple[int, ...]) -> str:
-    """Numbers in a row, equal neighbours as ``3 x 8`` where that is shorter."""
+def _row(numbers: tuple[int, ...], of: str) -> str:
+    """Numbers in a row, equal neighbours as ``8 x 3`` where that is shorter; of very many only the extremes."""
     groups = [(value, len(list(run))) for value, run in groupby(numbers)]
+    if len(groups) > 24:
+        low, high = min(numbers), max(numbers)
+        return f"{low} ({of} {numbers.index(low)}) to {high} ({of} {numbers.index(high)})"
     return " ".join(f"{n} x {v}" if n > 3 else " ".join([str(v)] * n) for v, n in groups)

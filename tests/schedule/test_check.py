@@ -194,6 +194,11 @@ def test_the_certificate_is_tied_to_the_schedule():
     assert schedule.digest in str(certificate)
 
 
+def test_a_long_certificate_is_cut():
+    assert "peak activations  1 (rank 63) to 64 (rank 0)\n" in str(check(one_f_one_b(64, 64)))
+    assert "peak activations  64 x 4\n" in str(check(gpipe(64, 4)))
+
+
 def test_step_atomicity():
     for p, m in ((1, 3), (4, 8), (3, 2)):
         for order in ("source", "head"):

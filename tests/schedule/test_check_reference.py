@@ -17,7 +17,11 @@ from ppfunc.schedule import (
     Op,
     Schedule,
     ScheduleError,
+    allocate_slots,
+    append_tail,
     check,
+    insert_loads,
+    insert_offloads,
     one_f_one_b,
     place_communication,
     remove_communication,
@@ -272,6 +276,33 @@ def test_changes_are_of_both_kinds():
         assert verdict == Model(schedule, "pair").accepts(), schedule
         verdicts[verdict] += 1
     assert min(verdicts.values()) > 20, verdicts
+
+
+def complete_schedules():
+    """With everything that a schedule can hold: loads, offloads, messages, reductions, slots."""
+    for schedule in SMALL:
+        if not schedule.ops & set(SENDING) and not schedule.forward_only:
+            yield allocate_slots(append_tail(place_communication(insert_loads(insert_offloads(schedule))), tied=True))
+
+
+COMPLETE = tuple(complete_schedules())
+
+
+@given(st.sampled_from(COMPLETE), st.integers(0, 2**32), st.sampled_from(["pair", "rank"]))
+def test_changes_of_complete_schedules_end_in_a_verdict(schedule, seed, queue):
+    rng = random.Random(seed)
+    assert is_accepted(schedule)
+    for _ in range(3):
+        schedule = mutate(schedule, rng)
+        is_accepted(schedule, queue)
+
+
+@given(st.sampled_from(COMPLETE), st.data())
+def test_no_instruction_of_a_complete_schedule_can_be_left_out(schedule, data):
+    rank, step, place = data.draw(st.sampled_from(flat(schedule)))
+    op = schedule.programs[rank][step][place].op
+    without = with_steps(schedule, rank, lambda p: p[step].pop(place))
+    assert not is_accepted(without), op
 
 
 @given(st.integers(0, 2**32), st.sampled_from(["pair", "rank"]))
