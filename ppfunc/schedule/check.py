@@ -65,11 +65,11 @@ class Certificate:
             f"stages            {self.stages}{chains}",
             f"microbatches      {self.microbatches}",
             f"instructions      {counts}",
-            f"peak activations  {_row(self.peak_activations, "rank")}",
+            f"peak activations  {_row(self.peak_activations, 'rank')}",
             f"no deadlock       {', '.join(self.models)}",
         ]
         if self.slots:
-            lines.append(f"slots per stage   {_row(self.slots, "stage")}")
+            lines.append(f"slots per stage   {_row(self.slots, 'stage')}")
         lines.append(f"step-atomic       {'yes' if self.step_atomic else 'no'}")
         return "\n".join(lines)
 
