@@ -1,4 +1,4 @@
-"""One run of the zero-bubble heuristic: which of F, I and W every rank does next, and when."""
+"""The runs of the zero-bubble heuristic: which of F, I and W every rank does next, and when."""
 
 from __future__ import annotations
 
@@ -41,6 +41,16 @@ class Outcome(NamedTuple):
     span: Any
     makespan: Any
     letters: tuple[Letters, ...]
+
+
+def warm_ups(times: Times, cap: int) -> list[list[int]]:
+    """Forwards of each rank before its first input gradient: what fits in time, as in 1F1B, what memory allows."""
+    f, i, _, message = times
+    ranks = len(f)
+    ways = [sum(f[s] + i[s] + message[s - 1] + message[s] for s in range(r + 1, ranks)) for r in range(ranks)]
+    fitting = [1 + int(way // f[r]) if f[r] else cap for r, way in enumerate(ways)]
+    shapes = ([min(cap - r, n) for r, n in enumerate(fitting)], [min(cap, ranks - r) for r in range(ranks)], [cap] * ranks)
+    return [[max(1, n) for n in shape] for shape in shapes]
 
 
 def play(times: Times, microbatches: int, cap: int, rules: Rules) -> Outcome | None:

@@ -50,7 +50,8 @@ def _steps(stage: int, stages: int, microbatches: int, head: bool) -> Iterator[S
         forward = (step - stage) % 2 == 0
         now = (step - stage) // 2 if forward else (step + stage + 1) // 2 - stages
         linked = stage > 0 if forward else stage < stages - 1
-        messages = [(Op.SEND_B, before, linked), (Op.RECV_F, now, linked)] if forward else [(Op.SEND_F, before, linked), (Op.RECV_B, now, linked)]
+        give, take = (Op.SEND_B, Op.RECV_F) if forward else (Op.SEND_F, Op.RECV_B)
+        messages = [(give, before, linked), (take, now, linked)]
         compute = [(Op.LOAD, now, forward and stage in (0, stages - 1)), (Op.F if forward else Op.B, now, True)]
         wanted = (messages if forward == head else messages[::-1]) + compute
         numbered = (Instruction(op, stage, m, slot=m % buffers) for op, m, holds in wanted if holds and 0 <= m < microbatches)

@@ -16,10 +16,12 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
     overlapped pair, the bubble time is ``(p/2 - 1)(F&B + B - 3W)`` where F = I and W <= F, with
     ``p + 1`` live activations; every rank holds the parameters of two stages.
 
-    >>> for program in dualpipe(ranks=2, microbatches=4).programs:
-    ...     print(" ".join(str(i) for step in program for i in step))
-    0F0 3F2 0F1 3B2 (3F3;0B0)OVERLAP_F_B 3B3 0I1 0W1
-    2F2 1F0 2F3 1B0 (1F1;2B2)OVERLAP_F_B 1B1 2I3 2W3
+    >>> from ppfunc.schedule.formats import to_grid
+    >>> print(to_grid(dualpipe(ranks=4, microbatches=8)), end="")
+    rank 0  0F0 0F1 0F2 7F4 7I4 7W4 7F5 0F3;7B5----  .  7F6;0B0---- 7B6----  .  7F7;0B1---- 7B7---- 0I2 0W2 0I3 0W3
+    rank 1   .  1F0 6F4 1F1 6F5 1F2 6B4---- 6F6;1B0---- 1F3;6B5---- 6F7;1B1---- 6B6---- 1B2----  .  6I7 1I3 6W7 1W3
+    rank 2   .  5F4 2F0 5F5 2F1 5F6 2B0---- 2F2;5B4---- 5F7;2B1---- 2F3;5B5---- 2B2---- 5B6----  .  2I3 5I7 2W3 5W7
+    rank 3  4F4 4F5 4F6 3F0 3I0 3W0 3F1 4F7;3B1----  .  3F2;4B4---- 3B2----  .  3F3;4B5---- 3B3---- 4I6 4W6 4I7 4W7
 
     Args:
         ranks: number of ranks p, even.

@@ -14,10 +14,10 @@ def dualpipev(ranks: int, microbatches: int) -> Schedule:
     With F&B the time of an overlapped pair of chunks, the bubble time is
     ``(p - 1)(F&B + B - 3W)`` where F = I and W <= F, with ``2p + 1`` live chunk activations.
 
-    >>> for program in dualpipev(ranks=2, microbatches=4).programs:
-    ...     print(" ".join(str(i) for step in program for i in step))
-    0F0 0F1 0F2 3F0 3I0 3W0 3F1 (0F3;3B1)OVERLAP_F_B (3F2;0B0)OVERLAP_F_B 3B2 (3F3;0B1)OVERLAP_F_B 3B3 0I2 0W2 0I3 0W3
-    1F0 2F0 1F1 2F1 1F2 2B0 (2F2;1B0)OVERLAP_F_B (1F3;2B1)OVERLAP_F_B (2F3;1B1)OVERLAP_F_B 2B2 1B2 2I3 1I3 2W3 1W3
+    >>> from ppfunc.schedule.formats import to_grid
+    >>> print(to_grid(dualpipev(ranks=2, microbatches=4)), end="")
+    rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3;3B1----  .  3F2;0B0---- 3B2----  .  3F3;0B1---- 3B3---- 0I2 0W2 0I3 0W3
+    rank 1   .  1F0 2F0 1F1 2F1 1F2 2B0---- 2F2;1B0---- 1F3;2B1---- 2F3;1B1---- 2B2---- 1B2----  .  2I3 1I3 2W3 1W3
 
     Args:
         ranks: number of ranks p, two stages each.

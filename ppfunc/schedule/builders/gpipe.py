@@ -11,10 +11,11 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
 
     Bubble time ``(p - 1)(F + B)``; ``m`` live activations on every rank.
 
-    >>> for program in gpipe(ranks=2, microbatches=3).programs:
-    ...     print(" ".join(str(i) for step in program for i in step))
-    0F0 0F1 0F2 0B0 0B1 0B2
-    1F0 1F1 1F2 1B0 1B1 1B2
+    >>> from ppfunc.schedule.formats import to_grid
+    >>> print(to_grid(gpipe(ranks=3, microbatches=4)), end="")
+    rank 0  0F0 0F1 0F2 0F3  .   .   .   .  0B0 0B1 0B2 0B3
+    rank 1   .  1F0 1F1 1F2 1F3  .   .  1B0 1B1 1B2 1B3  .
+    rank 2   .   .  2F0 2F1 2F2 2F3 2B0 2B1 2B2 2B3  .   .
 
     Args:
         ranks: number of ranks p, one stage each.

@@ -11,10 +11,11 @@ def inference(ranks: int, microbatches: int) -> Schedule:
 
     Bubble time ``(p - 1)F``; nothing is kept for a backward.
 
-    >>> for program in inference(ranks=2, microbatches=3).programs:
-    ...     print(" ".join(str(i) for step in program for i in step))
-    0F0 0F1 0F2
-    1F0 1F1 1F2
+    >>> from ppfunc.schedule.formats import to_grid
+    >>> print(to_grid(inference(ranks=3, microbatches=4)), end="")
+    rank 0  0F0 0F1 0F2 0F3  .   .
+    rank 1   .  1F0 1F1 1F2 1F3  .
+    rank 2   .   .  2F0 2F1 2F2 2F3
 
     Args:
         ranks: number of ranks p, one stage each.

@@ -17,10 +17,10 @@ def interleaved_one_f_one_b(ranks: int, microbatches: int, chunks: int = 2, grou
     Bubble time ``(p - 1)(F + B)/v`` where m is a multiple of p; ``(v - 1)p + 2(p - 1) + 1``
     live chunk activations on rank 0.
 
-    >>> for program in interleaved_one_f_one_b(ranks=2, microbatches=2).programs:
-    ...     print(" ".join(str(i) for step in program for i in step))
-    0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
-    1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
+    >>> from ppfunc.schedule.formats import to_grid
+    >>> print(to_grid(interleaved_one_f_one_b(ranks=2, microbatches=4)), end="")
+    rank 0  0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1  .  2B2  .  2B3 0B2 0B3
+    rank 1   .  1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3  .
 
     Args:
         ranks: number of ranks p.

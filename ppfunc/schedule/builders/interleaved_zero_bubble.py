@@ -17,10 +17,10 @@ def interleaved_zero_bubble(ranks: int, microbatches: int, chunks: int = 2) -> S
     where ``m >= p`` divides in groups of equal size and W <= I; at most ``p + (v - 1)N`` chunk
     activations wait for their W.
 
-    >>> for program in interleaved_zero_bubble(ranks=2, microbatches=2).programs:
-    ...     print(" ".join(str(i) for step in program for i in step))
-    0F0 0F1 2F0 2F1 2I0 2W0 2I1 2W1 0I0 0W0 0I1 0W1
-    1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1
+    >>> from ppfunc.schedule.formats import to_grid
+    >>> print(to_grid(interleaved_zero_bubble(ranks=2, microbatches=4)), end="")
+    rank 0  0F0 0F1 2F0 2F1  .  2I0 2W0 0F2 2I1 2W1 0F3 0I0 0W0 2F2 0I1 0W1 2F3 2I2 2W2 2I3 2W3 0I2 0W2 0I3 0W3
+    rank 1   .  1F0 1F1 3F0 3I0 3F1 3I1 3W0 1F2 1I0 3W1 1F3 1I1 1W0 3F2 3I2 1W1 3F3 3I3 3W2 1I2 3W3 1I3 1W2 1W3
 
     Args:
         ranks: number of ranks p.

@@ -12,10 +12,10 @@ def looped_bfs(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
 
     Bubble time ``(p - 1)(F + B)/v`` where ``m >= p``; ``m v`` live chunk activations.
 
-    >>> for program in looped_bfs(ranks=2, microbatches=2).programs:
-    ...     print(" ".join(str(i) for step in program for i in step))
-    0F0 0F1 2F0 2F1 2B1 2B0 0B1 0B0
-    1F0 1F1 3F0 3F1 3B1 3B0 1B1 1B0
+    >>> from ppfunc.schedule.formats import to_grid
+    >>> print(to_grid(looped_bfs(ranks=2, microbatches=3)), end="")
+    rank 0  0F0 0F1 0F2 2F0 2F1 2F2  .   .  2B2 2B1 2B0 0B2 0B1 0B0
+    rank 1   .  1F0 1F1 1F2 3F0 3F1 3F2 3B2 3B1 3B0 1B2 1B1 1B0  .
 
     Args:
         ranks: number of ranks p.

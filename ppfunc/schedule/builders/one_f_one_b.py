@@ -15,11 +15,11 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     Bubble time ``(p - 1)(F + B)``, of the makespan ``(p - 1) / (m + p - 1)``; at most
     ``min(p - r, m)`` live activations on rank r.
 
-    >>> for program in one_f_one_b(ranks=3, microbatches=4).programs:
-    ...     print(" ".join(str(i) for step in program for i in step))
-    0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3
-    1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3
-    2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3
+    >>> from ppfunc.schedule.formats import to_grid
+    >>> print(to_grid(one_f_one_b(ranks=3, microbatches=5)), end="")
+    rank 0  0F0 0F1 0F2  .   .  0B0 0F3 0B1 0F4 0B2  .  0B3  .  0B4
+    rank 1   .  1F0 1F1  .  1B0 1F2 1B1 1F3 1B2 1F4 1B3  .  1B4  .
+    rank 2   .   .  2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 2F4 2B4  .   .
 
     Args:
         ranks: number of ranks p, one stage each.

@@ -8,7 +8,7 @@ from ..costs import Costs
 from ..instruction import Instruction, Op
 from ..schedule import Schedule, single_chain
 from ._parts import require_counts
-from ._play import Rules, Times, play
+from ._play import Rules, Times, play, warm_ups
 
 
 def zero_bubble(ranks: int, microbatches: int, cap: int | None = None, costs: Costs | None = None) -> Schedule:
@@ -19,10 +19,11 @@ def zero_bubble(ranks: int, microbatches: int, cap: int | None = None, costs: Co
     the problem, and equal to them where F = I = W: ``(p - 1)(F + I - W)`` of bubble with the cap
     p of 1F1B, none with ``2p - 1``. At most ``cap`` activations wait for their W.
 
-    >>> for program in zero_bubble(ranks=2, microbatches=3, cap=3).programs:
-    ...     print(" ".join(str(i) for step in program for i in step))
-    0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2
-    1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2
+    >>> from ppfunc.schedule.formats import to_grid
+    >>> print(to_grid(zero_bubble(ranks=3, microbatches=4)), end="")
+    rank 0  0F0 0F1 0F2  .   .  0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
+    rank 1   .  1F0 1F1  .  1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3
+    rank 2   .   .  2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3
 
     Args:
         ranks: number of ranks p, one stage each.
@@ -41,20 +42,11 @@ def zero_bubble(ranks: int, microbatches: int, cap: int | None = None, costs: Co
     costs = (costs or Costs()).fitting(ranks)
     single = ("forward", "backward_input", "backward_weight")
     times = Times(*([costs.of(n, s) for s in range(ranks)] for n in single), [costs.message_of(s) for s in range(ranks)])
-    runs = [Rules(w, *rules) for w in _warm_ups(times, cap) for rules in product((False, True), repeat=3)]
+    runs = [Rules(w, *rules) for w in warm_ups(times, cap) for rules in product((False, True), repeat=3)]
     outcomes = filter(None, (play(times, microbatches, cap, rules) for rules in runs))
     best = min(outcomes, key=lambda outcome: outcome[:2])
     programs = (_numbered(r, letters) for r, letters in enumerate(best.letters))
     return single_chain("zero_bubble", range(ranks), microbatches, programs)
-
-
-def _warm_ups(times: Times, cap: int) -> list[list[int]]:
-    """Forwards of each rank before its first input gradient: what fits in time, as in 1F1B, what memory allows."""
-    ranks = range(len(times.forward))
-    way = [sum(times.forward[r + 1 :]) + sum(times.backward[r + 1 :]) + sum(times.message[r:-1]) + sum(times.message[r + 1 :]) for r in ranks]
-    fitting = [int(way[r] // times.forward[r]) if times.forward[r] else cap for r in ranks]
-    shapes = ([min(cap - r, fitting[r] + 1) for r in ranks], [min(cap, len(ranks) - r) for r in ranks], [cap for _ in ranks])
-    return [[max(1, n) for n in shape] for shape in shapes]
 
 
 def _numbered(stage: int, letters: list[str]) -> list[Instruction]:
