@@ -245,7 +245,7 @@ def report(
         f"\nloss: {result.losses[0]:.3f} at first, {result.losses[-1]:.3f} at last, "
         f"{result.validation:.3f} nats per byte in validation\n"
         f"step: {1e3 * seconds:.1f} ms, {tokens:,.0f} tokens/s; ideal {ideal.makespan:.1f} ms, "
-        f"the simulation of {schedule.name} with the stages' own times and a core for each of the {schedule.ranks} ranks; "
+        f"the simulation of {schedule.name} with the stages' own times and every rank on a core of its own; "
         f"{measure.least(ideal, place.processes):.1f} ms is the least with what this machine has\n"
         f"written: {', '.join(str(options.out / name) for name in files)}"
     )
