@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import groupby
 
-from .asap import earliest
+from .earliest import earliest
 from .dataflow import Dataflow, dataflow
 from .errors import ScheduleError
 from .instruction import COMMUNICATION, Op

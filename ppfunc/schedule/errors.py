@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -83,6 +84,14 @@ def excerpt(schedule: Schedule, rank: int, position: tuple[int, int]) -> str:
             before = margin + sum(width[k] + 2 for k in columns if k < step)
             lines.append(" " * (before + mark[0]) + "^" * mark[1])
     return "\n".join(line.rstrip() for line in lines)
+
+
+def cycle_text(sentences: Sequence[str]) -> str:
+    """The sentences of a cycle in one paragraph, cut where it would not be read."""
+    shown = list(sentences[:6])
+    if len(sentences) > len(shown):
+        shown.append(f"and {len(sentences) - len(shown)} more ranks in the same cycle")
+    return "; ".join(shown)
 
 
 def text_of(instruction: Any) -> str:

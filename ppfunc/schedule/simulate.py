@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .asap import Time, Times, earliest
+from .earliest import Time, Times, earliest
 from .costs import Costs, Number
-from .dataflow import dataflow
-from .instruction import COMMUNICATION, COMPUTE, Op
-from .proof.routes import message_number, routes
+from .dataflow import Dataflow, dataflow
+from .errors import refuse
+from .instruction import COMMUNICATION, COMPUTE, Instruction, Op
+from .proof.routes import Routes, message_number, routes
 from .schedule import Schedule
 
 
@@ -50,7 +51,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         costs: times and sizes; by default F = I = W = 1, B = 2, and messages take no time.
 
     Raises:
-        ScheduleError: an instruction waits for something that can never come.
+        ScheduleError: a value that is no schedule, or an instruction that waits for something
+            that can never come.
         ValueError: costs for another number of stages.
 
     >>> from ppfunc.schedule import one_f_one_b
@@ -160,23 +162,29 @@ def _all_instructions(schedule: Schedule, costs: Costs, times: Times) -> tuple[S
     delays = [costs.message_of(s) for s in range(schedule.stages)]
     starts: list[list[Time]] = []
     ends: list[list[Time]] = []
-    for rank in range(schedule.ranks):
+    for rank, program in enumerate(schedule.programs):
         mine: list[tuple[Time, Time]] = []
         compute = zip(times.starts[rank], times.ends[rank], strict=True)
         now: Time = 0
-        for instruction in schedule.instructions(rank):
-            op = instruction[0]
-            if op in COMPUTE:
-                start, now = next(compute)
-                mine.append((start, now))
-            elif op in COMMUNICATION:
-                message = message_number(schedule, flow, ways[op, instruction[1], instruction[3]], instruction)
-                value = message // schedule.stages
-                made = times.done[value]
-                origin = value // 2 // flow.microbatches
-                mine.append((made, made + delays[origin]))
-            else:
-                mine.append((now, now))
+        for step, instructions in enumerate(program):
+            for place, instruction in enumerate(instructions):
+                if instruction[0] in COMPUTE:
+                    start, now = next(compute)
+                    mine.append((start, now))
+                elif instruction[0] in COMMUNICATION:
+                    value = _value_of(schedule, flow, ways, instruction)
+                    if value not in times.done:
+                        raise refuse(schedule, rank, (step, place), "nothing computes what this message carries")
+                    made = times.done[value]
+                    mine.append((made, made + delays[value // 2 // flow.microbatches]))
+                else:
+                    mine.append((now, now))
         starts.append([a for a, _ in mine])
         ends.append([b for _, b in mine])
     return starts, ends
+
+
+def _value_of(schedule: Schedule, flow: Dataflow, ways: Routes, message: Instruction) -> int | None:
+    """The value that a message carries, None where it leads nowhere."""
+    route = ways.get((message.op, message.stage, message.peer))
+    return None if route is None else message_number(schedule, flow, route, message) // schedule.stages

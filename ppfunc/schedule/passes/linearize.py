@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 
-from ..asap import cycle_text
 from ..dataflow import PRODUCT, Dataflow, dataflow
-from ..errors import ScheduleError, refuse
+from ..errors import ScheduleError, cycle_text, refuse
 from ..instruction import COMPUTE
+from ..proof.structure import check_structure
 from ..schedule import Schedule, Step
 
 
@@ -19,8 +19,9 @@ def linearize(schedule: Schedule) -> tuple[tuple[int, int], ...]:
     process a value is there once it has been computed.
 
     Raises:
-        ScheduleError: some steps wait for each other for ever, or for what nobody computes.
+        ScheduleError: a value that is no schedule, or steps that wait for each other for ever, or for what nobody computes.
     """
+    check_structure(schedule)
     flow = dataflow(schedule)
     there: set[int] = set()
     waiting: dict[int, list[int]] = {}

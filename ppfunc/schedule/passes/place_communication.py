@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import inf
 from typing import NamedTuple
 
-from ..asap import Times, earliest
+from ..earliest import Times, earliest
 from ..dataflow import PRODUCT, Dataflow, dataflow
 from ..instruction import COMMUNICATION, COMPUTE, Instruction, Op
 from ..schedule import Program, Schedule, Step

@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from ..asap import cycle_text
 from ..dataflow import Dataflow
-from ..errors import ScheduleError, refuse, text_of
+from ..errors import ScheduleError, cycle_text, refuse, text_of
 from ..schedule import Schedule
 from .order import Record
 from .traffic import Traffic

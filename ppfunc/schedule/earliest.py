@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from .dataflow import PRODUCT, Dataflow, consumed, dataflow
-from .errors import ScheduleError, refuse, text_of
+from .errors import ScheduleError, cycle_text, refuse, text_of
 from .instruction import COMPUTE, Instruction, Op
+from .proof.structure import check_structure
 from .schedule import Schedule
 
 Time = Any  # int, float or Fraction: whatever the durations are, nothing is converted
@@ -40,14 +41,16 @@ def earliest(
         end = start + duration
 
     Args:
-        schedule: compute only or lowered; its structure must be sound.
+        schedule: compute only or lowered.
         duration: time of an instruction, from its op and stage.
         pair: time of an overlapped pair, from its forward and its backward.
         delay: time of a message, from its stage of origin and the stage that consumes it.
 
     Raises:
-        ScheduleError: an instruction waits for something that can never come.
+        ScheduleError: a value that is no schedule, or an instruction that waits for something
+            that can never come.
     """
+    check_structure(schedule)
     flow = dataflow(schedule)
     sequences = [[i for step in p for i in step if i[0] in COMPUTE] for p in schedule.programs]
     rows = _rows(schedule, flow, duration, delay)
@@ -144,14 +147,6 @@ def stuck(schedule: Schedule, flow: Dataflow, blocked: dict[int, int]) -> Schedu
     cycle = list(seen)[list(seen).index(rank) :]
     step, place, _ = at[rank]
     return refuse(schedule, rank, (step, place), "deadlock: " + cycle_text([seen[r] for r in cycle]))
-
-
-def cycle_text(sentences: Sequence[str]) -> str:
-    """The sentences of a cycle in one paragraph, cut where it would not be read."""
-    shown = list(sentences[:6])
-    if len(sentences) > len(shown):
-        shown.append(f"and {len(sentences) - len(shown)} more ranks in the same cycle")
-    return "; ".join(shown)
 
 
 def _makers(schedule: Schedule, flow: Dataflow) -> dict[int, tuple[int, tuple[int, int]]]:
