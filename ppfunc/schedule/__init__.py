@@ -3,6 +3,7 @@
 from .bounds import lower_bound
 from .builders import (
     BUILDERS,
+    chimera,
     data_parallel,
     deepspeed_inference,
     deepspeed_train,
@@ -56,6 +57,7 @@ __all__ = [
     "allocate_slots",
     "append_tail",
     "check",
+    "chimera",
     "data_parallel",
     "deepspeed_inference",
     "deepspeed_train",

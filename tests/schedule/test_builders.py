@@ -9,6 +9,7 @@ import pytest
 
 from ppfunc.schedule.builders import (
     BUILDERS,
+    chimera,
     gpipe,
     inference,
     interleaved_one_f_one_b,
@@ -175,6 +176,15 @@ def test_the_bubble_of_dualpipe_at_other_costs(f, w, pair):
     for p, m in ((2, 8), (4, 16), (8, 20)):
         for name, hops in (("dualpipe", p // 2 - 1), ("dualpipev", p - 1)):
             assert max(simulate(BUILDERS[name](p, m), Costs(**costs)).idle) == hops * (pair + f + w - 3 * w)
+
+
+def test_the_bubble_of_chimera():
+    """Where forward and backward take the same time, and the microbatches fill units of as many as there are ranks."""
+    for p in (2, 4, 6, 8):
+        for m in (p, 2 * p, 5 * p):
+            timeline = simulate(chimera(p, m), Costs(backward=1))
+            assert timeline.makespan == 2 * m + p - 2
+            assert set(timeline.idle) == {p - 2}
 
 
 CHOICES = [(name, argument) for name, build in BUILDERS.items() for argument in inspect.signature(build).parameters]

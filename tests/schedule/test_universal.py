@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppfunc.schedule.builders import BUILDERS, zero_bubble
+from ppfunc.schedule.builders import BUILDERS, chimera, zero_bubble
 from ppfunc.schedule.builders._interleaved import group_size
 from ppfunc.schedule.check import check
 from ppfunc.schedule.costs import Costs
@@ -28,7 +28,7 @@ from ppfunc.schedule.schedule import Schedule, elementary
 from ppfunc.schedule.simulate import simulate
 
 
-ALL = BUILDERS | {"zero_bubble": zero_bubble}
+ALL = BUILDERS | {"zero_bubble": zero_bubble, "chimera": chimera}
 
 
 class Case(NamedTuple):
@@ -44,6 +44,7 @@ class Case(NamedTuple):
 ACCEPTS = {
     "dualpipe": lambda p, m: p % 2 == 0 and m % 2 == 0 and m >= 2 * p,
     "dualpipev": lambda p, m: m >= 2 * p,
+    "chimera": lambda p, m: p % 2 == 0 and m % 2 == 0,
 }
 
 # Bound of live activations on the worst rank, each of one stage and microbatch, from its F to its B or W.
@@ -63,6 +64,7 @@ PEAK = {
     "dualpipe": lambda p, m, v: p + 1,
     "dualpipev": lambda p, m, v: 2 * p + 1,
     "zero_bubble": lambda p, m, v: min(p, m),
+    "chimera": lambda p, m, v: min(p, m),
     "deepspeed_train": lambda p, m, v: min(p, m),
     "deepspeed_inference": lambda p, m, v: m,
 }
@@ -252,7 +254,7 @@ def test_what_is_not_accepted_is_refused(name):
     for p in range(1, 9):
         for m in range(1, 25):
             if ACCEPTS[name](p, m):
-                assert BUILDERS[name](p, m).ranks == p
+                assert ALL[name](p, m).ranks == p
             else:
                 with pytest.raises(ValueError, match=r"^(ranks|microbatches) = \d+, expected .*: "):
-                    BUILDERS[name](p, m)
+                    ALL[name](p, m)

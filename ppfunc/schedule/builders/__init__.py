@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..schedule import Schedule
+from .chimera import chimera
 from .data_parallel import data_parallel
 from .deepspeed_inference import deepspeed_inference
 from .deepspeed_train import deepspeed_train
@@ -42,5 +43,5 @@ BUILDERS: dict[str, Callable[..., Schedule]] = {
     "deepspeed_inference": deepspeed_inference,
 }
 
-# zero_bubble is no name of the command: what it makes depends on costs.
-__all__ = ["BUILDERS", "zero_bubble", *(f.__name__ for f in BUILDERS.values())]
+# These two are no names of the command: what zero_bubble makes depends on costs, and chimera is for comparison.
+__all__ = ["BUILDERS", "chimera", "zero_bubble", *(f.__name__ for f in BUILDERS.values())]
