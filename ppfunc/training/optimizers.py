@@ -95,15 +95,17 @@ def adamw(
     @torch.no_grad()
     def update(grads: Tree, state: AdamWState, params: Tree) -> tuple[Tree, AdamWState]:
         count = int(state.count)
-        new, (mean, square) = _owned(params, (state.mean, state.square), donate)
-        leaves = _trained(new)
+        gradients = _gradients(grads, params)
+        new, trained = _owned(params, donate)
+        mean, means = _owned(state.mean, donate)
+        square, squares = _owned(state.square, donate)
         torch_adamw(
-            leaves,
-            _gradients(grads, params),
-            _trained(mean),
-            _trained(square),
+            trained,
+            gradients,
+            means,
+            squares,
             [],
-            _step_tensors(leaves, count),
+            _step_tensors(trained, count),
             fused=True,
             amsgrad=False,
             beta1=betas[0],
@@ -161,12 +163,13 @@ def sgd(
     @torch.no_grad()
     def update(grads: Tree, state: SGDState, params: Tree) -> tuple[Tree, SGDState]:
         count = int(state.count)
-        new, (buffers,) = _owned(params, (state.momentum,), donate)
-        leaves, gradients, filled = _trained(new), _gradients(grads, params), _trained(buffers)
+        gradients = _gradients(grads, params)
+        new, trained = _owned(params, donate)
+        buffers, filled = _owned(state.momentum, donate)
         # torch knows the first update by buffers that are None, and makes new ones for it.
-        handed: list[Tensor | None] = list(filled) if filled and count else [None] * len(leaves)
+        handed: list[Tensor | None] = list(filled) if filled and count else [None] * len(trained)
         torch_sgd(
-            leaves,
+            trained,
             gradients,
             handed,
             fused=True,
@@ -195,89 +198,84 @@ def _zero_count() -> Tensor:
 
 def _step_tensors(leaves: list[Tensor], count: int) -> list[Tensor]:
     """One float32[] per leaf, on its device: the kernel increments each before it uses it."""
-    wells = {
-        device: iter(torch.full((len(leaves),), float(count), device=device).unbind())
-        for device in {leaf.device for leaf in leaves}
-    }
-    return [next(wells[leaf.device]) for leaf in leaves]
+    if not leaves:
+        return []
+    first = leaves[0].device
+    made = torch.full((len(leaves),), float(count), device=first).unbind()
+    return [one if p.device == first else one.to(p.device) for one, p in zip(made, leaves, strict=True)]
 
 
 def _differentiable(leaf: Tensor) -> bool:
-    return leaf.is_floating_point() or leaf.is_complex()
+    return leaf.dtype.is_floating_point or leaf.dtype.is_complex
 
 
 def _as_real(leaf: Tensor) -> Tensor:
     """A view of the same memory in a real dtype: the kernels know no complex numbers."""
-    return torch.view_as_real(leaf) if leaf.is_complex() else leaf
+    return torch.view_as_real(leaf) if leaf.dtype.is_complex else leaf
 
 
 def _dense(leaf: Tensor) -> Tensor:
-    """The same values in row-major memory; no copy where they already are.
+    """The same values in row-major memory, without history; no copy where they already are.
 
     The kernels walk the memory of a parameter, its gradient and its moments side by side,
     so that all of them must have one layout.
     """
-    return leaf.detach().resolve_conj().resolve_neg().contiguous()
-
-
-def _trained(tree: Tree) -> list[Tensor]:
-    """The leaves that an update changes, as real views of their memory."""
-    return [_as_real(leaf) for leaf in optree.tree_leaves(tree) if _differentiable(leaf)]
+    if leaf.requires_grad or leaf.is_conj() or leaf.is_neg() or not leaf.is_contiguous():
+        return leaf.detach().resolve_conj().resolve_neg().contiguous()
+    return leaf
 
 
 def _zeros_like(params: Tree) -> Tree:
-    zeros = lambda p: torch.zeros(p.shape, dtype=p.dtype, device=p.device) if _differentiable(p) else None  # noqa: E731
+    def zeros(p: Tensor) -> Tensor | None:
+        return torch.zeros(p.shape, dtype=p.dtype, device=p.device) if _differentiable(p) else None
+
     return optree.tree_map(zeros, params)
 
 
-def _owned(params: Tree, moments: tuple[Tree, ...], donate: bool) -> tuple[Tree, tuple[Tree, ...]]:
-    """Trees that the update may write to: copies, or what was donated.
-
-    Raises:
-        ValueError: if memory that was donated belongs to two leaves, which would be updated twice.
-    """
-    if donate:
-        _refuse_shared_memory(params)
-
-    def own(leaf: Tensor) -> Tensor:
-        if not _differentiable(leaf):
-            return leaf
-        return _dense(leaf) if donate else leaf.detach().clone(memory_format=torch.contiguous_format)
-
-    return optree.tree_map(own, params), tuple(optree.tree_map(own, m) for m in moments)
+def _owned(tree: Tree, donate: bool) -> tuple[Tree, list[Tensor]]:
+    """A tree that the update may write to, copied or donated, and real views of the leaves it trains."""
+    leaves, structure = optree.tree_flatten(tree)
+    copied = leaves if donate else [p.clone(memory_format=torch.contiguous_format) if _differentiable(p) else p for p in leaves]
+    own = [_dense(p) if _differentiable(p) else p for p in copied]
+    trained = [_as_real(leaf) for leaf in own if _differentiable(leaf)]
+    if donate and len({leaf.data_ptr() for leaf in trained if leaf.numel()}) < sum(leaf.numel() > 0 for leaf in trained):
+        _refuse_shared_memory(tree)
+    return structure.unflatten(own), trained
 
 
-def _refuse_shared_memory(params: Tree) -> None:
+def _refuse_shared_memory(tree: Tree) -> None:
+    """ValueError with the two leaves that share memory, which would be updated twice."""
     seen: dict[int, str] = {}
-    paths, leaves, _ = optree.tree_flatten_with_path(params)
+    paths, leaves, _ = optree.tree_flatten_with_path(tree)
     for path, leaf in zip(paths, leaves, strict=True):
-        if _differentiable(leaf) and leaf.numel():
-            name = "".join(f"[{key!r}]" for key in path)
-            first = seen.setdefault(leaf.data_ptr(), name)
-            if first != name:
-                raise ValueError(
-                    f"params{first} and params{name} share their memory, so that they cannot both be "
-                    "updated in place; pass donate=False or make them separate tensors"
-                )
+        if not _differentiable(leaf) or not leaf.numel():
+            continue
+        first = seen.setdefault(leaf.data_ptr(), _name(path))
+        if first != _name(path):
+            raise ValueError(
+                f"params{first} and params{_name(path)} share their memory, so that they cannot both be "
+                "updated in place; pass donate=False or make them separate tensors"
+            )
 
 
 def _gradients(grads: Tree, params: Tree) -> list[Tensor]:
-    """The gradients of the leaves that an update changes, as real views.
+    """The gradients of the leaves that an update changes, as real views in row-major memory.
 
     Raises:
         ValueError: if ``grads`` has another structure, shape, dtype or device than ``params``.
     """
-    paths, wanted, structure = optree.tree_flatten_with_path(params)
+    wanted, structure = optree.tree_flatten(params)
     got, got_structure = optree.tree_flatten(grads)
     if structure != got_structure:
-        raise ValueError(
-            f"grads must have the structure of params, got {got_structure} and expected {structure}"
-        )
-    for path, g, p in zip(paths, got, wanted, strict=True):
-        if (g.shape, g.dtype, g.device) != (p.shape, p.dtype, p.device):
-            name = "".join(f"[{key!r}]" for key in path)
+        raise ValueError(f"grads must have the structure of params, got {got_structure} and expected {structure}")
+    for n, (g, p) in enumerate(zip(got, wanted, strict=True)):
+        if g.shape != p.shape or g.dtype != p.dtype or g.device != p.device:
             raise ValueError(
-                f"grads{name} must match its parameter: got {g.dtype}{list(g.shape)} on {g.device}, "
-                f"expected {p.dtype}{list(p.shape)} on {p.device}"
+                f"grads{_name(optree.tree_paths(params)[n])} must match its parameter: got {g.dtype}{list(g.shape)} "
+                f"on {g.device}, expected {p.dtype}{list(p.shape)} on {p.device}"
             )
-    return [_as_real(_dense(g)) for g, p in zip(got, wanted, strict=True) if _differentiable(p)]
+    return [_as_real(_dense(g)) for g in got if _differentiable(g)]
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return "".join(f"[{key!r}]" for key in path)

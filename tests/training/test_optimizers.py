@@ -104,6 +104,9 @@ def test_complex_leaves_are_pairs_of_reals():
     grads = {"z": z.conj(), "real": torch.view_as_real(z.conj().resolve_conj()).clone()}
     new, _ = optimizer.update(grads, optimizer.init(params), params)
     torch.testing.assert_close(torch.view_as_real(new["z"]), new["real"], rtol=1e-14, atol=0)
+    lazy, _ = optimizer.update({"z": z}, optimizer.init({"z": z}), {"z": z.conj()})
+    plain, _ = optimizer.update({"z": z}, optimizer.init({"z": z}), {"z": z.conj().resolve_conj()})
+    assert torch.equal(lazy["z"], plain["z"])
 
 
 @pytest.mark.parametrize("donate", [False, True])
