@@ -179,8 +179,12 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self.stage, self.abstract, self.draws = stage, abstract, 0
 
+    supports_higher_order_operators = True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not isinstance(func, torch._ops.OpOverload):
+            return func(*args, **kwargs)
         self.draws += draws(func, args, kwargs)
         if func is not torch.ops.aten.detach.default:
             for argument, value in zip(func._schema.arguments, args, strict=False):

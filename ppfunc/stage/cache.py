@@ -21,7 +21,7 @@ def cached(engine: Engine) -> Engine:
         engine: any engine.
 
     >>> calls = []
-    >>> def count(fn, example, *, has_aux=False, name="the stage"):
+    >>> def count(fn, example, *, name, **options):
     ...     calls.append(name)
     >>> engine, x = cached(count), torch.zeros(2)
     >>> for name, t in [("stage 0", x), ("stage 1", x + 1), ("stage 2", torch.zeros(3))]:
@@ -31,10 +31,17 @@ def cached(engine: Engine) -> Engine:
     """
     programs: dict[Hashable, StageProgram] = {}
 
-    def build(fn: Callable[..., Any], example: tuple[Any, ...], *, has_aux: bool = False, name: str = "the stage") -> StageProgram:
-        key = (fn, Example.of(example), has_aux, torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"))
+    def build(
+        fn: Callable[..., Any],
+        example: tuple[Any, ...],
+        *,
+        has_aux: bool = False,
+        name: str = "the stage",
+        device: torch.device | str | None = None,
+    ) -> StageProgram:
+        key = (fn, Example.of(example, device), has_aux, torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"))
         if key not in programs:
-            programs[key] = engine(fn, example, has_aux=has_aux, name=name)
+            programs[key] = engine(fn, example, has_aux=has_aux, name=name, device=device)
         return programs[key]
 
     return build

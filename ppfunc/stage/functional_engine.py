@@ -67,8 +67,10 @@ def _try(flat: FlatProgram, known: Outline, make: Callable[[], tuple[Leaves, Lea
         outputs, residuals = flat.forward(*make())
         gy = tuple(torch.ones_like(t) for t, leaf in zip(outputs, known.y.leaves, strict=False) if leaf.grad)
         flat.backward(residuals, gy)
-    except (RuntimeError, NotImplementedError) as error:
-        reason = f"torch.func cannot differentiate it ({str(error).splitlines()[0]})"
+    except StageError:
+        raise
+    except Exception as error:
+        reason = f"it runs, but torch.func cannot differentiate it ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
         raise StageError(name, reason, "use the eager engine, which uses torch.autograd.grad") from error
 
 

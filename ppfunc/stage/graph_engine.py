@@ -53,10 +53,10 @@ def graph(
     >>> program = graph(lambda w, x: (w * x).sin(), (torch.ones(2), torch.zeros(2)))
     >>> print(program.flat.backward_weight.__doc__)
     def backward_weight(rest):
-        arg1_1, mul_1, = rest
+        x0, mul_1, = rest
         del rest
-        mul_3 = mul_1.mul(arg1_1)
-        del mul_1, arg1_1
+        mul_3 = mul_1.mul(x0)
+        del mul_1, x0
         return (mul_3, )
     <BLANKLINE>
     """

@@ -81,7 +81,15 @@ class StageProgram(NamedTuple):
 class Engine(Protocol):
     """How a stage is differentiated."""
 
-    def __call__(self, fn: Callable[..., Any], example: tuple[Any, ...], *, has_aux: bool = False, name: str = "the stage") -> StageProgram:
+    def __call__(
+        self,
+        fn: Callable[..., Any],
+        example: tuple[Any, ...],
+        *,
+        has_aux: bool = False,
+        name: str = "the stage",
+        device: torch.device | str | None = None,
+    ) -> StageProgram:
         """The program of the stage ``fn(params, x, *consts) -> y``.
 
         Args:
@@ -89,6 +97,7 @@ class Engine(Protocol):
             example: ``(params, x, *consts)``, trees of tensors or signatures.
             has_aux: whether there is an auxiliary output, which gets no cotangent.
             name: how errors call the stage.
+            device: where the stage computes; by default where the first tensor of the example is.
 
         Raises:
             StageError: the engine cannot serve the stage; says why, and which one can.

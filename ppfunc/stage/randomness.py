@@ -15,9 +15,11 @@ class SettledDraws(TorchDispatchMode):
     whatever strides an activation has: a dropout mask would depend on the engine.
     """
 
+    supports_higher_order_operators = True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        random = torch.Tag.nondeterministic_seeded in func.tags
+        random = isinstance(func, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in func.tags
         if random and func._schema.is_mutable and not args[0].is_contiguous():
             drawn = func(torch.empty_like(args[0], memory_format=torch.contiguous_format), *args[1:], **kwargs)
             return args[0].copy_(drawn)

@@ -17,7 +17,7 @@ from ..errors import StageError
 from ..example import Example, Leaves
 from ..primals import Primals
 from .honest import HIDDEN, HONEST
-from .operators import is_mutable, is_random
+from .operators import is_call, is_element, is_mutable, is_random
 
 Nodes = tuple[Node, ...]
 Maybe = tuple[Node | None, ...]
@@ -106,7 +106,10 @@ def _make_fx(fn: Callable[..., Any], flat: list[torch.Tensor], name: str) -> Gra
 
 def _read(traced: GraphModule, groups: tuple[Leaves, ...], counts: tuple[int, int, int]) -> Joint:
     graph = traced.graph
-    arguments = _regroup((n for n in graph.nodes if n.op == "placeholder"), groups)
+    arguments = list(_regroup((n for n in graph.nodes if n.op == "placeholder"), groups))
+    for letter, nodes in zip("pxcg", arguments, strict=True):
+        for index, node in enumerate(nodes):
+            node._rename(f"{letter}{index}")
     (results,) = graph.output_node().args
     names = {n.target for n in graph.nodes if n.op == "get_attr"}
     constants = {target: getattr(traced, target) for target in names}
@@ -115,6 +118,8 @@ def _read(traced: GraphModule, groups: tuple[Leaves, ...], counts: tuple[int, in
 
 def _require_served(joint: Joint, known: Outline, name: str) -> None:
     for node in joint.graph.nodes:
+        if is_call(node) and not (is_element(node) or isinstance(node.target, torch._ops.OpOverload)):
+            raise StageError(name, f"it uses {node.target}, an operator on functions", "use the functional engine")
         if is_mutable(node) or node.target in HIDDEN:
             raise StageError(name, f"the effect of {node.target} cannot be removed from its trace", "use the functional engine")
     if sum(map(is_random, joint.graph.nodes)) > known.draws:

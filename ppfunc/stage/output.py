@@ -1,0 +1,106 @@
+"""What a stage may take and return beside its activation: losses, metrics, state and skip connections."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+
+class Output(NamedTuple):
+    """The return value of a stage that returns more than its activation.
+
+    Args:
+        y: the activation, as a plain stage returns it.
+        loss: an auxiliary loss, a scalar; added to the loss of the last stage, with the weight of the microbatch.
+        metrics: a tree of tensors for the caller, not differentiated.
+        state: the new state of the stage, a tree like the state that it was given.
+        skips: what it gives to later stages that are not its neighbours, ``{stage: tree}``.
+    """
+
+    y: Any
+    loss: Any = None
+    metrics: Any = None
+    state: Any = None
+    skips: Mapping[int, Any] | None = None
+
+
+class Received(NamedTuple):
+    """The input of a stage at which skip connections end.
+
+    Args:
+        x: the activation from the stage before.
+        skips: what came from further away, ``{stage: tree}``.
+    """
+
+    x: Any
+    skips: dict[int, Any]
+
+
+class Parts(NamedTuple):
+    """What the runtime makes of a stage's return value.
+
+    ``(carry, skips, loss)`` are differentiated, ``(outputs, metrics, state)`` are not.
+
+    Args:
+        carry: what the next stage gets; None in the last stage.
+        skips: what other stages get, in the order of the schedule's skip connections.
+        loss: the stage's loss; None where it has none.
+        outputs: what evaluation returns to the caller.
+        metrics, state: as in :class:`Output`.
+    """
+
+    carry: Any
+    skips: tuple[Any, ...]
+    loss: Any
+    outputs: Any
+    metrics: Any
+    state: Any
+
+
+def canonical(
+    fn: Callable[..., Any],
+    *,
+    last: bool,
+    loss_fn: Callable[[Any, Any], Any] | None,
+    return_outputs: bool,
+    skips: Sequence[int],
+    targeted: bool,
+) -> Callable[..., tuple[Any, Any]]:
+    """The stage in the form that the runtime differentiates, with an auxiliary output.
+
+    Equivalent to::
+
+        def call(params, x, *consts):           # consts: the target if ``targeted``, then side input, then state
+            out = fn(params, x, *consts)        # without the target
+            loss = loss_fn(out.y, target) + out.loss
+            return (out.y, out.skips, loss), (outputs, out.metrics, out.state)
+
+    Args:
+        fn: the stage.
+        last: whether it is the last of its chain.
+        loss_fn: the loss to fold in, for a last stage.
+        return_outputs: whether a last stage's ``y`` goes to the caller.
+        skips: the stages that get a skip connection from this one.
+        targeted: whether the first further argument is the target.
+
+    Raises:
+        ValueError: it returns skip connections other than those of the schedule.
+    """
+
+    def call(params: Any, x: Any, *consts: Any) -> tuple[Any, Any]:
+        target, rest = (consts[0], consts[1:]) if targeted else (None, consts)
+        out = fn(params, x, *rest)
+        if not isinstance(out, Output):
+            out = Output(out)
+        given = out.skips or {}
+        if set(given) != set(skips):
+            raise ValueError(f"it returns skip connections to the stages {sorted(given)}, the schedule has them to {sorted(skips)}")
+        loss = out.loss
+        if last and loss_fn is not None:
+            main = loss_fn(out.y, target)
+            loss = main if loss is None else main + loss
+        carry = None if last else out.y
+        outputs = out.y if last and return_outputs else None
+        return (carry, tuple(given[s] for s in skips), loss), (outputs, out.metrics, out.state)
+
+    return call
