@@ -22,10 +22,14 @@ from ppfunc.schedule import (
     check,
     insert_loads,
     insert_offloads,
+    linearize,
+    merge_backward,
     one_f_one_b,
     place_communication,
     remove_communication,
     remove_slots,
+    simulate,
+    split_backward,
 )
 
 SENDING = {"SEND_F": ("F", 1), "SEND_B": ("B", -1)}
@@ -295,6 +299,29 @@ def test_changes_of_complete_schedules_end_in_a_verdict(schedule, seed, queue):
     for _ in range(3):
         schedule = mutate(schedule, rng)
         is_accepted(schedule, queue)
+
+
+PASSES = (split_backward, merge_backward, insert_loads, insert_offloads, place_communication, allocate_slots, remove_communication)
+
+
+@given(st.sampled_from(SMALL + COMPLETE), st.integers(0, 2**32), st.integers(0, 2), st.sampled_from(PASSES))
+def test_passes_keep_what_is_right_and_raise_nothing_else(schedule, seed, changes, change):
+    rng = random.Random(seed)
+    for _ in range(changes):
+        schedule = mutate(schedule, rng)
+    try:
+        changed = change(schedule)
+        simulate(schedule)
+    except ScheduleError:
+        assert not is_accepted(schedule)
+        return
+    try:
+        linearize(schedule)
+    except ScheduleError:
+        # Steps that compute several things may wait for each other where single instructions do not.
+        several = any(sum(i.op in (*COMPUTING, "OVERLAP_F_B") for i in step) > 1 for p in schedule.programs for step in p)
+        assert several or not is_accepted(schedule)
+    assert is_accepted(changed) or not is_accepted(schedule)
 
 
 @given(st.sampled_from(COMPLETE), st.data())

@@ -13,6 +13,7 @@ from ..dataflow import dataflow
 from ..proof.order import check_order
 from ..proof.queues import check_queues
 from ..proof.routes import routes
+from ..proof.structure import check_structure
 from ..proof.traffic import traffic
 from ..schedule import Program, Schedule
 from .remove_slots import remove_slots
@@ -63,12 +64,13 @@ def allocate_slots(schedule: Schedule) -> Schedule:
     communication: passes that add instructions take slots away.
 
     Raises:
-        ScheduleError: the messages of the schedule do not come to an end.
+        ScheduleError: a value that is no schedule, or messages that do not come to an end.
 
     >>> from ppfunc.schedule import gpipe
     >>> print(*allocate_slots(gpipe(ranks=1, microbatches=2)).instructions(0))
     0F0@0 0F1@1 0B0@0 0B1@1
     """
+    check_structure(schedule)
     bare = remove_slots(schedule)
     found = _moments(bare) if bare.ops & COMMUNICATION else None
     programs = []

@@ -17,7 +17,8 @@ def insert_offloads(schedule: Schedule, stages: Iterable[int] | None = None, *, 
 
     Equivalent to: after each F of the chosen stages write OFFLOAD; before the compute instruction
     that comes ``lookahead`` compute instructions before its B or I, write FETCH. Residuals that
-    would not be away during any compute instruction stay where they are.
+    would not be away during any compute instruction stay where they are, and so do those that
+    move already.
 
     Args:
         stages: the stages whose residuals move; all of them by default.
@@ -55,6 +56,7 @@ def _move(program: Program, chosen: set[int], lookahead: int) -> Program:
 
 def _moves(program: Program, chosen: set[int], lookahead: int) -> tuple[Moves, Moves]:
     """What leaves after, and what comes back before, each compute instruction."""
+    moved = {(i.stage, i.microbatch) for step in program for i in step if i.op in (Op.OFFLOAD, Op.FETCH)}
     made: dict[tuple[int, int | None], int] = {}
     leave: Moves = {}
     back: Moves = {}
@@ -62,6 +64,8 @@ def _moves(program: Program, chosen: set[int], lookahead: int) -> tuple[Moves, M
     for number, instruction in enumerate(compute):
         for op, stage, microbatch, *_ in parts_of(instruction):
             key = (stage, microbatch)
+            if key in moved:
+                continue
             if op is Op.F:
                 made[key] = number
             elif op in (Op.B, Op.I) and stage in chosen and key in made and number - lookahead > made[key] + 1:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..instruction import Instruction, Op
+from ..proof.order import in_order
 from ..schedule import Program, Schedule, Step
 
 
@@ -29,7 +30,7 @@ def split_backward(schedule: Schedule, *, overlapped: bool = False) -> Schedule:
 def _split_program(program: Program, overlapped: bool) -> Iterator[Step]:
     for step in program:
         now: list[Instruction] = []
-        for instruction in step:
+        for _, instruction in in_order(step):
             first, weight = _split(instruction, overlapped)
             now.append(first)
             if weight is not None:
