@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import optree
+
+from .signature import Signature
+
 
 class Output(NamedTuple):
     """The return value of a stage that returns more than its activation.
@@ -34,27 +38,6 @@ class Received(NamedTuple):
 
     x: Any
     skips: dict[int, Any]
-
-
-class Parts(NamedTuple):
-    """What the runtime makes of a stage's return value.
-
-    ``(carry, skips, loss)`` are differentiated, ``(outputs, metrics, state)`` are not.
-
-    Args:
-        carry: what the next stage gets; None in the last stage.
-        skips: what other stages get, in the order of the schedule's skip connections.
-        loss: the stage's loss; None where it has none.
-        outputs: what evaluation returns to the caller.
-        metrics, state: as in :class:`Output`.
-    """
-
-    carry: Any
-    skips: tuple[Any, ...]
-    loss: Any
-    outputs: Any
-    metrics: Any
-    state: Any
 
 
 def canonical(
@@ -104,3 +87,31 @@ def canonical(
         return (carry, tuple(given[s] for s in skips), loss), (outputs, out.metrics, out.state)
 
     return call
+
+
+def received_signature(sources: Sequence[int], parts: Sequence[Signature]) -> Signature:
+    """The signature of a stage's input, of the signatures of its parts.
+
+    Args:
+        sources: the stages that they come from, the stage before (or the batch) first.
+        parts: one signature each.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    trees = [part.unflatten(part.leaves) for part in parts]
+    leaves, treedef = optree.tree_flatten(Received(trees[0], dict(zip(sources[1:], trees[1:], strict=True))))
+    return Signature(treedef, tuple(leaves))
+
+
+def children(signature: Signature) -> tuple[Signature, ...]:
+    """The signatures of the children of a tree's root.
+
+    >>> import torch
+    >>> [str(s) for s in children(Signature.of((torch.zeros(2), {"n": torch.zeros(3)})))]
+    ['float32[2]', "{'n': float32[3]}"]
+    """
+    found, start = [], 0
+    for child in signature.treedef.children():
+        found.append(Signature(child, signature.leaves[start : start + child.num_leaves]))
+        start += child.num_leaves
+    return tuple(found)

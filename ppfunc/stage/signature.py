@@ -82,6 +82,10 @@ class Signature:
         """The same tree, no leaf of which wants a gradient."""
         return replace(self, leaves=tuple(replace(leaf, grad=False) for leaf in self.leaves))
 
+    def with_grad(self) -> Signature:
+        """The same tree, every floating or complex leaf of which wants a gradient."""
+        return replace(self, leaves=tuple(replace(leaf, grad=differentiable(leaf.dtype)) for leaf in self.leaves))
+
     @property
     def nbytes(self) -> int:
         """Size of all leaves in bytes."""

@@ -46,7 +46,7 @@ def quickest(node: Node) -> Call:
 
 def _find(node: Node) -> Call:
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    itself = Call(node.target)
+    itself = Call(node.target._op)
     wanted = _dispatches(itself, args, kwargs)
     return next((call for call in _candidates(node) if _dispatches(call, args, kwargs) == wanted), itself)
 

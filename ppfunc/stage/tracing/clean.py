@@ -76,7 +76,7 @@ def _shorten_views(joint: Joint) -> None:
             below = node.args[0]
             while is_call(below) and below.target in _RESHAPES and below.args[0].meta["val"].is_contiguous():
                 below = below.args[0]
-            node.args = (below, *node.args[1:])
+            node.target, node.args = aten.view.default, (below, *node.args[1:])
 
 
 def _duplicates(joint: Joint, late: bool) -> dict[Node, Node]:

@@ -1,0 +1,89 @@
+"""Tangents of trees: one per leaf that moves, None for a leaf that stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import torch
+
+from ..signature import differentiable, flatten
+
+Leaves = tuple[torch.Tensor, ...]
+Tangents = tuple[torch.Tensor | None, ...]  # one entry per leaf, None for a zero tangent
+
+
+def flatten_tangents(primal: Any, tangent: Any, name: str) -> Tangents:
+    """The tangents of the leaves of ``primal``, in their order.
+
+    Args:
+        primal: a tree of tensors.
+        tangent: the same tree of tensors with the shapes and dtypes of ``primal``; None in the place of
+            a leaf, or of everything, stands for a tangent of zero. Integer leaves have no other.
+        name: how errors call the tree.
+
+    Raises:
+        ValueError: another structure, shape or dtype, or a tangent of an integer leaf.
+        TypeError: a leaf of ``tangent`` is neither a tensor nor None.
+
+    >>> flatten_tangents({"ids": torch.zeros(2).int(), "w": torch.zeros(())}, {"ids": None, "w": torch.ones(())}, "params")
+    (None, tensor(1.))
+    """
+    leaves, treedef = flatten(primal, name)
+    if tangent is None:
+        return (None,) * len(leaves)
+    try:
+        tangents = treedef.flatten_up_to(tangent)
+    except (ValueError, TypeError) as error:
+        got = optree.tree_structure(tangent, none_is_leaf=True)
+        raise ValueError(f"tangent of {name}: got the structure {got}, expected {treedef}, with None for zero tangents") from error
+    accessors = optree.treespec_accessors(treedef)
+    for accessor, leaf, value in zip(accessors, leaves, tangents, strict=True):
+        if value is not None:
+            _require_tangent(leaf, value, f"tangent of {accessor.codify(name)}")
+    return tuple(tangents)
+
+
+def _require_tangent(leaf: torch.Tensor, tangent: Any, name: str) -> None:
+    if not isinstance(tangent, torch.Tensor):
+        raise TypeError(f"{name}: got {tangent!r} of type {type(tangent).__name__}, expected a tensor, or None for zero")
+    if not differentiable(leaf.dtype):
+        raise ValueError(f"{name}: got {tangent.dtype}{list(tangent.shape)}, expected None: {leaf.dtype} has no tangents")
+    if tangent.shape != leaf.shape or tangent.dtype != leaf.dtype:
+        got, want = (f"{t.dtype}{list(t.shape)}" for t in (tangent, leaf))
+        raise ValueError(f"{name}: got {got}, expected {want}")
+
+
+def push(fn: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, ...], names: tuple[str, ...]) -> tuple[Any, Any]:
+    """``fn(*primals)`` and its derivative along ``tangents``: :func:`torch.func.jvp` for any trees.
+
+    Args:
+        fn: a pure function of trees.
+        primals: its arguments.
+        tangents: one tree per argument, as :func:`flatten_tangents` reads it.
+        names: how errors call the arguments.
+
+    Returns:
+        ``(y, tangent of y)``: the second with the structure of the first, None for leaves without
+        derivative; None alone where every tangent is zero.
+    """
+    leaves, treedef = optree.tree_flatten(primals)
+    given = [t for p, v, name in zip(primals, tangents, names, strict=True) for t in flatten_tangents(p, v, name)]
+    moving = [i for i, tangent in enumerate(given) if tangent is not None]
+    structure: list[Any] = []
+
+    def run(*moved: torch.Tensor) -> tuple[Leaves, Leaves]:
+        full = list(leaves)
+        for i, value in zip(moving, moved, strict=True):
+            full[i] = value
+        y, y_def = flatten(fn(*optree.tree_unflatten(treedef, full)), "y")
+        structure.append(y_def)
+        return tuple(t for t in y if differentiable(t.dtype)), y
+
+    if not moving:
+        return fn(*primals), None
+    _, slopes, y = torch.func.jvp(run, tuple(leaves[i] for i in moving), tuple(given[i] for i in moving), has_aux=True)
+    rest = iter(slopes)
+    ty = [next(rest) if differentiable(t.dtype) else None for t in y]
+    return optree.tree_unflatten(structure[0], y), optree.tree_unflatten(structure[0], ty)
