@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from fractions import Fraction
 from numbers import Rational, Real
 from typing import Any, Self
 
@@ -96,8 +95,11 @@ class Costs:
         latency, size, bandwidth = (self.of(n, stage) for n in ("communication", "bytes", "bandwidth"))
         if not size or bandwidth is None:
             return latency
-        exact = isinstance(size, Rational) and isinstance(bandwidth, Rational)
-        return latency + (Fraction(size, bandwidth) if exact else size / bandwidth)
+        if isinstance(size, Rational) and isinstance(bandwidth, Rational):
+            from fractions import Fraction  # here, because most uses of schedules need none and it loads slowly
+
+            return latency + Fraction(size, bandwidth)
+        return latency + size / bandwidth
 
 
 def _values(value: Any) -> Sequence[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from math import inf
 from typing import NamedTuple
@@ -68,8 +68,8 @@ def place_communication(schedule: Schedule) -> Schedule:
     times = earliest(schedule, lambda op, stage: _DURATION[op], lambda f, b: 3, lambda a, b: 0)
     where, before = _indices(schedule, flow, times)
     postings: list[list[Posting]] = [[] for _ in schedule.programs]
-    for (low, high), messages in _pairs(schedule, flow, times, where).items():
-        messages.sort()
+    for (low, high), edges in _pairs(schedule).items():
+        messages = sorted(m for edge, ms in edges for m in _along(edge, ms, schedule, flow, times.done, where))
         _post(messages, low, high, before, postings)
     programs = tuple(_emit(p, sorted(q)) for p, q in zip(schedule.programs, postings, strict=True))
     return replace(schedule, programs=programs)
@@ -94,33 +94,26 @@ def _indices(schedule: Schedule, flow: Dataflow, times: Times) -> tuple[dict[int
     return where, before
 
 
-def _pairs(
-    schedule: Schedule, flow: Dataflow, times: Times, where: dict[int, int]
-) -> dict[tuple[int, int], list[Message]]:
-    """The messages between each two ranks, in no order yet."""
-    pairs: dict[tuple[int, int], list[Message]] = {}
-    home, skips = schedule.placement, frozenset(schedule.skips)
-    for chain in schedule.chains:
-        inside = frozenset(chain.stages)
-        for edge in schedule.edges:
-            source, target = edge
-            if source in inside and home[source] != home[target]:
-                pair = tuple(sorted((home[source], home[target])))
-                messages = pairs.setdefault(pair, [])
-                messages += _along(edge, edge in skips, chain.microbatches, home, flow, times.done, where)
+def _pairs(schedule: Schedule) -> dict[tuple[int, int], list[tuple[tuple[int, int], range]]]:
+    """Between each two ranks, lower one first: the edges and the microbatches that travel them."""
+    pairs: dict[tuple[int, int], list[tuple[tuple[int, int], range]]] = {}
+    walks = {stage: chain.microbatches for chain in schedule.chains for stage in chain.stages}
+    for a, b in schedule.crossing_edges:
+        ranks = schedule.placement[a], schedule.placement[b]
+        pairs.setdefault((min(ranks), max(ranks)), []).append(((a, b), walks[a]))
     return pairs
 
 
 def _along(
     edge: tuple[int, int],
-    skip: bool,
-    microbatches: Iterable[int],
-    home: tuple[int, ...],
+    microbatches: range,
+    schedule: Schedule,
     flow: Dataflow,
     done: dict[int, int],
     where: dict[int, int],
 ) -> Iterator[Message]:
     """Both messages of every microbatch along one edge, those that have a consumer."""
+    home, skip = schedule.placement, edge in schedule.skips
     ends = (edge, edge[::-1])
     for (a, b), product, send, receive in zip(ends, (0, 1), (Op.SEND_F, Op.SEND_B), (Op.RECV_F, Op.RECV_B), strict=True):
         to, back = (b, a) if skip else (None, None)
