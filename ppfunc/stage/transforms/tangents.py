@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import optree
@@ -71,19 +71,24 @@ def push(fn: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, 
     leaves, treedef = optree.tree_flatten(primals)
     given = [t for p, v, name in zip(primals, tangents, names, strict=True) for t in flatten_tangents(p, v, name)]
     moving = [i for i, tangent in enumerate(given) if tangent is not None]
+    if not moving:
+        return fn(*primals), None
     structure: list[Any] = []
 
     def run(*moved: torch.Tensor) -> tuple[Leaves, Leaves]:
-        full = list(leaves)
-        for i, value in zip(moving, moved, strict=True):
-            full[i] = value
-        y, y_def = flatten(fn(*optree.tree_unflatten(treedef, full)), "y")
+        y, y_def = flatten(fn(*treedef.unflatten(replaced(leaves, moving, moved))), "y")
         structure.append(y_def)
         return tuple(t for t in y if differentiable(t.dtype)), y
 
-    if not moving:
-        return fn(*primals), None
     _, slopes, y = torch.func.jvp(run, tuple(leaves[i] for i in moving), tuple(given[i] for i in moving), has_aux=True)
     rest = iter(slopes)
     ty = [next(rest) if differentiable(t.dtype) else None for t in y]
-    return optree.tree_unflatten(structure[0], y), optree.tree_unflatten(structure[0], ty)
+    return structure[0].unflatten(y), structure[0].unflatten(ty)
+
+
+def replaced(leaves: Sequence[torch.Tensor], places: Sequence[int], values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The leaves, with ``values`` at ``places``."""
+    full = list(leaves)
+    for i, value in zip(places, values, strict=True):
+        full[i] = value
+    return full

@@ -1,0 +1,45 @@
+"""Ensembles: one pipeline that runs k models at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .batched import batched
+from .dual import Loss, Stage
+
+
+def ensemble(stages: Sequence[Stage], loss_fn: Loss, *, randomness: str = "error") -> tuple[list[Stage], Loss]:
+    """Stages and a loss for k models of the same architecture, that see the same batch.
+
+    Every leaf of the parameters gets a leading axis k (``torch.func.stack_module_state``, or
+    ``torch.stack``); what travels between the stages has it too. The losses are a tensor[k]; their
+    sum has the gradients of k separate trainings::
+
+        step = pp.value_and_grad(*pp.ensemble(stages, loss_fn), schedule, transport, loss_shape=(k,))
+        losses, grads = step(params, inputs, targets)
+
+    Args:
+        stages: one per stage of the model, copies left out.
+        loss_fn: ``loss(y, target) -> scalar``.
+        randomness: ``"different"`` for models that draw each its own random numbers, ``"same"`` for all
+            the same ones; by default a stage that draws is refused.
+
+    >>> stages, loss = ensemble([lambda w, x: w * x] * 2, lambda y, target: y - target)
+    >>> hidden = stages[0](torch.tensor([1.0, 2.0]), torch.tensor(3.0))
+    >>> loss(stages[1](torch.tensor([1.0, 10.0]), hidden), torch.tensor(1.0))
+    tensor([ 2., 59.])
+    """
+
+    def stage(fn: Stage, first: bool) -> Stage:
+        def models(params: Any, x: Any, *consts: Any) -> Any:
+            return batched(fn, (params, x, *consts), (True, not first, *(False for _ in consts)), randomness)
+
+        return models
+
+    def losses(y: Any, target: Any) -> torch.Tensor:
+        return batched(loss_fn, (y, target), (True, False), randomness)
+
+    return [stage(fn, number == 0) for number, fn in enumerate(stages)], losses

@@ -1,0 +1,127 @@
+"""Per-sample gradients: stages with a copy of the parameters for every sample, and what is done with the gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import torch
+
+from ..signature import differentiable
+from .batched import batched
+from .dual import Loss, Stage
+
+
+def per_sample(fn: Stage, *, randomness: str = "error") -> Stage:
+    """The stage with parameters of its own for every sample, so that gradients do not add up over them.
+
+    Equivalent to ``torch.func.vmap(fn)``, with every sample a batch of one.
+
+    Args:
+        fn: a stage; every leaf of ``x`` and of the further arguments has a leading batch axis b.
+        randomness: as of ``torch.func.vmap``.
+
+    Returns:
+        A stage whose parameters have a leading axis b; see :func:`for_samples`.
+    """
+
+    def one(params: Any, *sample: Any) -> Any:
+        return fn(params, *optree.tree_map(_alone, sample))
+
+    def stage(params: Any, x: Any, *consts: Any) -> Any:
+        return optree.tree_map(_joined, batched(one, (params, x, *consts), (True,) * (2 + len(consts)), randomness))
+
+    return stage
+
+
+def per_sample_loss(loss_fn: Loss) -> Loss:
+    """The losses of every sample as a batch of one: ``loss(y, target) -> tensor[b]``.
+
+    >>> loss = per_sample_loss(lambda y, target: (y - target).square().mean())
+    >>> loss(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 0.0]))
+    tensor([0., 4.])
+    """
+
+    def one(*sample: Any) -> torch.Tensor:
+        return loss_fn(*optree.tree_map(_alone, sample))
+
+    def losses(y: Any, target: Any) -> torch.Tensor:
+        return batched(one, (y, target), (True, True))
+
+    return losses
+
+
+def for_samples(params: Any, samples: int) -> Any:
+    """The parameters with a leading axis of samples: views, without a copy.
+
+    >>> for_samples({"w": torch.zeros(3)}, 5)["w"].shape
+    torch.Size([5, 3])
+    """
+    return optree.tree_map(lambda p: p.detach().expand(samples, *p.shape), params)
+
+
+def square_norms(grads: Any) -> torch.Tensor:
+    """The square of the norm of every per-sample gradient, over all leaves of ``grads``.
+
+    Args:
+        grads: a tree of per-sample gradients, [m, b, ...] each. Where the stages of a model are on
+            several ranks, add up what all of them return before using it.
+
+    Returns:
+        tensor[m, b].
+
+    >>> square_norms([torch.ones(2, 3, 4), 2 * torch.ones(2, 3)])
+    tensor([[8., 8., 8.],
+            [8., 8., 8.]])
+    """
+    parts = [g.flatten(2).abs().square().sum(2) if g.ndim > 2 else g.abs().square() for g in _floating(grads)]
+    return torch.stack(parts).sum(0)
+
+
+def clipped_sum(grads: Any, square_norms: torch.Tensor, max_norm: float) -> Any:
+    """The sum of per-sample gradients, each scaled down to a norm of ``max_norm`` at most.
+
+    Args:
+        grads: a tree of per-sample gradients, [m, b, ...] each.
+        square_norms: of the gradients of all stages, [m, b].
+        max_norm: the largest norm, positive.
+
+    Returns:
+        A tree like the parameters.
+
+    References:
+        Abadi et al., Deep learning with differential privacy, 2016, algorithm 1.
+
+    >>> grads = {"w": torch.tensor([[3.0, 0.5]])}
+    >>> clipped_sum(grads, square_norms(grads), 1.0)
+    {'w': tensor(1.5000)}
+    """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm: got {max_norm}, expected a positive number")
+    scale = (max_norm / square_norms.sqrt()).clamp(max=1)
+
+    def clip(gradient: torch.Tensor) -> torch.Tensor:
+        if not differentiable(gradient.dtype):
+            return gradient[0, 0]
+        return torch.tensordot(scale.to(gradient.dtype), gradient, 2)
+
+    return optree.tree_map(clip, grads)
+
+
+def _floating(grads: Any) -> list[torch.Tensor]:
+    return [g for g in optree.tree_leaves(grads) if differentiable(g.dtype)]
+
+
+def _alone(t: torch.Tensor) -> torch.Tensor:
+    """A sample as a batch of one."""
+    return t[None]
+
+
+def _joined(t: torch.Tensor) -> torch.Tensor:
+    """Batches of one as one batch: [b, 1, ...] becomes [b, ...]."""
+    if t.ndim < 2 or t.shape[1] != 1:
+        raise ValueError(
+            f"got an output of shape {list(t.shape[1:])} for a batch of one; a stage with per-sample gradients "
+            "must return leaves with a leading batch axis"
+        )
+    return t.squeeze(1)
