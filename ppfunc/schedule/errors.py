@@ -62,6 +62,12 @@ def refuse(
     return ScheduleError(rank, position, instruction, reason, excerpt(schedule, rank, position))
 
 
+def last_place(schedule: Schedule, rank: int) -> tuple[int, int] | None:
+    """The position of the last instruction of a rank, where what is missing should have come by; None if it has none."""
+    steps = enumerate(schedule.programs[rank])
+    return max(((step, len(instructions) - 1) for step, instructions in steps if instructions), default=None)
+
+
 def excerpt(schedule: Schedule, rank: int, position: tuple[int, int]) -> str:
     """A few ranks and steps around one instruction, with a mark under it.
 

@@ -61,7 +61,7 @@ TWO = ("0F0 | 0SEND_F0 0F1 | 0SEND_F1 0RECV_B0 0B0 | 0RECV_B1 0B1", "1RECV_F0 1F
 WRONG = {
     "forward missing": (("0SEND_F0 0RECV_B0 0B0", GOOD[1]), 1, 0, (0, 0), "0SEND_F0", "not computed"),
     "backward missing": (("0F0 | 0SEND_F0 0RECV_B0", GOOD[1]), 1, 0, (0, 0), "0F0", "backward, B or I of stage 0 for microbatch 0 is missing"),
-    "microbatch missing": (GOOD, 2, 0, None, None, "forward F of stage 0 for microbatch 1 is missing"),
+    "microbatch missing": (GOOD, 2, 0, (1, 2), "0B0", "forward F of stage 0 for microbatch 1 is missing"),
     "weight gradient missing": (("0F0 0I0",), 1, 0, (0, 1), "0I0", "weight gradient W is missing"),
     "weight gradient after a whole backward": (("0F0 0B0 0W0",), 1, 0, (0, 2), "0W0", "has computed the weight gradient already"),
     "weight gradient first": (("0F0 0W0 0I0",), 1, 0, (0, 1), "0W0", "input gradient of stage 0"),
@@ -83,7 +83,7 @@ WRONG = {
     "message at the end of the chain": (("0F0 0B0 | 0SEND_F0",), 1, 0, (1, 0), "0SEND_F0", "last of its chain"),
     "message at the begin of the chain": (("0RECV_F0 0F0 0B0",), 1, 0, (0, 0), "0RECV_F0", "first of its chain"),
     "unknown skip": (("0F0 | 0SEND_F0>1 0RECV_B0 0B0", GOOD[1]), 1, 0, (1, 0), "0SEND_F0>1", "no skip connection"),
-    "step in one stage only": ((GOOD[0] + " | 0STEP", GOOD[1]), 1, 1, None, None, "stage 1 has no STEP"),
+    "step in one stage only": ((GOOD[0] + " | 0STEP", GOOD[1]), 1, 1, (2, 0), "1SEND_B0", "stage 1 has no STEP"),
     "step twice": (("0F0 0B0 0STEP 0STEP",), 1, 0, (0, 3), "0STEP", "twice"),
     "step first": (("0F0 0STEP 0B0",), 1, 0, (0, 1), "0STEP", "still computes after it"),
     "step before the sum": (("0F0 0B0 0STEP 0REDUCE_GRAD",), 1, 0, (0, 3), "0REDUCE_GRAD", "comes after STEP"),

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from ..dataflow import PRODUCT, Dataflow
-from ..errors import ScheduleError, refuse
+from ..errors import ScheduleError, last_place, refuse
 from ..instruction import COMMUNICATION, COMPUTE, SENDS, Instruction, Op
 from ..schedule import Schedule, Step
 from .routes import Routes, message_number, no_route
@@ -167,5 +167,5 @@ def _missing(schedule: Schedule, flow: Dataflow, record: Record, per_stage: int)
                         rank = schedule.placement[stage]
                         partner = record.made.get(flow.output(stage, microbatch))
                         reason = f"the {what} of stage {stage} for microbatch {microbatch} is missing"
-                        return refuse(schedule, rank, partner[1:] if partner else None, reason)
+                        return refuse(schedule, rank, partner[1:] if partner else last_place(schedule, rank), reason)
     raise AssertionError("a value is missing, yet none is")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..errors import ScheduleError, refuse
+from ..errors import last_place, refuse
 from ..instruction import COMPUTE, Op
 from ..schedule import Schedule
 from .order import in_order
@@ -87,12 +87,10 @@ def _check_all_stages(schedule: Schedule, present: list[Op], found: dict[tuple[O
     for op in present:
         for stage, rank in enumerate(schedule.placement):
             if (op, stage) not in found:
-                raise ScheduleError(
-                    rank, None, None, f"stage {stage} has no {op}, but other stages have: expected it in all or none"
-                )
+                reason = f"stage {stage} has no {op}, but other stages have: expected it in all or none"
+                raise refuse(schedule, rank, last_place(schedule, rank), reason)
     replicas = len(schedule.chains[0].stages) == 1 and Op.REDUCE_GRAD in present
     if Op.STEP in present and schedule.copies and Op.REDUCE_TIED not in present and not replicas:
-        raise ScheduleError(
-            None, None, None, f"stages {schedule.copies[0]} hold copies of the same parameters and are stepped, "
-            "but their gradients are never summed: expected REDUCE_TIED before STEP"
-        )
+        rank, step, place = found[Op.STEP, schedule.copies[0][0]]
+        reason = f"stages {schedule.copies[0]} are copies, but their gradients are never summed: expected REDUCE_TIED before STEP"
+        raise refuse(schedule, rank, (step, place), reason)
