@@ -5,9 +5,10 @@ from typing import Any
 
 # Loaded when first used, so that schedules can be studied without loading torch.
 _HOMES = {
-    "ppfunc.pipeline": ("evaluate", "microbatch", "value_and_grad"),
-    "ppfunc.runtime": ("AgreementError", "InProcess", "P2P", "PipelineError"),
-    "ppfunc.stage": ("StageError", "functional", "graph"),
+    "ppfunc.pipeline": ("evaluate", "microbatch", "value_and_grad", "with_skips"),
+    "ppfunc.runtime": ("AgreementError", "Aux", "InProcess", "P2P", "PipelineError"),
+    "ppfunc.stage": ("StageError", "eager", "functional", "graph", "split_sequential", "stage_from_module"),
+    "ppfunc.stage.output": ("Output", "Received"),
     "ppfunc.stage.layers": ("stages_from_layers",),
     "ppfunc.training": ("Optimizer", "adamw", "sgd"),
     "ppfunc.schedule": (

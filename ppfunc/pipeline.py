@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ppfunc.runtime import InProcess, Session, Transport, microbatch
-from ppfunc.runtime.plan import Served
-from ppfunc.runtime.session import Step
+from ppfunc.runtime.arguments import Given, read_weights
+from ppfunc.runtime.gradients import Stack, Sum
+from ppfunc.runtime.plan import Served, sinks_of
+from ppfunc.runtime.results import Step
+from ppfunc.runtime.session import Work
 from ppfunc.schedule import Op, Schedule, check
-from ppfunc.schedule.passes import append_tail, forward_only, place_communication
-from ppfunc.stage import Engine, LeafSignature, Signature, StageProgram, graph
+from ppfunc.schedule.passes import append_tail, forward_only, place_communication, remove_communication
+from ppfunc.stage import Engine, Signature, StageProgram, graph
+from ppfunc.stage.output import canonical, children
 
-__all__ = ["evaluate", "microbatch", "value_and_grad"]
+__all__ = ["evaluate", "microbatch", "value_and_grad", "with_skips"]
 
 Stage = Callable[..., Any]
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -28,7 +33,10 @@ def value_and_grad(
     *,
     engine: Engine = graph,
     weights: Sequence[float] | torch.Tensor | None = None,
-) -> Callable[..., tuple[torch.Tensor, dict[int, Any]]]:
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+    per_microbatch: bool = False,
+) -> Callable[..., tuple[Any, Any]]:
     """A function that runs one training step of a pipeline: ``step(params, inputs, targets) -> (loss, grads)``.
 
     Equivalent to::
@@ -44,26 +52,39 @@ def value_and_grad(
 
     Args:
         stages: one pure function ``fn(params, x) -> y`` per stage of the schedule; trees of tensors in and
-            out. Where the schedule holds stages twice, the copies may be left out.
+            out. Where the schedule holds stages twice, the copies may be left out. A stage may take a side
+            input and a state as further arguments, in this order, if the step is given them, and may return
+            :class:`ppfunc.Output` to give a loss, metrics, a new state or skip connections of its own.
         loss_fn: ``loss(y, target) -> scalar``, of one microbatch; runs as part of the last stage.
         schedule: what every rank does. It is proved before anything runs; communication is placed
             where it has none.
         transport: carries the messages: ``InProcess()`` (the default) or ``P2P(group)``.
         engine: how a stage is differentiated.
         weights: weight of every microbatch in the loss, [m]; ``1/m`` each where none are given.
+        argnums: what to differentiate: 0 the parameters, 1 the inputs, or a tuple of these.
+        has_aux: whether to return metrics and state too.
+        per_microbatch: whether to keep the gradients of the microbatches apart instead of adding
+            them up: every gradient of a parameter gets a leading axis ``m``.
 
     Returns:
-        ``step(params, inputs, targets, *, weights=None, seed=None)``.
+        ``step(params, inputs, targets, *, weights=None, seed=None, side=None, state=None)``, which returns
+        ``(loss, grads)``, or ``((loss, aux), grads)`` with ``has_aux``.
 
         * ``params``: ``{stage: tree}``, the stages that this process holds (all of them in process).
         * ``inputs``, ``targets``: a tree, every leaf of which has a leading axis ``m``, or a list of
           ``m`` trees, which may differ in shape. A rank that does not hold the first (the last) stage
           may pass None for the inputs (the targets).
-        * ``weights``: those of this step, where they differ from step to step; needed where the last stage is.
+        * ``weights``: those of this step, where they differ from step to step; needed where losses are.
         * ``seed``: ``(seed, step)``, two integers, for stages that draw random numbers.
+        * ``side``: ``{stage: batch}``, side inputs of stages of this process, as the inputs are given.
+        * ``state``: ``{stage: tree}``; a stage's microbatches pass it on from one to the next, in the
+          order of the schedule. Nothing is differentiated with respect to side inputs and state.
 
-        The loss, a scalar, is returned on every rank; ``grads`` has the structure of ``params``, zeros
-        where there is no dependence, and belongs to the caller.
+        The loss, a scalar, is returned on every rank. ``grads`` has the structure of ``params``, zeros
+        where there is no dependence, and belongs to the caller; the gradients of the inputs have the form
+        of the inputs, on ranks of first stages, None elsewhere; for a tuple of ``argnums`` there is a
+        tuple of both. ``aux.metrics`` is ``{stage: tree}`` with a leading axis ``m``, ``aux.state``
+        ``{stage: tree}``.
 
         It raises ``PipelineError`` where an instruction fails, on this or another rank,
         ``AgreementError`` where the ranks were given different programs, ``StageError`` for a stage
@@ -83,25 +104,25 @@ def value_and_grad(
     """
     if schedule.forward_only:
         raise ValueError(f"the schedule {schedule.name!r} has no backward; use ppfunc.evaluate, or a schedule for training")
-    functions = _per_stage(stages, schedule)
-    for chain in schedule.chains:
-        functions[chain.stages[-1]] = _with_loss(functions[chain.stages[-1]], loss_fn)
-    usual = _read_weights(weights, schedule.microbatches)
-    serve = _Server(functions, engine, {c.stages[-1] for c in schedule.chains}, weighted=True)
-    session = Session(_ready(schedule), InProcess() if transport is None else transport, "value_and_grad", serve, True)
+    wanted = argnums if isinstance(argnums, tuple) else (argnums,)
+    if not wanted or not set(wanted) <= {0, 1}:
+        raise ValueError(f"argnums: got {argnums}, expected 0 (parameters), 1 (inputs), or a tuple of these")
 
-    def step(
-        params: Mapping[int, Any],
-        inputs: Any,
-        targets: Any,
-        *,
-        weights: Sequence[float] | torch.Tensor | None = None,
-        seed: tuple[int, int] | None = None,
-    ) -> tuple[torch.Tensor, dict[int, Any]]:
-        own = usual if weights is None else _read_weights(weights, schedule.microbatches)
-        return session(params, inputs, targets, own, seed, lambda ran: (ran.loss(), ran.gradients()))
+    def finish(ran: Step) -> tuple[Any, Any]:
+        made = tuple(ran.input_gradients() if n else ran.gradients() for n in wanted)
+        loss = ran.loss()
+        return (loss, ran.aux()) if has_aux else loss, made if isinstance(argnums, tuple) else made[0]
 
-    return step
+    ready = _ready(schedule)
+    work = Work(
+        "value_and_grad",
+        _Server(stages, ready, engine, loss_fn, has_aux=has_aux, return_outputs=False),
+        with_targets=True,
+        wants_inputs=1 in wanted,
+        gradients=(lambda: Stack(schedule.microbatches)) if per_microbatch else Sum,
+        finish=finish,
+    )
+    return _step(Session(ready, InProcess() if transport is None else transport, work), weights)
 
 
 def evaluate(
@@ -113,21 +134,22 @@ def evaluate(
     return_outputs: bool = False,
     engine: Engine = graph,
     weights: Sequence[float] | torch.Tensor | None = None,
+    has_aux: bool = False,
 ) -> Callable[..., Any]:
     """A function that runs the stages forward only: ``step(params, inputs, targets) -> loss``.
 
     Args:
-        stages, transport, weights: as in :func:`value_and_grad`.
+        stages, transport, weights, has_aux: as in :func:`value_and_grad`.
         loss_fn: ``loss(y, target) -> scalar``; None where only the outputs are wanted.
         schedule: any schedule; of one for training the forwards are kept, in their order.
         return_outputs: whether to return what the last stage returns.
         engine: whose forward is run: the same bits as in a training step.
 
     Returns:
-        ``step(params, inputs, targets=None, *, weights=None, seed=None)``. It returns the loss, on
-        every rank; or ``(loss, outputs)`` with ``return_outputs``; or the outputs alone where there is no
-        loss. Outputs are a tree with a leading axis ``m``, or a list of ``m`` trees where their shapes
-        differ, on the rank of the last stage and None elsewhere.
+        ``step(params, inputs, targets=None, *, weights=None, seed=None, side=None, state=None)``. It
+        returns the loss, on every rank; the outputs, where there is no loss function; ``aux``: or a
+        tuple of those that are asked for, in this order. Outputs are a tree with a leading axis ``m``,
+        or a list of ``m`` trees where their shapes differ, on the rank of the last stage and None elsewhere.
 
     Raises:
         As :func:`value_and_grad`.
@@ -137,16 +159,56 @@ def evaluate(
     >>> step({0: torch.tensor(2.0), 1: torch.tensor(3.0)}, torch.tensor([1.0, 2.0]))
     tensor([ 6., 12.])
     """
-    if loss_fn is None and not return_outputs:
+    if loss_fn is None and not return_outputs and not has_aux:
         raise ValueError("evaluate got neither a loss function nor return_outputs=True; it would return nothing")
-    functions = _per_stage(stages, schedule)
-    for chain in schedule.chains:
-        functions[chain.stages[-1]] = _with_outputs(functions[chain.stages[-1]], loss_fn, return_outputs)
-    usual = _read_weights(weights, schedule.microbatches)
-    serve = _Server(functions, engine, {c.stages[-1] for c in schedule.chains} if loss_fn else set(), weighted=False)
+
+    def finish(ran: Step) -> Any:
+        made = [ran.loss()] if loss_fn else []
+        made += [ran.outputs()] if return_outputs else []
+        made += [ran.aux()] if has_aux else []
+        return tuple(made) if len(made) > 1 else made[0]
+
     ready = _ready(schedule if schedule.forward_only else forward_only(schedule))
-    name = f"evaluate{' with outputs' if return_outputs else ''}"
-    session = Session(ready, InProcess() if transport is None else transport, name, serve, loss_fn is not None)
+    work = Work(
+        f"evaluate{' with outputs' if return_outputs else ''}",
+        _Server(stages, ready, engine, loss_fn, has_aux=has_aux, return_outputs=return_outputs),
+        with_targets=loss_fn is not None,
+        wants_inputs=False,
+        gradients=Sum,
+        finish=finish,
+    )
+    return _step(Session(ready, InProcess() if transport is None else transport, work), weights)
+
+
+def with_skips(schedule: Schedule, skips: Sequence[tuple[int, int]]) -> Schedule:
+    """The schedule with skip connections: what ``Output.skips`` carries from one stage to a later one.
+
+    Args:
+        schedule: any; its communication is placed anew if it has some.
+        skips: ``(source stage, destination stage)`` of each, the source before the destination.
+
+    Raises:
+        ValueError: a stage does not exist, or the destination does not come after the source and its neighbour.
+
+    >>> from ppfunc import gpipe
+    >>> with_skips(gpipe(ranks=3, microbatches=2), [(0, 2)]).skips
+    ((0, 2),)
+    """
+    for source, destination in skips:
+        chain = next((c.stages for c in schedule.chains if source in c.stages and destination in c.stages), None)
+        if chain is None or chain.index(destination) < chain.index(source) + 2:
+            raise ValueError(
+                f"got a skip connection from stage {source} to stage {destination}; expected two stages of one chain, "
+                f"the destination after the neighbour of the source"
+            )
+    bare = remove_communication(schedule) if schedule.ops & {Op.SEND_F, Op.RECV_F} else schedule
+    return replace(bare, skips=tuple(skips))
+
+
+def _step(session: Session, weights: Sequence[float] | torch.Tensor | None) -> Callable[..., Any]:
+    """The function that the caller gets."""
+    m = session.schedule.microbatches
+    usual = read_weights(weights, m)
 
     def step(
         params: Mapping[int, Any],
@@ -155,14 +217,11 @@ def evaluate(
         *,
         weights: Sequence[float] | torch.Tensor | None = None,
         seed: tuple[int, int] | None = None,
+        side: Mapping[int, Any] | None = None,
+        state: Mapping[int, Any] | None = None,
     ) -> Any:
-        own = usual if weights is None else _read_weights(weights, schedule.microbatches)
-
-        def finish(ran: Step) -> Any:
-            wanted = (*([ran.loss()] if loss_fn else []), *([ran.outputs(1 if loss_fn else 0)] if return_outputs else []))
-            return wanted if len(wanted) > 1 else wanted[0]
-
-        return session(params, inputs, targets, own, seed, finish)
+        own = usual if weights is None else read_weights(weights, m)
+        return session(Given(params, inputs, targets, side, state, own, seed))
 
     return step
 
@@ -172,7 +231,7 @@ def _ready(schedule: Schedule) -> Schedule:
     if not schedule.lowered:
         schedule = place_communication(schedule)
     if schedule.copies and not schedule.forward_only and not schedule.ops & {Op.REDUCE_TIED, Op.REDUCE_GRAD}:
-        schedule = append_tail(schedule)
+        schedule = append_tail(schedule, reduce_grad=False, step=False)
     check(schedule)
     return schedule
 
@@ -188,58 +247,71 @@ def _per_stage(stages: Sequence[Stage], schedule: Schedule) -> list[Stage]:
     raise ValueError(f"got {len(stages)} stages, the schedule {schedule.name!r} has {expected}")
 
 
-def _with_loss(stage: Stage, loss_fn: Loss) -> Stage:
-    """The last stage with the loss folded in."""
-    return lambda params, x, target: loss_fn(stage(params, x), target)
-
-
-def _with_outputs(stage: Stage, loss_fn: Loss | None, return_outputs: bool) -> Stage:
-    """The last stage for evaluation: its loss, then its outputs, as far as they are wanted."""
-
-    def last(params: Any, x: Any, *targets: Any) -> tuple[Any, ...]:
-        y = stage(params, x)
-        loss = () if loss_fn is None else (loss_fn(y, *targets),)
-        return (*loss, y) if return_outputs else loss
-
-    return last
-
-
-def _read_weights(weights: Sequence[float] | torch.Tensor | None, microbatches: int) -> torch.Tensor:
-    """Weights as a tensor[m] of float64."""
-    if weights is None:
-        return torch.full((microbatches,), 1 / microbatches, dtype=torch.float64)
-    read = torch.as_tensor(weights, dtype=torch.float64)
-    if read.shape != (microbatches,):
-        raise ValueError(f"weights: got shape {tuple(read.shape)}, expected one weight for each of the {microbatches} microbatches")
-    return read
-
-
 class _Server:
     """Serves stages by an engine; keeps the program of every signature that it has met."""
 
-    def __init__(self, functions: Sequence[Stage], engine: Engine, losses: set[int], weighted: bool) -> None:
-        self.functions, self.engine, self.losses, self.weighted = functions, engine, losses, weighted
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        schedule: Schedule,
+        engine: Engine,
+        loss_fn: Loss | None,
+        *,
+        has_aux: bool,
+        return_outputs: bool,
+    ) -> None:
+        self.engine, self.has_aux = engine, has_aux
         self.programs: dict[tuple[Any, ...], StageProgram] = {}
+        lasts = {c.stages[-1] for c in schedule.chains}
+        self.functions = []
+        for stage, fn in enumerate(_per_stage(stages, schedule)):
+            last, skips = stage in lasts, sinks_of(schedule, stage)[int(stage not in lasts) :]
+            call = canonical(
+                fn,
+                last=last,
+                loss_fn=loss_fn,
+                return_outputs=return_outputs,
+                skips=skips,
+                targeted=last and loss_fn is not None,
+            )
+            self.functions.append(call)
+        self.losing = lasts if loss_fn else set()
+        self.lasts = lasts
 
-    def __call__(self, stage: int, params: Signature, x: Signature, target: Signature | None, device: torch.device) -> Served:
+    def __call__(
+        self, stage: int, params: Signature, x: Signature, constants: tuple[Signature, ...], device: torch.device
+    ) -> Served:
         """The stage for these signatures.
 
         Raises:
             StageError: the engine cannot serve it.
-            ValueError: a loss is not a scalar.
+            ValueError: it returns what it must not.
         """
-        key = (stage, params, x, target, device)
+        key = (stage, params, x, constants, device)
         if key not in self.programs:
-            example = (params, x) if target is None else (params, x, target)
-            self.programs[key] = self.engine(self.functions[stage], example, name=f"stage {stage}", device=device)
+            example = (params, x, *constants)
+            self.programs[key] = self.engine(
+                self.functions[stage], example, has_aux=True, name=f"stage {stage}", device=device
+            )
         program = self.programs[key]
-        if stage in self.losses:
-            _require_scalar(program.y.leaves, stage)
-        weighted = self.weighted and stage in self.losses and program.y.leaves[0].grad
-        return Served(program.flat, program.y, weighted, program.random)
+        carry, skips, loss = children(program.y)
+        outputs, metrics, state = children(program.aux)
+        sinks = (*(() if stage in self.lasts else (carry,)), *children(skips))
+        self._require(stage, loss, metrics, state, constants)
+        return Served(program.flat, sinks, loss if loss.leaves else None, outputs, metrics, state, program.random)
 
-
-def _require_scalar(leaves: tuple[LeafSignature, ...], stage: int) -> None:
-    if not leaves or leaves[0].shape or not leaves[0].dtype.is_floating_point:
-        got = leaves[0] if leaves else "nothing"
-        raise ValueError(f"the loss function, run in stage {stage}, must return a floating scalar, got {got}; take its mean or sum")
+    def _require(
+        self, stage: int, loss: Signature, metrics: Signature, state: Signature, constants: tuple[Signature, ...]
+    ) -> None:
+        """Raise where a stage returns what the caller has not asked for or cannot get."""
+        if stage in self.losing or loss.leaves:
+            got = [str(leaf) for leaf in loss.leaves]
+            if len(got) != 1 or loss.leaves[0].shape or not loss.leaves[0].dtype.is_floating_point:
+                raise ValueError(
+                    f"the loss of stage {stage} must be a floating scalar, got {', '.join(got) or 'nothing'}; take its mean or sum"
+                )
+        if (metrics.leaves or state.leaves) and not self.has_aux:
+            raise ValueError(f"stage {stage} returns {'metrics' if metrics.leaves else 'a state'}; pass has_aux=True to get them")
+        given = constants[-1] if constants and state.leaves else None
+        if state.leaves and (given is None or given.without_grad() != state.without_grad()):
+            raise ValueError(f"stage {stage} returns the state {state}, it was given {given or 'none'}; pass state={{{stage}: …}} of that form")

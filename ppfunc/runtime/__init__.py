@@ -4,7 +4,8 @@ from .batch import microbatch
 from .errors import AgreementError, PipelineError
 from .inprocess import InProcess
 from .p2p import P2P
+from .results import Aux
 from .session import Session
 from .transport import Transport
 
-__all__ = ["AgreementError", "InProcess", "P2P", "PipelineError", "Session", "Transport", "microbatch"]
+__all__ = ["AgreementError", "Aux", "InProcess", "P2P", "PipelineError", "Session", "Transport", "microbatch"]

@@ -22,6 +22,11 @@ class Batch(NamedTuple):
     leaves: tuple[tuple[torch.Tensor, ...], ...]
     signatures: tuple[Signature, ...]
 
+    def differentiable(self) -> Batch:
+        """The same batch, its floating and complex leaves wanting gradients."""
+        distinct = {s: s.with_grad() for s in set(self.signatures)}
+        return self._replace(signatures=tuple(distinct[s] for s in self.signatures))
+
 
 def microbatch(batch: Any, microbatches: int) -> Any:
     """Cut a batch into microbatches: every leaf ``[b, ...]`` becomes ``[m, b/m, ...]``, a view.

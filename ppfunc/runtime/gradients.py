@@ -1,13 +1,41 @@
-"""The sum of a stage's parameter gradients over microbatches, in the order in which they come."""
+"""The parameter gradients of a stage over its microbatches: their sum, or one beside the other."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Protocol
+
 import torch
 
-Gradients = tuple[torch.Tensor | None, ...]
+from ppfunc.stage import LeafSignature
+
+Given = tuple[torch.Tensor | None, ...]  # one tensor of the parameter's shape and dtype per leaf, None for zero
+Leaves = tuple[torch.Tensor, ...]
 
 
-class Accumulator:
+class Gradients(Protocol):
+    """Takes the gradients of microbatches one after the other and makes one tree of them."""
+
+    def add(self, gradients: Given, microbatch: int) -> None:
+        """Take the gradients of one microbatch."""
+
+    def merge(self, gradients: Leaves) -> None:
+        """Take what another one has made, that of a copy of the stage."""
+
+    def signature(self, leaf: LeafSignature) -> LeafSignature:
+        """What it makes for a parameter of this signature."""
+
+    def take(self, like: Leaves, seen: set[int]) -> Leaves:
+        """What it has made, every leaf its own memory, for parameters ``like``; then it is empty.
+
+        ``seen`` has the addresses of memory handed out already, shared by the stages of a process.
+        """
+
+    def clear(self) -> None:
+        """Forget everything."""
+
+
+class Sum:
     """Adds up gradients, in place once the sum is its own tensor.
 
     Equivalent to: ``total = g1 + g2 + g3 + ...``, from left to right, None standing for zero.
@@ -21,8 +49,7 @@ class Accumulator:
         self._total: list[torch.Tensor | None] = []
         self._owned: list[bool] = []
 
-    def add(self, gradients: Gradients) -> None:
-        """Add one microbatch's gradients: a tensor of the parameter's shape and dtype, or None, per leaf."""
+    def add(self, gradients: Given, microbatch: int) -> None:
         if not self._total:
             self._total = list(gradients)
             self._owned = [False] * len(self._total)
@@ -47,13 +74,13 @@ class Accumulator:
                 total[i] = value
                 owned[i] = True
 
-    def take(self, like: tuple[torch.Tensor, ...], seen: set[int]) -> tuple[torch.Tensor, ...]:
-        """The total, every leaf its own memory; zeros of the shape of ``like`` where nothing came.
+    def merge(self, gradients: Leaves) -> None:
+        self.add(gradients, -1)
 
-        Args:
-            like: the parameters, tensor[...] each.
-            seen: addresses of memory handed out already, shared by the stages of a process.
-        """
+    def signature(self, leaf: LeafSignature) -> LeafSignature:
+        return leaf
+
+    def take(self, like: Leaves, seen: set[int]) -> Leaves:
         total = self._total or [None] * len(like)
         owned = self._owned or [False] * len(like)
         result = []
@@ -67,8 +94,47 @@ class Accumulator:
         return tuple(result)
 
     def clear(self) -> None:
-        """Forget everything."""
         self._total, self._owned = [], []
+
+
+class Stack:
+    """Keeps the gradients of all microbatches beside each other, in their order.
+
+    Equivalent to: ``torch.stack([g0, g1, ...])``, zeros for microbatches that never came.
+
+    Args:
+        microbatches: length of the new leading axis.
+    """
+
+    def __init__(self, microbatches: int) -> None:
+        self._rows: list[Given | None] = [None] * microbatches
+        self._merged = Sum()
+
+    def add(self, gradients: Given, microbatch: int) -> None:
+        self._rows[microbatch] = gradients
+
+    def merge(self, gradients: Leaves) -> None:
+        self._merged.merge(gradients)
+
+    def signature(self, leaf: LeafSignature) -> LeafSignature:
+        return replace(leaf, shape=(len(self._rows), *leaf.shape))
+
+    def take(self, like: Leaves, seen: set[int]) -> Leaves:
+        if any(row is not None for row in self._rows):
+            nothing = (None,) * len(like)
+            columns = zip(*(row or nothing for row in self._rows), strict=True)
+            self.merge(tuple(_stack(column, leaf) for column, leaf in zip(columns, like, strict=True)))
+        made = self._merged.take(tuple(leaf.expand(len(self._rows), *leaf.shape) for leaf in like), seen)
+        self.clear()
+        return made
+
+    def clear(self) -> None:
+        self._rows = [None] * len(self._rows)
+        self._merged.clear()
+
+
+def _stack(column: Given, leaf: torch.Tensor) -> torch.Tensor:
+    return torch.stack([torch.zeros_like(leaf) if row is None else row for row in column])
 
 
 def _shared(gradient: torch.Tensor, seen: set[int]) -> bool:

@@ -61,7 +61,7 @@ class P2P:
         number = store.add(f"ppfunc/transports/{self.rank}", 1)
         self._store = dist.PrefixStore(f"ppfunc/{number}", store)
         self.generation = 0
-        self._calls = self._agreements = 0
+        self._calls = self._shared = 0
         self._control: dist.ProcessGroup | None = None
         self._pairs: dict[int, _Pair] = {}
         self._waiting_on: int | None = None
@@ -106,18 +106,11 @@ class P2P:
             self._control = self._open("control", self.rank, self.size, "gloo")
         return self._control
 
-    def agree(self, facts: dict[str, str]) -> None:
-        self._agreements += 1
-        place = f"{self.generation}/facts/{self._agreements}"
-        self._store.set(f"{place}/{self.rank}", json.dumps(facts))
-        for peer in range(self.size):
-            theirs = json.loads(self._wait_for(f"{place}/{peer}", f"the facts of rank {peer}"))
-            for name, fact in facts.items():
-                if theirs.get(name) != fact:
-                    raise AgreementError(
-                        f"the ranks disagree on the {name}: rank {self.rank} has {fact}, rank {peer} has {theirs.get(name)}; "
-                        f"every rank must be given the same"
-                    )
+    def share(self, text: str) -> list[str]:
+        self._shared += 1
+        place = f"{self.generation}/shared/{self._shared}"
+        self._store.set(f"{place}/{self.rank}", text)
+        return [self._wait_for(f"{place}/{peer}", f"rank {peer} to share what it knows") for peer in range(self.size)]
 
     def _wait_for(self, key: str, what: str) -> str:
         """The value of ``key`` in the store; a peer's failure ends the wait."""
@@ -310,7 +303,7 @@ class P2P:
                 if group is not None:
                     group.abort()
         self.generation += 1
-        self._calls = self._agreements = 0
+        self._calls = self._shared = 0
 
 
 def _connection_lost(cause: BaseException) -> bool:

@@ -1,56 +1,77 @@
 """From stages and signatures to a bound program: what has to be worked out once per shape of the batch.
 
 Stages are visited in the order of the data. Each rank evaluates its stages abstractly, for
-every distinct input signature once, and tells the rank of the next stage, as JSON, what will
-come; so both ends of an edge have the same table before data moves.
+every distinct input signature once, and tells the ranks of the stages that follow, as JSON, what
+will come; so both ends of an edge have the same table before data moves.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ppfunc.schedule import Schedule
-from ppfunc.stage import FlatProgram, Signature
+from ppfunc.stage import FlatProgram, LeafSignature, Signature
+from ppfunc.stage.output import received_signature
 
-from .interpreter import BATCH, Bound, Edge, Home, StageCall, bind
+from .calls import BATCH, Edge, Home, StageCall
+from .gradients import Gradients
+from .interpreter import Bound, bind
+from .memory import Key
 from .transport import Transport
-
-Key = tuple[int, int]  # (stage, microbatch)
 
 
 class Served(NamedTuple):
     """A stage served for one input signature.
 
     Args:
-        program: functions over flat tuples.
-        y: signature of what goes to the next stage; of the loss or the outputs for the last.
-        weighted: whether ``y`` is a loss that depends on parameters.
+        program: functions over flat tuples; its output has the leaves of what goes to the sinks, of
+            the loss, of the outputs for the caller, of the metrics and of the state.
+        sinks: signature of what goes to each of ``sinks_of(schedule, stage)``.
+        loss: the loss, None where the stage has none.
+        outputs, metrics, state: signatures of what is not differentiated.
         random: whether the forward draws random numbers; None where that is not known.
     """
 
     program: FlatProgram
-    y: Signature
-    weighted: bool
+    sinks: tuple[Signature, ...]
+    loss: Signature | None
+    outputs: Signature
+    metrics: Signature
+    state: Signature
     random: bool | None
 
 
 class Table(NamedTuple):
-    """What the ranks agreed on for one shape of the batch, as far as it concerns this process.
+    """What the ranks agreed on for one shape of the batch.
 
     Args:
-        received: signature of the input of every local (stage, microbatch).
-        sent: signature of the output of every local (stage, microbatch).
-        losses: for every chain, the signature of the last stage's output, known to all ranks.
+        received: for every (stage, microbatch) of this process, the signature of each part of its input, as in :func:`sources_of`.
+        served: those stages, served.
+        losses: the loss of every stage that has one, on all ranks; ascending by stage.
     """
 
-    received: Mapping[Key, Signature]
-    sent: Mapping[Key, Signature]
-    losses: tuple[Signature, ...]
+    received: Mapping[Key, tuple[Signature, ...]]
+    served: Mapping[Key, Served]
+    losses: Mapping[int, LeafSignature]
 
 
 Serve = Callable[[int, int, Signature], Served]
+
+
+def sources_of(schedule: Schedule, stage: int) -> tuple[int, ...]:
+    """Where the input of a stage comes from: the stage before it or the batch, then skip connections, ascending."""
+    before = schedule.predecessor(stage)
+    skips = sorted(a for a, b in schedule.skips if b == stage)
+    return (BATCH if before is None else before, *skips)
+
+
+def sinks_of(schedule: Schedule, stage: int) -> tuple[int, ...]:
+    """Where the output of a stage goes: the stage after it, if any, then skip connections, ascending."""
+    after = schedule.successor(stage)
+    skips = sorted(b for a, b in schedule.skips if a == stage)
+    return (*(() if after is None else (after,)), *skips)
 
 
 def negotiate(schedule: Schedule, transport: Transport, serve: Serve, first: Callable[[int], Signature]) -> Table:
@@ -63,39 +84,46 @@ def negotiate(schedule: Schedule, transport: Transport, serve: Serve, first: Cal
         first: signature of a microbatch of the batch.
     """
     local = set(transport.local_ranks(schedule.ranks))
-    received: dict[Key, Signature] = {}
-    sent: dict[Key, Signature] = {}
-    losses = []
+    home = schedule.placement
+    edges: dict[tuple[int, int], list[Signature]] = {}
+    received: dict[Key, tuple[Signature, ...]] = {}
+    served: dict[Key, Served] = {}
+    for stage, microbatches in _in_order(schedule):
+        if home[stage] not in local:
+            continue
+        sources = sources_of(schedule, stage)
+        for source in sources:
+            if source == BATCH:
+                edges[source, stage] = [first(m) for m in microbatches]
+            elif home[source] not in local:
+                edges[source, stage] = _read(transport.hear(home[stage], home[source]))
+        columns = [edges.pop((source, stage)) for source in sources]
+        for m, *parts in zip(microbatches, *columns, strict=True):
+            received[stage, m] = tuple(parts)
+            served[stage, m] = serve(stage, m, received_signature(sources, parts))
+        for n, sink in enumerate(sinks_of(schedule, stage)):
+            found = [served[stage, m].sinks[n] for m in microbatches]
+            if home[sink] in local:
+                edges[stage, sink] = found
+            else:
+                transport.tell(home[stage], home[sink], _write(found))
+    return Table(received, served, _share_losses(transport, served))
+
+
+def _in_order(schedule: Schedule) -> Iterator[tuple[int, range]]:
+    """Every stage after all that it gets data from; the same on every rank."""
     for chain in schedule.chains:
         for stage in chain.stages:
-            rank, before, after = schedule.placement[stage], schedule.predecessor(stage), schedule.successor(stage)
-            if rank not in local:
-                continue
-            if before is None:
-                inputs = [first(m) for m in chain.microbatches]
-            elif schedule.placement[before] in local:
-                inputs = [sent[before, m] for m in chain.microbatches]
-            else:
-                inputs = _read(transport.hear(rank, schedule.placement[before]))
-            for m, signature in zip(chain.microbatches, inputs, strict=True):
-                received[stage, m] = signature
-                sent[stage, m] = serve(stage, m, signature).y
-            if after is not None and schedule.placement[after] not in local:
-                transport.tell(rank, schedule.placement[after], _write([sent[stage, m] for m in chain.microbatches]))
-    for chain in schedule.chains:
-        losses.append(_share_last(schedule, transport, chain.stages[-1], [sent.get((chain.stages[-1], m)) for m in chain.microbatches]))
-    return Table(received, sent, tuple(losses))
+            yield stage, chain.microbatches
 
 
-def _share_last(schedule: Schedule, transport: Transport, stage: int, signatures: list[Signature | None]) -> Signature:
-    """The signature of the last stage's first output, on every rank."""
-    owner, local = schedule.placement[stage], transport.local_ranks(schedule.ranks)
-    if owner in local:
-        for peer in range(schedule.ranks):
-            if peer not in local:
-                transport.tell(owner, peer, _write(signatures[:1]))
-        return signatures[0]
-    return _read(transport.hear(local[0], owner))[0]
+def _share_losses(transport: Transport, served: Mapping[Key, Served]) -> dict[int, LeafSignature]:
+    """The losses of all stages, on every rank."""
+    mine = {stage: it.loss.to_json() for (stage, _), it in served.items() if it.loss is not None}
+    found: dict[int, LeafSignature] = {}
+    for text in transport.share(json.dumps(mine)):
+        found.update((int(stage), Signature.from_json(loss).leaves[0]) for stage, loss in json.loads(text).items())
+    return dict(sorted(found.items()))
 
 
 def _write(signatures: Sequence[Signature]) -> str:
@@ -111,22 +139,41 @@ def _read(text: str) -> list[Signature]:
     return [distinct[n] for n in table["microbatches"]]
 
 
-def bind_table(schedule: Schedule, transport: Transport, homes: Mapping[int, Home], table: Table, serve: Serve) -> Bound:
-    """Bind the programs of this process's stages.
+def renew(schedule: Schedule, table: Table, serve: Serve) -> Table:
+    """The same table for other parameters, targets or side inputs of this process.
 
     Raises:
-        ValueError: a stage no longer returns what was agreed.
+        ValueError: a stage no longer gives the others what was agreed.
     """
-    calls = {}
-    for (stage, m), x in table.received.items():
-        served = serve(stage, m, x)
-        if served.y != table.sent[stage, m]:
+    served = {}
+    for (stage, m), parts in table.received.items():
+        now = serve(stage, m, received_signature(sources_of(schedule, stage), parts))
+        before = table.served[stage, m]
+        if (now.sinks, now.loss) != (before.sinks, before.loss):
             raise ValueError(
-                f"stage {stage} returns {served.y} for microbatch {m}, the ranks agreed on {table.sent[stage, m]}; "
-                f"what a stage returns may change only with the shapes of the batch"
+                f"stage {stage} gives {', '.join(map(str, now.sinks))} for microbatch {m}, the ranks agreed on "
+                f"{', '.join(map(str, before.sinks))}; what a stage gives may change only with the shapes of the batch"
             )
-        before, after = schedule.predecessor(stage), schedule.successor(stage)
-        source = Edge(BATCH if before is None else before, x.leaves)
-        sinks = () if after is None else (Edge(after, served.y.leaves),)
-        calls[stage, m] = StageCall(served.program, (source,), sinks, served.weighted, after is None, served.random)
-    return bind(schedule, calls, transport, homes)
+        served[stage, m] = now
+    return table._replace(served=served)
+
+
+def bind_table(
+    schedule: Schedule,
+    transport: Transport,
+    homes: Mapping[int, Home],
+    table: Table,
+    gradients: Callable[[], Gradients],
+) -> Bound:
+    """Bind the programs of this process's stages."""
+    calls = {key: _call(schedule, key[0], table.received[key], served) for key, served in table.served.items()}
+    return bind(schedule, calls, transport, homes, gradients)
+
+
+def _call(schedule: Schedule, stage: int, parts: tuple[Signature, ...], served: Served) -> StageCall:
+    """The call of a stage: its edges and what it keeps."""
+    sources = tuple(Edge(n, s.leaves) for n, s in zip(sources_of(schedule, stage), parts, strict=True))
+    sinks = tuple(Edge(n, s.leaves) for n, s in zip(sinks_of(schedule, stage), served.sinks, strict=True))
+    kept = (served.loss is not None) + len(served.outputs.leaves) + len(served.metrics.leaves)
+    weighted = served.loss is not None and served.loss.leaves[0].grad and not schedule.forward_only
+    return StageCall(served.program, sources, sinks, weighted, kept, len(served.state.leaves), served.random)

@@ -86,8 +86,8 @@ class Transport(Protocol):
     def connect(self, edges: Sequence[tuple[int, int]]) -> None:
         """Open what the pairs of ranks in ``edges`` need to talk."""
 
-    def agree(self, facts: dict[str, str]) -> None:
-        """Compare ``facts`` over all ranks; AgreementError on every rank where one differs."""
+    def share(self, text: str) -> list[str]:
+        """The text of every process."""
 
     def begin(self, call: str, key: str | None) -> str:
         """Begin a step: the first rank's key is passed on and returned.

@@ -32,7 +32,9 @@ class LeafSignature:
 
     def __post_init__(self) -> None:
         if self.grad and not differentiable(self.dtype):
-            raise ValueError(f"a leaf of {self.dtype} was marked grad=True; only floating and complex leaves carry gradients")
+            raise ValueError(
+                f"a leaf of {self.dtype} was marked grad=True; only floating and complex leaves carry gradients"
+            )
 
     @property
     def nbytes(self) -> int:
@@ -40,7 +42,8 @@ class LeafSignature:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}[{','.join(map(str, self.shape))}]{'' if self.grad else ' no grad'}"
+        dtype, sizes = str(self.dtype).removeprefix("torch."), ",".join(map(str, self.shape))
+        return f"{dtype}[{sizes}]{'' if self.grad else ' no grad'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,9 @@ class Signature:
 
     def __post_init__(self) -> None:
         if len(self.leaves) != self.treedef.num_leaves:
-            raise ValueError(f"got {len(self.leaves)} leaves for a structure of {self.treedef.num_leaves}: {self.treedef}")
+            raise ValueError(
+                f"got {len(self.leaves)} leaves for a structure of {self.treedef.num_leaves}: {self.treedef}"
+            )
 
     @classmethod
     def of(cls, tree: Any, name: str = "tree") -> Signature:

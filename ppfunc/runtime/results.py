@@ -1,0 +1,140 @@
+"""What a step that has run returns: its loss, gradients, outputs, metrics and state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import optree
+import torch
+
+from ppfunc.schedule import Schedule
+from ppfunc.stage import LeafSignature, Signature
+
+from .arguments import Arguments
+from .batch import Batch
+from .calls import BATCH, Leaves
+from .memory import Memory
+from .plan import Served, Table
+from .transport import Tag, Transport
+
+
+class Aux(NamedTuple):
+    """What stages return beside the activation, of the stages of this process.
+
+    Args:
+        metrics: ``{stage: tree}`` with a leading axis of microbatches (a list where shapes differ).
+        state: ``{stage: tree}``, after the last microbatch.
+    """
+
+    metrics: dict[int, Any]
+    state: dict[int, Any]
+
+
+class Step(NamedTuple):
+    """A step that has run, before its memory is emptied."""
+
+    schedule: Schedule
+    transport: Transport
+    memory: Memory
+    table: Table
+    arguments: Arguments
+
+    def loss(self) -> torch.Tensor:
+        """The weighted sum of all losses, a scalar, on every rank.
+
+        One vector of all losses is added up, those of a stage beside each other, so that the bits
+        do not depend on the schedule or on the ranks.
+        """
+        device = next(iter(self.arguments.homes.values())).device
+        parts = []
+        for stage, loss in self.table.losses.items():
+            microbatches = self._microbatches(stage)
+            weighted = self._weighted_losses(stage, microbatches) if stage in self.arguments.homes else ()
+            leaf = LeafSignature((len(microbatches),), loss.dtype, False)
+            (part,) = self.transport.spread(self.schedule.placement[stage], weighted, (leaf,), device)
+            parts.append(part.to(device))
+        if not parts:
+            raise ValueError("no stage has returned a loss")
+        return torch.cat(parts).sum()
+
+    def _microbatches(self, stage: int) -> range:
+        return next(c.microbatches for c in self.schedule.chains if stage in c.stages)
+
+    def _weighted_losses(self, stage: int, microbatches: range) -> Leaves:
+        losses = torch.stack([self.memory.kept[stage, m][0] for m in microbatches])
+        weights = self.arguments.weights[microbatches.start : microbatches.stop]
+        return (losses * weights.to(losses.device, losses.dtype),)
+
+    def gradients(self) -> dict[int, Any]:
+        """The gradients of every stage of this process, with the structure of its parameters."""
+        seen: set[int] = set()
+        return {stage: self._gradients_of(stage, seen) for stage in self.arguments.homes}
+
+    def _gradients_of(self, stage: int, seen: set[int]) -> Any:
+        leaves, home = self.arguments.leaves[stage], self.arguments.homes[stage]
+        made = iter(self.memory.gradients[stage].take(home.differentiated(leaves), seen))
+        filled = [next(made) if s.grad else torch.zeros_like(t) for t, s in zip(leaves, home.params, strict=True)]
+        return self.arguments.signatures[stage].unflatten(filled)
+
+    def input_gradients(self) -> Any:
+        """The gradients of the batch, in its form; None where this process holds no first stage."""
+        batch = self.arguments.inputs
+        rows: dict[int, Any] = {}
+        for chain in self.schedule.chains:
+            first = chain.stages[0]
+            if first in self.arguments.homes:
+                for m in chain.microbatches:
+                    found = iter(self.memory.values.pop(Tag("B", first, BATCH, m), ()))
+                    rows[m] = _like(batch, m, found)
+        if not rows:
+            return None
+        return _stacked([rows[m] for m in sorted(rows)])
+
+    def outputs(self) -> Any:
+        """What the last stages of this process returned; None where it holds none."""
+        lasts = [c.stages[-1] for c in self.schedule.chains if c.stages[-1] in self.arguments.homes]
+        if not lasts:
+            return None
+        return _stacked([row for stage in lasts for row in self._kept(stage, lambda s: s.outputs)])
+
+    def aux(self) -> Aux:
+        """Metrics and state of the stages of this process, where they have any."""
+        metrics = {
+            stage: _stacked(list(self._kept(stage, lambda s: s.metrics)))
+            for stage in self.arguments.homes
+            if self._served(stage).metrics.leaves
+        }
+        state = {stage: self.arguments.states[stage].unflatten(leaves) for stage, leaves in self.memory.state.items()}
+        return Aux(metrics, state)
+
+    def _served(self, stage: int) -> Served:
+        return self.table.served[stage, self._microbatches(stage)[0]]
+
+    def _kept(self, stage: int, which: Callable[[Served], Signature]) -> Iterator[Any]:
+        """One of the kept trees of a stage, of every microbatch."""
+        for m in self._microbatches(stage):
+            served, leaves = self.table.served[stage, m], self.memory.kept[stage, m]
+            start = int(served.loss is not None)
+            for signature in (served.outputs, served.metrics):
+                stop = start + len(signature.leaves)
+                if signature is which(served):
+                    yield signature.unflatten(leaves[start:stop])
+                start = stop
+
+
+def _like(batch: Batch, microbatch: int, gradients: Iterator[torch.Tensor]) -> Any:
+    """The gradients of one microbatch of the batch: zeros for what cannot have any."""
+    signature = batch.signatures[microbatch]
+    pairs = zip(signature.leaves, batch.leaves[microbatch], strict=True)
+    return signature.unflatten([next(gradients) if leaf.grad else torch.zeros_like(t) for leaf, t in pairs])
+
+
+def _stacked(rows: Sequence[Any]) -> Any:
+    """One tree with a leading axis; the list of trees where they differ in structure or shape."""
+    first = optree.tree_structure(rows[0])
+    shapes = [t.shape for t in optree.tree_leaves(rows[0])]
+    for row in rows[1:]:
+        if optree.tree_structure(row) != first or [t.shape for t in optree.tree_leaves(row)] != shapes:
+            return list(rows)
+    return optree.tree_map(lambda *leaves: torch.stack(leaves), *rows)

@@ -1,0 +1,160 @@
+"""The thunks of the instructions that compute: each a closure over the memory of its program."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+import torch
+
+from ppfunc.stage import LeafSignature
+
+from .calls import Home, Leaves, StageCall, places
+from .gradients import Given
+from .memory import Memory
+from .transport import Tag, Thunk
+
+
+def forward(memory: Memory, call: StageCall, stage: int, microbatch: int, keep_residuals: bool) -> Thunk:
+    """The thunk of a forward: values in, values out, residuals and what the caller wants kept."""
+    run, key = call.program.forward, (stage, microbatch)
+    params, constants, values = memory.params, memory.constants, memory.values
+    residuals, kept, state = memory.residuals, memory.kept, memory.state
+    # An edge without leaves carries no message.
+    sources = [Tag("F", e.stage, stage, microbatch) for e in call.sources if e.leaves]
+    sinks = [(Tag("F", stage, e.stage, microbatch), place) for e, place in places(call.sinks) if e.leaves]
+    passed = sum(len(e.leaves) for e in call.sinks)
+    states = call.state
+
+    def forward_general() -> None:
+        x = tuple(t for tag in sources for t in values.pop(tag))
+        outputs, saved = run(params[stage], x, constants.get(key, ()) + state.get(stage, ()))
+        for tag, place in sinks:
+            values[tag] = outputs[place]
+        if keep_residuals:
+            residuals[key] = saved
+        kept[key] = outputs[passed : len(outputs) - states]
+        if states:
+            state[stage] = outputs[len(outputs) - states :]
+
+    if len(sources) != 1 or len(sinks) != 1 or call.kept or not keep_residuals:
+        return forward_general
+    (source,), ((sink, _),) = sources, sinks
+
+    def forward_between() -> None:
+        values[sink], residuals[key] = run(params[stage], values.pop(source), constants.get(key, ()) + state.get(stage, ()))
+
+    return forward_between
+
+
+def seeded(
+    memory: Memory, device: torch.device, position: int, stage: int, microbatch: int, run: Thunk
+) -> Thunk:
+    """The forward, what it draws depending on nothing but (seed, step, stage, microbatch).
+
+    The copies of a stage in a second chain count as the first. Without a seed a stage that may
+    draw, for all that is known, must not.
+    """
+    generator = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+
+    def draw() -> None:
+        if memory.seed is None:
+            before = generator.get_state()
+            run()
+            if not torch.equal(before, generator.get_state()):
+                raise ValueError(f"stage {stage} drew random numbers; pass seed=(seed, step) to the step, two integers")
+            return
+        text = repr((*memory.seed, position, microbatch)).encode()
+        generator.manual_seed(int.from_bytes(blake2b(text, digest_size=8).digest(), "little", signed=True))
+        run()
+
+    return draw
+
+
+def backward(memory: Memory, call: StageCall, home: Home, stage: int, microbatch: int, whole: bool) -> Thunk:
+    """The thunk of a full backward, or of an input gradient that leaves the rest to a weight gradient."""
+    run = call.program.backward if whole else call.program.backward_input
+    key = (stage, microbatch)
+    values, residuals, weights = memory.values, memory.residuals, memory.weights
+    add, device, weighted = memory.gradients[stage].add, home.device, call.weighted
+    sinks = [Tag("B", e.stage, stage, microbatch) for e in call.sinks if e.carrying]
+    sources = [
+        (Tag("B", stage, e.stage, microbatch), e.carrying, place)
+        for e, place in places(call.sources, carrying=True)
+        if e.carrying
+    ]
+
+    def backward_step() -> None:
+        cotangents = tuple(t for tag in sinks for t in values.pop(tag))
+        if weighted:
+            cotangents += weights[key]
+        first, second = run(residuals.pop(key), cotangents)
+        if whole:
+            add(first, microbatch)
+            gradients = second
+        else:
+            gradients, residuals[key] = first, second
+        for tag, leaves, place in sources:
+            values[tag] = _dense(gradients[place], leaves, device)
+
+    return backward_step
+
+
+def weight(memory: Memory, call: StageCall, stage: int, microbatch: int) -> Thunk:
+    """The thunk of a weight gradient."""
+    run, key = call.program.backward_weight, (stage, microbatch)
+    residuals, add = memory.residuals, memory.gradients[stage].add
+
+    def weight_step() -> None:
+        add(run(residuals.pop(key)), microbatch)
+
+    return weight_step
+
+
+def _dense(gradients: Given, leaves: tuple[LeafSignature, ...], device: torch.device) -> Leaves:
+    """Zeros where a gradient is structurally zero: the other end expects a tensor."""
+    for gradient in gradients:
+        if gradient is None:
+            return tuple(
+                torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) if g is None else g
+                for g, leaf in zip(gradients, leaves, strict=True)
+            )
+    return gradients
+
+
+def move_residuals(memory: Memory, home: Home, stage: int, microbatch: int, target: torch.device) -> Thunk | None:
+    """The thunk that moves residuals to ``target``; parameters, held by reference, stay where they are."""
+    if home.device.type == "cpu":
+        return None
+    residuals, params, key = memory.residuals, memory.params, (stage, microbatch)
+
+    def move() -> None:
+        stay = {t.untyped_storage().data_ptr() for t in params[stage]}
+        residuals[key] = tuple(
+            t.to(target, non_blocking=True)
+            if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in stay
+            else t
+            for t in residuals[key]
+        )
+
+    return move
+
+
+def publish(memory: Memory, home: Home, stage: int, group: tuple[int, ...]) -> Thunk:
+    """The thunk that shows a stage's gradients to its copies and to itself."""
+
+    def publish() -> None:
+        total = memory.gradients[stage].take(home.differentiated(memory.params[stage]), set())
+        for copy in group:
+            memory.values[Tag("R", stage, copy, -1)] = total
+
+    return publish
+
+
+def collect(memory: Memory, stage: int, group: tuple[int, ...]) -> Thunk:
+    """The thunk that adds up what the copies of a stage have shown, in the order of the stages."""
+
+    def collect() -> None:
+        for copy in group:
+            memory.gradients[stage].merge(memory.values.pop(Tag("R", copy, stage, -1)))
+
+    return collect
