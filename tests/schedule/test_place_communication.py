@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ppfunc.schedule import (
     BUILDERS,
@@ -13,6 +16,7 @@ from ppfunc.schedule import (
     Op,
     Schedule,
     ScheduleError,
+    allocate_slots,
     check,
     gpipe,
     insert_loads,
@@ -24,6 +28,7 @@ from ppfunc.schedule import (
     split_backward,
     zbv,
 )
+from ppfunc.schedule.dataflow import consumed, dataflow, products
 from ppfunc.schedule.instruction import COMMUNICATION
 
 
@@ -124,6 +129,48 @@ def test_an_order_that_cannot_run_is_refused():
     with pytest.raises(ScheduleError, match="deadlock") as caught:
         place_communication(made_from("0F0 0B0 0F1 0B1 / 1F0 1F1 1B1 1B0"))
     assert (caught.value.rank, str(caught.value.instruction)) in {(0, "0B0"), (1, "1F1")}
+
+
+def random_schedule(seed):
+    """Any placement, chains, skip connections, and any order in which everything is there before it is used."""
+    rng = random.Random(seed)
+    ranks, length, chains = rng.randint(1, 4), rng.randint(1, 6), rng.randint(1, 2)
+    stages = length * chains
+    placement = tuple(rng.randrange(ranks) for _ in range(stages))
+    count = rng.randint(1, 4)
+    paths = tuple(Chain(tuple(range(c * length, (c + 1) * length)), range(c * count, (c + 1) * count)) for c in range(chains))
+    pairs = [(a, b) for c in paths for a in c.stages for b in c.stages if b >= a + 2]
+    skips = tuple(sorted(rng.sample(pairs, min(len(pairs), rng.randrange(3)))))
+    todo = []
+    for chain in paths:
+        for m in chain.microbatches:
+            for s in chain.stages:
+                todo.append((Op.F, s, m))
+                todo += [(Op.I, s, m), (Op.W, s, m)] if rng.random() < 0.5 else [(Op.B, s, m)]
+    bare = Schedule("random", placement, paths, tuple(() for _ in range(ranks)), skips)
+    flow, made, programs = dataflow(bare), set(), [[] for _ in range(ranks)]
+    while todo:
+        ready = [i for i in map(lambda t: Instruction(*t), todo) if all(v in made for v, *_ in consumed(flow, i))]
+        chosen = rng.choice(ready)
+        todo.remove(chosen[:3])
+        made |= set(products(flow, chosen))
+        program = programs[placement[chosen.stage]]
+        if program and rng.random() < 0.2:
+            program[-1] = (*program[-1], chosen)
+        else:
+            program.append((chosen,))
+    return replace(bare, programs=tuple(map(tuple, programs)))
+
+
+@given(st.integers(0, 2**32))
+def test_any_placement_and_any_order_is_proved(seed):
+    schedule = random_schedule(seed)
+    lowered = place_communication(schedule)
+    assert check(lowered).peak_activations == check(schedule).peak_activations
+    check(replace(lowered, programs=tuple(tuple((i,) for step in p for i in step) for p in lowered.programs)))
+    check(allocate_slots(lowered))
+    for rank in range(schedule.ranks):
+        assert [i for i in lowered.instructions(rank) if i.op not in COMMUNICATION] == list(schedule.instructions(rank))
 
 
 @pytest.mark.parametrize("name", BUILDERS)
