@@ -29,7 +29,8 @@ class Outline(NamedTuple):
     """What a stage returns and whether it draws random numbers.
 
     Args:
-        y: signature of the output; ``grad=True`` where it depends on a differentiable leaf of the parameters or of ``x``.
+        y: signature of the output; ``grad=True`` where it depends on a differentiable leaf of the
+            parameters or of ``x``.
         aux: signature of the auxiliary output, no leaf of which carries a gradient.
         draws: how many operators drew from a random generator.
         known: whether it always takes the path that was seen.
@@ -91,10 +92,13 @@ def outline_by_running(
 def data_dependence(error: Exception) -> str:
     """In plain words, why a stage could not be evaluated without values."""
     operator = getattr(error, "func", None) or (error.args[0] if error.args else error)
-    return f"its control flow or its shapes depend on the values of tensors (operator {operator}), so that it cannot be evaluated abstractly"
+    what = f"its control flow or its shapes depend on the values of tensors (operator {operator})"
+    return f"{what}, so that it cannot be evaluated abstractly"
 
 
-def _observe(fn: Callable[..., Any], example: Example, tensors: tuple[Leaves, Leaves, Leaves], has_aux: bool, name: str) -> Outline:
+def _observe(
+    fn: Callable[..., Any], example: Example, tensors: tuple[Leaves, Leaves, Leaves], has_aux: bool, name: str
+) -> Outline:
     wanted = (
         tuple(differentiable(leaf.dtype) for leaf in example.params.leaves),
         tuple(leaf.grad for leaf in example.x.leaves),
@@ -107,7 +111,11 @@ def _observe(fn: Callable[..., Any], example: Example, tensors: tuple[Leaves, Le
             tuple(t.requires_grad_(g).clone() for t, g in zip(group, flags, strict=True))
             for group, flags in zip(tensors, wanted, strict=True)
         )
-        trees = (example.params.unflatten(groups[0]), example.x.unflatten(groups[1]), *example.unflatten_consts(groups[2]))
+        trees = (
+            example.params.unflatten(groups[0]),
+            example.x.unflatten(groups[1]),
+            *example.unflatten_consts(groups[2]),
+        )
         with watch:
             out = _call(fn, trees, example, name)
         (y, y_def), (aux, aux_def) = split_aux(out, has_aux, name)
@@ -129,7 +137,10 @@ def _call(fn: Callable[..., Any], trees: tuple[Any, ...], example: Example, name
     except Exception as error:
         given = [f"x = {example.x}", *(f"const {i} = {c}" for i, c in enumerate(example.consts))]
         reason = f"it raised {type(error).__name__}: {error}; it was given {', '.join(given)}"
-        instead = "check that it takes what the stage before it returns, and that its parameters have the shapes and dtypes for it"
+        instead = (
+            "check that it takes what the stage before it returns, "
+            "and that its parameters have the shapes and dtypes for it"
+        )
         raise StageError(name, reason, instead) from error
 
 
@@ -169,7 +180,9 @@ def _require_unchanged(example: Example, trees: tuple[Any, ...], groups: tuple[L
         if written or not same:
             place = what + (written[0] if written else "")
             how = "writes into" if written else "replaces entries of"
-            raise StageError(name, f"it is not pure: it {how} its argument {place}", "return the new value, or work on a clone")
+            raise StageError(
+                name, f"it is not pure: it {how} its argument {place}", "return the new value, or work on a clone"
+            )
 
 
 class _Watch(TorchDispatchMode):
@@ -198,7 +211,9 @@ class _Watch(TorchDispatchMode):
         if written and self.abstract:
             self._reach(f"it is not pure: it writes into {what}", "pass it as state and return the new value")
         if value.requires_grad and value.is_leaf and torch.is_grad_enabled():
-            self._reach(f"it reads {what} and requires a gradient, which would be lost", "pass it in params, or detach it")
+            self._reach(
+                f"it reads {what} and requires a gradient, which would be lost", "pass it in params, or detach it"
+            )
 
     def _reach(self, reason: str, instead: str) -> None:
         raise StageError(self.stage, reason, instead)

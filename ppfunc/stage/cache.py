@@ -39,7 +39,13 @@ def cached(engine: Engine) -> Engine:
         name: str = "the stage",
         device: torch.device | str | None = None,
     ) -> StageProgram:
-        key = (fn, Example.of(example, device), has_aux, torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"))
+        key = (
+            fn,
+            Example.of(example, device),
+            has_aux,
+            torch.is_autocast_enabled("cpu"),
+            torch.is_autocast_enabled("cuda"),
+        )
         if key not in programs:
             programs[key] = engine(fn, example, has_aux=has_aux, name=name, device=device)
         return programs[key]

@@ -55,8 +55,6 @@ def _outline(fn: Callable[..., Any], seen: Example, example: tuple[Any, ...], ha
         except StageError as error:
             if error.__cause__ is None:
                 raise
-        except Exception:  # noqa: BLE001: whatever fake tensors cannot do is tried with real ones, which raise if it is the stage
-            pass
     return outline_by_running(fn, seen, example, has_aux=has_aux, name=name)
 
 
@@ -78,7 +76,9 @@ def _flat(stage: Primals, name: str) -> FlatProgram:
         except RuntimeError as error:
             if "checkpoint" not in str(error).lower():
                 raise
-            raise StageError(name, "it uses a reentrant checkpoint", "pass use_reentrant=False to checkpoint") from error
+            raise StageError(
+                name, "it uses a reentrant checkpoint", "pass use_reentrant=False to checkpoint"
+            ) from error
         return gradients[: len(params)], settled(gradients[len(params) :])
 
     def backward_input(residuals: tuple[Any, ...], gy: Leaves) -> tuple[Gradients, tuple[Any, ...]]:

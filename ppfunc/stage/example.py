@@ -101,7 +101,9 @@ def _zeros(tree: Any, device: torch.device) -> Leaves:
     return tuple(torch.zeros_like(t.detach()) for t in optree.tree_leaves(tree))
 
 
-def split_aux(out: Any, has_aux: bool, stage: str) -> tuple[tuple[Any, optree.PyTreeSpec], tuple[Any, optree.PyTreeSpec]]:
+def split_aux(
+    out: Any, has_aux: bool, stage: str
+) -> tuple[tuple[Any, optree.PyTreeSpec], tuple[Any, optree.PyTreeSpec]]:
     """What a stage returned, as ``(leaves, structure)`` of ``y`` and of ``aux`` (``None`` without it).
 
     Raises:

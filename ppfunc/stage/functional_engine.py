@@ -51,7 +51,9 @@ def functional(
     return stage_program(flat, seen, known, has_aux=has_aux, residual_bytes=None)
 
 
-def _outline(fn: Callable[..., Any], seen: Example, example: tuple[Any, ...], has_aux: bool, name: str) -> tuple[Outline, bool]:
+def _outline(
+    fn: Callable[..., Any], seen: Example, example: tuple[Any, ...], has_aux: bool, name: str
+) -> tuple[Outline, bool]:
     """What the stage returns, and whether that could be learned without values."""
     try:
         return outline(fn, seen, has_aux=has_aux, name=name), True
@@ -70,7 +72,8 @@ def _try(flat: FlatProgram, known: Outline, make: Callable[[], tuple[Leaves, Lea
     except StageError:
         raise
     except Exception as error:
-        reason = f"it runs, but torch.func cannot differentiate it ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
+        first = (str(error).splitlines() or [""])[0]
+        reason = f"it runs, but torch.func cannot differentiate it ({type(error).__name__}: {first})"
         raise StageError(name, reason, "use the eager engine, which uses torch.autograd.grad") from error
 
 

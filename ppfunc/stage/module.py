@@ -78,5 +78,7 @@ def split_sequential(module: nn.Sequential | nn.ModuleList, boundaries: Sequence
     """
     edges = [0, *boundaries, len(module)]
     if any(a > b for a, b in zip(edges, edges[1:], strict=False)):
-        raise ValueError(f"got the boundaries {list(boundaries)}, expected ascending positions between 0 and {len(module)}")
+        raise ValueError(
+            f"got the boundaries {list(boundaries)}, expected ascending positions between 0 and {len(module)}"
+        )
     return [nn.Sequential(*(module[i] for i in range(a, b))) for a, b in zip(edges, edges[1:], strict=False)]

@@ -122,7 +122,10 @@ def _known_class(module: str, qualname: str) -> type:
     for part in qualname.split("."):
         found = getattr(found, "__dict__", {}).get(part)
     if not isinstance(found, type):
-        raise ValueError(f"the class {module}.{qualname} is not known in this process; import its module, and define it at the module's top")
+        raise ValueError(
+            f"the class {module}.{qualname} is not known in this process; "
+            "import its module, and define it at the module's top"
+        )
     return found
 
 
@@ -134,7 +137,10 @@ def _plain(value: Any) -> Any:
         return [type(value).__name__, *map(_plain, value)]
     if type(value) is dict:
         return ["dict", *([_plain(k), _plain(v)] for k, v in value.items())]
-    raise TypeError(f"{value!r} of type {type(value).__name__} in a tree structure cannot be written as JSON; expected texts, numbers, tuples")
+    raise TypeError(
+        f"{value!r} of type {type(value).__name__} in a tree structure cannot be written as JSON; "
+        "expected texts, numbers, tuples"
+    )
 
 
 def _unplain(data: Any) -> Any:

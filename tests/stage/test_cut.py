@@ -12,7 +12,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ppfunc.stage import Signature, StageError, graph
 
-VIEWS = {"t", "view", "_unsafe_view", "transpose", "permute", "unbind", "expand", "unsqueeze", "select", "detach", "slice", "split", "reshape"}
+VIEWS = {
+    "t",
+    "view",
+    "_unsafe_view",
+    "transpose",
+    "permute",
+    "unbind",
+    "expand",
+    "unsqueeze",
+    "select",
+    "detach",
+    "slice",
+    "split",
+    "reshape",
+}
 
 
 class Counting(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""Stages that cannot be served: the message names the stage, the reason and what to use; others are served by all who can."""
+"""Stages that an engine cannot serve: the message names the stage, the reason and what to use instead."""
 
 from __future__ import annotations
 
@@ -156,7 +156,9 @@ def test_an_error_of_the_stage_is_told_with_what_it_was_given(engine):
     def fn(w, x):
         raise KeyError("mine")
 
-    with pytest.raises(StageError, match=r"stage 5: it raised KeyError: 'mine'; it was given x = float32\[2\]") as caught:
+    with pytest.raises(
+        StageError, match=r"stage 5: it raised KeyError: 'mine'; it was given x = float32\[2\]"
+    ) as caught:
         engine(fn, (torch.ones(2), torch.ones(2)), name="stage 5")
     assert isinstance(caught.value.__cause__, KeyError)
 
@@ -164,7 +166,9 @@ def test_an_error_of_the_stage_is_told_with_what_it_was_given(engine):
 @pytest.mark.parametrize("engine", [functional, eager], ids=lambda e: e.__name__)
 @pytest.mark.filterwarnings("ignore:.*Converting a tensor")
 def test_an_output_shape_that_depends_on_values_is_refused_when_it_changes(engine):
-    program = engine(lambda w, x: (x[x > 0] if (x > 0).any() else x) * w, (torch.ones(()), torch.zeros(3)), name="stage 2")
+    program = engine(
+        lambda w, x: (x[x > 0] if (x > 0).any() else x) * w, (torch.ones(()), torch.zeros(3)), name="stage 2"
+    )
     with pytest.raises(StageError, match="stage 2: its output depends on values"):
         program.forward(torch.ones(()), torch.tensor([1.0, -1.0, 1.0]))
 

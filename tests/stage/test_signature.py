@@ -26,10 +26,15 @@ class Tagged:
 
 
 optree.register_pytree_node(
-    Tagged, lambda t: ((t.value,), t.tag), lambda tag, c: Tagged(c[0], tag), namespace=optree.registry.__GLOBAL_NAMESPACE
+    Tagged,
+    lambda t: ((t.value,), t.tag),
+    lambda tag, c: Tagged(c[0], tag),
+    namespace=optree.registry.__GLOBAL_NAMESPACE,
 )
 
-dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float64])
+dtypes = st.sampled_from(
+    [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float64]
+)
 leaves = st.builds(lambda s, d: torch.empty(s, dtype=d), st.lists(st.integers(0, 3), max_size=3), dtypes)
 keys = st.one_of(st.text(max_size=3), st.integers(), st.booleans(), st.tuples(st.text(max_size=2), st.integers()))
 
@@ -74,7 +79,10 @@ def test_a_leaf_that_is_no_tensor_is_refused_with_its_path():
 def test_only_floating_leaves_carry_gradients():
     with pytest.raises(ValueError, match="int64 was marked grad=True"):
         LeafSignature((2,), torch.int64, True)
-    assert [leaf.grad for leaf in Signature.of((torch.zeros(1), torch.zeros(1, dtype=torch.int8))).leaves] == [True, False]
+    assert [leaf.grad for leaf in Signature.of((torch.zeros(1), torch.zeros(1, dtype=torch.int8))).leaves] == [
+        True,
+        False,
+    ]
     assert not any(leaf.grad for leaf in Signature.of(torch.zeros(1)).without_grad().leaves)
 
 
@@ -102,7 +110,17 @@ def test_hostile_structures_run_nothing(structure):
         Signature.from_json(json.dumps([structure, []]))
 
 
-@pytest.mark.parametrize("leaf", [[[-1], "float32", True], [[1], "nn", True], [[1], "float32", 1], [["a"], "float32", True], [[1], "int64", True], [[1]]])
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        [[-1], "float32", True],
+        [[1], "nn", True],
+        [[1], "float32", 1],
+        [["a"], "float32", True],
+        [[1], "int64", True],
+        [[1]],
+    ],
+)
 def test_malformed_leaves_are_refused(leaf):
     with pytest.raises(ValueError):
         Signature.from_json(json.dumps(["*", [leaf]]))

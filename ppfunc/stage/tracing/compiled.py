@@ -15,7 +15,9 @@ from .operators import is_tensor
 _OPTIONS = {"fallback_random": True}
 
 
-def compiled(part: Part, constants: dict[str, torch.Tensor]) -> tuple[Callable[..., Any], tuple[Node, ...], tuple[Node, ...]]:
+def compiled(
+    part: Part, constants: dict[str, torch.Tensor]
+) -> tuple[Callable[..., Any], tuple[Node, ...], tuple[Node, ...]]:
     """The body of a part as one function, compiled at its first call.
 
     The shapes of a trace are fixed, so nothing is checked at a call: no guards, no dispatch.
@@ -24,7 +26,9 @@ def compiled(part: Part, constants: dict[str, torch.Tensor]) -> tuple[Callable[.
         the function, the nodes of its arguments, the nodes of its results.
     """
     body = set(part.body)
-    inputs = tuple(dict.fromkeys(a for n in part.body for a in n.all_input_nodes if a not in body and a.op != "get_attr"))
+    inputs = tuple(
+        dict.fromkeys(a for n in part.body for a in n.all_input_nodes if a not in body and a.op != "get_attr")
+    )
     outputs = tuple(dict.fromkeys(n for results in part.results for n in results if n in body))
     module = _module(part, inputs, outputs, constants)
     examples = [n.meta["val"] for n in inputs]
@@ -38,7 +42,9 @@ def compiled(part: Part, constants: dict[str, torch.Tensor]) -> tuple[Callable[.
     return call, inputs, outputs
 
 
-def _module(part: Part, inputs: tuple[Node, ...], outputs: tuple[Node, ...], constants: dict[str, torch.Tensor]) -> GraphModule:
+def _module(
+    part: Part, inputs: tuple[Node, ...], outputs: tuple[Node, ...], constants: dict[str, torch.Tensor]
+) -> GraphModule:
     graph = Graph()
     copies = {n: graph.placeholder(n.name) for n in inputs}
     used = {a for n in part.body for a in n.all_input_nodes if a.op == "get_attr"}

@@ -76,7 +76,11 @@ def cut(joint: Joint, again: Iterable[Node] = ()) -> Parts:
         return Part(arguments, tuple(_in_order(body, first, results, order)), results)
 
     return Parts(
-        Part((joint.params, joint.x, joint.consts), tuple(n for n in joint.graph.nodes if n in early & calls), (joint.outputs, residuals)),
+        Part(
+            (joint.params, joint.x, joint.consts),
+            tuple(n for n in joint.graph.nodes if n in early & calls),
+            (joint.outputs, residuals),
+        ),
         part((residuals, joint.gy), whole, (joint.gparams, joint.gx)),
         part((residuals, joint.gy), inputs, (joint.gx, rest)),
         part((rest,), weights, (joint.gparams,)),

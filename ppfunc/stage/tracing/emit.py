@@ -46,7 +46,7 @@ def emit(
             writer.call(node)
     source = writer.source(title, names)
     scope = dict(writer.objects)
-    exec(builtins.compile(source, f"<{title}>", "exec"), scope)  # noqa: S102: the source was written right here
+    exec(builtins.compile(source, f"<{title}>", "exec"), scope)  # the source was written right here
     function = scope[title.split()[-1]]
     function.__doc__ = source
     return function
@@ -90,7 +90,11 @@ class _Writer:
         else:
             target = self.bind(node) if node in self.last else "_"
         self.lines.append(f"{target} = {text}")
-        gone = [self.names[n] for n in dict.fromkeys(node.all_input_nodes) if self.last.get(n) is node and n.op != "get_attr"]
+        gone = [
+            self.names[n]
+            for n in dict.fromkeys(node.all_input_nodes)
+            if self.last.get(n) is node and n.op != "get_attr"
+        ]
         if "_" in target.split(", ") or target in ("_", "_,"):
             gone.append("_")
         if gone:

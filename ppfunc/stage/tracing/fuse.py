@@ -30,7 +30,12 @@ def _fuse_linear(node: Node) -> None:
         (x, transposed), bias, fits = node.args, None, True
     else:
         return
-    if fits and is_call(transposed) and transposed.target is aten.t.default and transposed.args[0].meta["val"].dim() == 2:
+    if (
+        fits
+        and is_call(transposed)
+        and transposed.target is aten.t.default
+        and transposed.args[0].meta["val"].dim() == 2
+    ):
         node.target = aten.linear.default
         node.args = (x, transposed.args[0]) if bias is None else (x, transposed.args[0], bias)
 

@@ -10,7 +10,9 @@ from torch import Tensor
 aten = torch.ops.aten
 
 
-def _batch_norm(x: Tensor, w: Tensor | None, b: Tensor | None, mean: Tensor | None, var: Tensor | None, training: bool, *rest: float) -> Any:
+def _batch_norm(
+    x: Tensor, w: Tensor | None, b: Tensor | None, mean: Tensor | None, var: Tensor | None, training: bool, *rest: float
+) -> Any:
     """``native_batch_norm``, which updates ``mean`` and ``var`` in training."""
     if mean is None or var is None:
         return aten._native_batch_norm_legit.no_stats(x, w, b, training, *rest)

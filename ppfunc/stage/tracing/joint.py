@@ -100,7 +100,8 @@ def _make_fx(fn: Callable[..., Any], flat: list[torch.Tensor], name: str) -> Gra
     except StageError:
         raise
     except Exception as error:
-        reason = f"it runs, but its gradient cannot be traced ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
+        first = (str(error).splitlines() or [""])[0]
+        reason = f"it runs, but its gradient cannot be traced ({type(error).__name__}: {first})"
         raise StageError(name, reason, "use the functional engine, or the eager engine") from error
 
 
@@ -121,6 +122,12 @@ def _require_served(joint: Joint, known: Outline, name: str) -> None:
         if is_call(node) and not (is_element(node) or isinstance(node.target, torch._ops.OpOverload)):
             raise StageError(name, f"it uses {node.target}, an operator on functions", "use the functional engine")
         if is_mutable(node) or node.target in HIDDEN:
-            raise StageError(name, f"the effect of {node.target} cannot be removed from its trace", "use the functional engine")
+            raise StageError(
+                name, f"the effect of {node.target} cannot be removed from its trace", "use the functional engine"
+            )
     if sum(map(is_random, joint.graph.nodes)) > known.draws:
-        raise StageError(name, "its backward draws random numbers, which would not repeat those of its forward", "use the eager engine")
+        raise StageError(
+            name,
+            "its backward draws random numbers, which would not repeat those of its forward",
+            "use the eager engine",
+        )

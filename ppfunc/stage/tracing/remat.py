@@ -42,7 +42,9 @@ def cut_for(joint: Joint, remat: Remat, name: str) -> Parts:
     if remat == "full":
         return cut(joint, _repeatable(joint))
     if not callable(remat):
-        raise ValueError(f'got remat={remat!r}, expected "none", "full", a predicate on operators, or a number of bytes')
+        raise ValueError(
+            f'got remat={remat!r}, expected "none", "full", a predicate on operators, or a number of bytes'
+        )
     return cut(joint, {n for n in _repeatable(joint) if is_call(root(n)) and remat(_operator(root(n)))})
 
 
@@ -53,7 +55,9 @@ def _operator(node: Node) -> torch._ops.OpOverload:
 def _repeatable(joint: Joint) -> set[Node]:
     """The calls of F that may run again: all but the random ones and the results taken from them."""
     return {
-        n for n in early_nodes(joint) if is_call(n) and not is_random(n) and not (is_element(n) and is_random(n.args[0]))
+        n
+        for n in early_nodes(joint)
+        if is_call(n) and not is_random(n) and not (is_element(n) and is_random(n.args[0]))
     }
 
 
@@ -70,7 +74,11 @@ def _within(joint: Joint, budget: int, name: str) -> Parts:
     least = cut(joint, network.repeated(1e6))
     size = residual_bytes(joint, least.residuals)
     if size > budget:
-        raise StageError(name, f"it may keep {budget} bytes, but needs {size} with everything computed again", "allow more, or split the stage")
+        raise StageError(
+            name,
+            f"it may keep {budget} bytes, but needs {size} with everything computed again",
+            "allow more, or split the stage",
+        )
     low, high, best = -6.0, 6.0, least
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
