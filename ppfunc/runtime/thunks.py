@@ -36,7 +36,7 @@ def forward(memory: Memory, call: StageCall, stage: int, microbatch: int, keep_r
         if states:
             state[stage] = outputs[len(outputs) - states :]
 
-    if len(sources) != 1 or len(sinks) != 1 or call.kept or not keep_residuals:
+    if len(sources) != 1 or len(sinks) != 1 or call.kept or states or not keep_residuals:
         return forward_general
     (source,), ((sink, _),) = sources, sinks
 

@@ -1,0 +1,250 @@
+"""Stages that take and return more than an activation, and gradients of more than the parameters."""
+
+from __future__ import annotations
+
+import optree
+import pytest
+import torch
+
+import ppfunc as pp
+
+D, M = 4, 6
+ENGINES = {"graph": pp.graph, "functional": pp.functional}
+SCHEDULES = {"1f1b": lambda: pp.one_f_one_b(4, M), "zbv": lambda: pp.zbv(2, M), "interleaved": lambda: pp.interleaved_one_f_one_b(2, M, 2)}
+
+
+def dense(params, x):
+    return torch.tanh(x @ params["w"])
+
+
+def squared(y, target):
+    return (y - target).square().mean()
+
+
+def problem():
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    return {s: {"w": draw(D, D)} for s in range(4)}, draw(M, 3, D), draw(M, 3, D)
+
+
+def near(a, b):
+    for x, y in zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-15)
+
+
+both = pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+every = pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+
+
+@both
+@every
+def test_auxiliary_losses_and_metrics_from_any_stage(engine, schedule):
+    def auxiliary(params, x):
+        y = dense(params, x)
+        return pp.Output(y, loss=y.square().sum() / 10, metrics={"norm": y.norm(), "sign": (y > 0).sum()})
+
+    params, inputs, targets = problem()
+    stages = [dense, auxiliary, dense, auxiliary]
+    step = pp.value_and_grad(stages, squared, schedule(), engine=engine, has_aux=True)
+    (loss, aux), grads = step(params, inputs, targets)
+
+    def whole(params):
+        total, norms = 0, {1: [], 3: []}
+        for x, target in zip(inputs, targets, strict=True):
+            for s in range(4):
+                x = dense(params[s], x)
+                if s in (1, 3):
+                    total = total + x.square().sum() / 10 / M
+                    norms[s].append(x.norm())
+            total = total + squared(x, target) / M
+        return total, norms
+
+    want, (value, norms) = torch.func.grad_and_value(whole, has_aux=True)(params)
+    near(loss, value)
+    near(grads, want)
+    assert set(aux.metrics) == {1, 3}
+    near(aux.metrics[1]["norm"], torch.stack(norms[1]))
+    assert aux.metrics[3]["sign"].dtype == torch.int64
+    with pytest.raises(ValueError, match="stage 1 returns metrics; pass has_aux=True"):
+        pp.value_and_grad(stages, squared, schedule(), engine=engine)(params, inputs, targets)
+    judged, seen = pp.evaluate(stages, squared, schedule(), engine=engine, has_aux=True)(params, inputs, targets)
+    assert torch.equal(judged, loss)
+    near(seen.metrics, aux.metrics)
+
+
+@both
+@every
+def test_state_passes_from_microbatch_to_microbatch(engine, schedule):
+    def normalised(params, x, state):
+        y = x @ params["w"]
+        mean = y.mean(0)
+        new = {"mean": 0.9 * state["mean"] + 0.1 * mean.detach(), "count": state["count"] + 1}
+        return pp.Output(torch.tanh(y - mean + state["mean"]), state=new)
+
+    params, inputs, targets = problem()
+    state = {s: {"mean": torch.zeros(D, dtype=torch.float64), "count": torch.tensor(0)} for s in (0, 2)}
+    stages = [normalised, dense, normalised, dense]
+    step = pp.value_and_grad(stages, squared, schedule(), engine=engine, has_aux=True)
+    (loss, aux), grads = step(params, inputs, targets, state=state)
+
+    def whole(params):
+        total, now = 0, dict(state)
+        for x, target in zip(inputs, targets, strict=True):
+            for s in range(4):
+                if s in state:
+                    x, _, _, now[s], _ = normalised(params[s], x, now[s])
+                else:
+                    x = dense(params[s], x)
+            total = total + squared(x, target) / M
+        return total, now
+
+    want, (value, now) = torch.func.grad_and_value(whole, has_aux=True)(params)
+    near(loss, value)
+    near(grads, want)
+    near(aux.state, now)
+    assert aux.state[2]["count"] == M
+    assert state[2]["count"] == 0
+    with pytest.raises(ValueError, match="stage 0 returns the state .* given none"):
+        pp.value_and_grad([lambda p, x: pp.Output(x, state=x), dense, dense, dense], squared, schedule(), has_aux=True)(params, inputs, targets)
+
+
+@both
+@every
+def test_side_inputs_of_any_stage(engine, schedule):
+    def masked(params, x, side):
+        return dense(params, x) * side["mask"][:, None] + side["position"].double()
+
+    params, inputs, targets = problem()
+    side = {2: {"mask": torch.arange(M * 3).view(M, 3) % 2 == 0, "position": torch.arange(M * D).view(M, 1, D)}}
+    stages = [dense, dense, masked, dense]
+    loss, grads = pp.value_and_grad(stages, squared, schedule(), engine=engine)(params, inputs, targets, side=side)
+
+    def whole(params):
+        total = 0
+        for m in range(M):
+            x = inputs[m]
+            for s in range(4):
+                x = masked(params[s], x, {k: v[m] for k, v in side[2].items()}) if s == 2 else dense(params[s], x)
+            total = total + squared(x, targets[m]) / M
+        return total
+
+    want, value = torch.func.grad_and_value(whole)(params)
+    near(loss, value)
+    near(grads, want)
+
+
+@both
+@every
+def test_skip_connections(engine, schedule):
+    def first(params, x):
+        y = dense(params, x)
+        return pp.Output(y, skips={2: (y.sin(), torch.arange(3)), 3: y})
+
+    def third(params, received):
+        skipped, ids = received.skips[0]
+        return dense(params, received.x + skipped) * ids[:, None]
+
+    def fourth(params, received):
+        return dense(params, received.x * received.skips[0])
+
+    params, inputs, targets = problem()
+    schedule = pp.with_skips(schedule(), [(0, 3), (0, 2)])
+    loss, grads = pp.value_and_grad([first, dense, third, fourth], squared, schedule, engine=engine)(params, inputs, targets)
+
+    def whole(params):
+        total = 0
+        for x, target in zip(inputs, targets, strict=True):
+            a = dense(params[0], x)
+            b = dense(params[2], dense(params[1], a) + a.sin()) * torch.arange(3)[:, None]
+            total = total + squared(dense(params[3], b * a), target) / M
+        return total
+
+    want, value = torch.func.grad_and_value(whole)(params)
+    near(loss, value)
+    near(grads, want)
+
+
+def test_wrong_skip_connections_are_refused():
+    params, inputs, targets = problem()
+    for bad in ((1, 0), (0, 1), (0, 9), (2, 2)):
+        with pytest.raises(ValueError, match=f"stage {bad[0]} to stage {bad[1]}"):
+            pp.with_skips(pp.gpipe(4, M), [bad])
+    step = pp.value_and_grad([dense] * 4, squared, pp.with_skips(pp.gpipe(4, M), [(0, 2)]))
+    with pytest.raises(pp.StageError, match=r"stage 0.*skip connections to the stages \[\], the schedule has them to \[2\]"):
+        step(params, inputs, targets)
+
+
+def with_skip(rank, ranks):
+    """A skip connection over the middle of three ranks, between processes."""
+    params, inputs, targets = problem()
+    schedule = pp.with_skips(pp.zb_h1(ranks, M), [(0, 3)])
+    stages = [lambda p, x: pp.Output(dense(p, x), skips={3: x}), dense, dense, lambda p, r: dense(p, r.x + r.skips[0])]
+    for engine in ENGINES.values():
+        loss, grads = pp.value_and_grad(stages, squared, schedule, engine=engine)(params, inputs, targets)
+        step = pp.value_and_grad(stages, squared, schedule, pp.P2P(timeout=30), engine=engine)
+        for _ in range(2):
+            mine, own = step({rank: params[rank]}, inputs if rank == 0 else None, targets if rank == 3 else None)
+        assert torch.equal(mine, loss)
+        assert torch.equal(own[rank]["w"], grads[rank]["w"])
+
+
+def test_a_skip_connection_between_processes(four):
+    four(with_skip)
+
+
+@both
+@every
+def test_gradients_of_the_inputs(engine, schedule):
+    def first(params, x):
+        return dense(params, x["value"]) * x["ids"][:, None]
+
+    params, inputs, targets = problem()
+    batch = {"value": inputs, "ids": torch.arange(M * 3).view(M, 3)}
+    step = pp.value_and_grad([first, dense, dense, dense], squared, schedule(), engine=engine, argnums=(0, 1))
+    loss, (grads, found) = step(params, batch, targets)
+
+    def whole(params, value):
+        total = 0
+        for m in range(M):
+            x = first(params[0], {"value": value[m], "ids": batch["ids"][m]})
+            for s in range(1, 4):
+                x = dense(params[s], x)
+            total = total + squared(x, targets[m]) / M
+        return total
+
+    (want, wanted), value = torch.func.grad_and_value(whole, argnums=(0, 1))(params, inputs)
+    near(loss, value)
+    near(grads, want)
+    near(found["value"], wanted)
+    assert found["ids"].shape == (M, 3)
+    assert not found["ids"].any()
+    alone = pp.value_and_grad([first, dense, dense, dense], squared, schedule(), engine=engine, argnums=1)(params, batch, targets)[1]
+    near(alone, found)
+    with pytest.raises(ValueError, match="argnums: got 2"):
+        pp.value_and_grad([dense] * 4, squared, schedule(), argnums=2)
+
+
+@every
+def test_gradients_of_each_microbatch(schedule):
+    params, inputs, targets = problem()
+    _, rows = pp.value_and_grad([dense] * 4, squared, schedule(), per_microbatch=True)(params, inputs, targets)
+    _, total = pp.value_and_grad([dense] * 4, squared, schedule())(params, inputs, targets)
+    for s in range(4):
+        assert rows[s]["w"].shape == (M, D, D)
+        torch.testing.assert_close(rows[s]["w"].sum(0), total[s]["w"], rtol=1e-12, atol=1e-15)
+
+
+def test_gradients_of_each_microbatch_with_copies():
+    params, _, _ = problem()
+    schedule = pp.dualpipe(4, 8)
+    generator = torch.Generator().manual_seed(1)
+    inputs, targets = (torch.randn(8, 3, D, generator=generator, dtype=torch.float64) for _ in range(2))
+    params.update({4 + s: params[s] for s in range(4)})
+    _, rows = pp.value_and_grad([dense] * 4, squared, schedule, per_microbatch=True)(params, inputs, targets)
+    _, want = pp.value_and_grad([dense] * 4, squared, pp.gpipe(4, 8), per_microbatch=True)({s: params[s] for s in range(4)}, inputs, targets)
+    for s in range(4):
+        torch.testing.assert_close(rows[s]["w"], want[s]["w"], rtol=1e-12, atol=1e-15)
+        assert torch.equal(rows[s]["w"], rows[4 + s]["w"])
