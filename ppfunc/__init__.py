@@ -10,7 +10,9 @@ _HOMES = {
     "ppfunc.stage": ("StageError", "eager", "functional", "graph", "split_sequential", "stage_from_module"),
     "ppfunc.stage.output": ("Output", "Received"),
     "ppfunc.stage.layers": ("stages_from_layers",),
+    "ppfunc.stage.transforms": ("clipped_sum", "dual", "ensemble", "square_norms"),
     "ppfunc.training": ("Optimizer", "adamw", "sgd"),
+    "ppfunc.transforms": ("gnvp", "hvp", "jvp", "per_sample_grad"),
     "ppfunc.schedule": (
         "Certificate",
         "Costs",

@@ -11,6 +11,7 @@ import torch
 from ppfunc.runtime import InProcess, Session, Transport, microbatch
 from ppfunc.runtime.arguments import Given, read_weights
 from ppfunc.runtime.gradients import Stack, Sum
+from ppfunc.runtime.outside import suspended
 from ppfunc.runtime.plan import Served, sinks_of
 from ppfunc.runtime.results import Step
 from ppfunc.runtime.session import Work
@@ -36,6 +37,7 @@ def value_and_grad(
     argnums: int | tuple[int, ...] = 0,
     has_aux: bool = False,
     per_microbatch: bool = False,
+    loss_shape: tuple[int, ...] = (),
 ) -> Callable[..., tuple[Any, Any]]:
     """A function that runs one training step of a pipeline: ``step(params, inputs, targets) -> (loss, grads)``.
 
@@ -65,6 +67,8 @@ def value_and_grad(
         has_aux: whether to return metrics and state too.
         per_microbatch: whether to keep the gradients of the microbatches apart instead of adding
             them up: every gradient of a parameter gets a leading axis ``m``.
+        loss_shape: shape of the loss, where it is not a scalar: several losses, such as those of an ensemble,
+            all of which are returned, and the sum of which is differentiated.
 
     Returns:
         ``step(params, inputs, targets, *, weights=None, seed=None, side=None, state=None)``, which returns
@@ -116,7 +120,7 @@ def value_and_grad(
     ready = _ready(schedule)
     work = Work(
         "value_and_grad",
-        _Server(stages, ready, engine, loss_fn, has_aux=has_aux, return_outputs=False),
+        _Server(stages, ready, engine, loss_fn, loss_shape, has_aux=has_aux, return_outputs=False),
         with_targets=True,
         wants_inputs=1 in wanted,
         gradients=(lambda: Stack(schedule.microbatches)) if per_microbatch else Sum,
@@ -135,11 +139,12 @@ def evaluate(
     engine: Engine = graph,
     weights: Sequence[float] | torch.Tensor | None = None,
     has_aux: bool = False,
+    loss_shape: tuple[int, ...] = (),
 ) -> Callable[..., Any]:
     """A function that runs the stages forward only: ``step(params, inputs, targets) -> loss``.
 
     Args:
-        stages, transport, weights, has_aux: as in :func:`value_and_grad`.
+        stages, transport, weights, has_aux, loss_shape: as in :func:`value_and_grad`.
         loss_fn: ``loss(y, target) -> scalar``; None where only the outputs are wanted.
         schedule: any schedule; of one for training the forwards are kept, in their order.
         return_outputs: whether to return what the last stage returns.
@@ -171,7 +176,7 @@ def evaluate(
     ready = _ready(schedule if schedule.forward_only else forward_only(schedule))
     work = Work(
         f"evaluate{' with outputs' if return_outputs else ''}",
-        _Server(stages, ready, engine, loss_fn, has_aux=has_aux, return_outputs=return_outputs),
+        _Server(stages, ready, engine, loss_fn, loss_shape, has_aux=has_aux, return_outputs=return_outputs),
         with_targets=loss_fn is not None,
         wants_inputs=False,
         gradients=Sum,
@@ -256,11 +261,12 @@ class _Server:
         schedule: Schedule,
         engine: Engine,
         loss_fn: Loss | None,
+        loss_shape: tuple[int, ...],
         *,
         has_aux: bool,
         return_outputs: bool,
     ) -> None:
-        self.engine, self.has_aux = engine, has_aux
+        self.engine, self.loss_shape, self.has_aux = engine, loss_shape, has_aux
         self.programs: dict[tuple[Any, ...], StageProgram] = {}
         lasts = {c.stages[-1] for c in schedule.chains}
         self.functions = []
@@ -290,9 +296,10 @@ class _Server:
         key = (stage, params, x, constants, device)
         if key not in self.programs:
             example = (params, x, *constants)
-            self.programs[key] = self.engine(
-                self.functions[stage], example, has_aux=True, name=f"stage {stage}", device=device
-            )
+            with suspended():
+                self.programs[key] = self.engine(
+                    self.functions[stage], example, has_aux=True, name=f"stage {stage}", device=device
+                )
         program = self.programs[key]
         carry, skips, loss = children(program.y)
         outputs, metrics, state = children(program.aux)
@@ -306,10 +313,10 @@ class _Server:
         """Raise where a stage returns what the caller has not asked for or cannot get."""
         if stage in self.losing or loss.leaves:
             got = [str(leaf) for leaf in loss.leaves]
-            if len(got) != 1 or loss.leaves[0].shape or not loss.leaves[0].dtype.is_floating_point:
-                raise ValueError(
-                    f"the loss of stage {stage} must be a floating scalar, got {', '.join(got) or 'nothing'}; take its mean or sum"
-                )
+            if len(got) != 1 or loss.leaves[0].shape != self.loss_shape or not loss.leaves[0].dtype.is_floating_point:
+                form, mend = f"floating tensor of shape {list(self.loss_shape)}, the loss_shape", "check that"
+                form, mend = (form, mend) if self.loss_shape else ("floating scalar", "take its mean or sum")
+                raise ValueError(f"the loss of stage {stage} must be a {form}, got {', '.join(got) or 'nothing'}; {mend}")
         if (metrics.leaves or state.leaves) and not self.has_aux:
             raise ValueError(f"stage {stage} returns {'metrics' if metrics.leaves else 'a state'}; pass has_aux=True to get them")
         given = constants[-1] if constants and state.leaves else None

@@ -9,6 +9,8 @@ import torch
 
 from ppfunc.stage import LeafSignature
 
+from .outside import transformed, transforming
+
 Given = tuple[torch.Tensor | None, ...]  # one tensor of the parameter's shape and dtype per leaf, None for zero
 Leaves = tuple[torch.Tensor, ...]
 
@@ -57,11 +59,14 @@ class Sum:
         total, owned = self._total, self._owned
         in_place: list[int] = []
         fresh: list[int] = []
+        apart = transforming()  # several tensors at once is more than vmap can do
         for i, gradient in enumerate(gradients):
             if gradient is None:
                 continue
             if total[i] is None:
                 total[i] = gradient
+            elif apart:
+                total[i] = total[i] + gradient
             elif owned[i]:
                 in_place.append(i)
             else:
@@ -87,7 +92,7 @@ class Sum:
         for value, leaf, own in zip(total, like, owned, strict=True):
             if value is None:
                 value = torch.zeros_like(leaf)
-            elif not own and not _transformed(value) and _shared(value, seen):
+            elif not own and not transformed(value) and _shared(value, seen):
                 value = value.clone()
             result.append(value)
         self.clear()
@@ -147,8 +152,3 @@ def _shared(gradient: torch.Tensor, seen: set[int]) -> bool:
         return True
     seen.add(place)
     return False
-
-
-def _transformed(tensor: torch.Tensor) -> bool:
-    """Whether a torch.func transform outside wraps this tensor: it then has no memory to look at."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)

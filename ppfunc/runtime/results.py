@@ -41,7 +41,7 @@ class Step(NamedTuple):
     arguments: Arguments
 
     def loss(self) -> torch.Tensor:
-        """The weighted sum of all losses, a scalar, on every rank.
+        """The weighted sum of all losses, of the shape of a loss, on every rank.
 
         One vector of all losses is added up, those of a stage beside each other, so that the bits
         do not depend on the schedule or on the ranks.
@@ -51,12 +51,12 @@ class Step(NamedTuple):
         for stage, loss in self.table.losses.items():
             microbatches = self._microbatches(stage)
             weighted = self._weighted_losses(stage, microbatches) if stage in self.arguments.homes else ()
-            leaf = LeafSignature((len(microbatches),), loss.dtype, False)
+            leaf = LeafSignature((len(microbatches), *loss.shape), loss.dtype, False)
             (part,) = self.transport.spread(self.schedule.placement[stage], weighted, (leaf,), device)
             parts.append(part.to(device))
         if not parts:
             raise ValueError("no stage has returned a loss")
-        return torch.cat(parts).sum()
+        return torch.cat(parts).sum(0)
 
     def _microbatches(self, stage: int) -> range:
         return next(c.microbatches for c in self.schedule.chains if stage in c.stages)
@@ -64,7 +64,7 @@ class Step(NamedTuple):
     def _weighted_losses(self, stage: int, microbatches: range) -> Leaves:
         losses = torch.stack([self.memory.kept[stage, m][0] for m in microbatches])
         weights = self.arguments.weights[microbatches.start : microbatches.stop]
-        return (losses * weights.to(losses.device, losses.dtype),)
+        return (losses * weights.to(losses.device, losses.dtype).view(-1, *(1,) * (losses.ndim - 1)),)
 
     def gradients(self) -> dict[int, Any]:
         """The gradients of every stage of this process, with the structure of its parameters."""

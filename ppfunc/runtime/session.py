@@ -20,6 +20,7 @@ from .errors import AgreementError
 from .gradients import Gradients
 from .interpreter import Bound, StepFailed, run
 from .memory import Memory
+from .outside import transforming
 from .plan import Serve, Served, Table, bind_table, negotiate, renew
 from .results import Step
 from .transport import Failure, Tag, Transport
@@ -83,7 +84,7 @@ class Session:
             memory = bound.memory
             self._fill(memory, table, arguments)
             # Under a torch.func transform from outside, that transform decides what is recorded.
-            with torch.set_grad_enabled(torch.is_grad_enabled() and _transforming()), _generators(arguments):
+            with torch.set_grad_enabled(torch.is_grad_enabled() and transforming()), _generators(arguments):
                 run(bound)
                 return self.work.finish(Step(self.schedule, self.transport, memory, table, arguments))
         except StepFailed as failed:
@@ -154,8 +155,9 @@ class Session:
             first, last = chain.stages[0], chain.stages[-1]
             for stage in chain.stages:
                 if stage in table.losses and stage in self.stages:
-                    weights = arguments.weights.to(arguments.homes[stage].device, table.losses[stage].dtype).unbind()
-                    memory.weights.update(((stage, m), (weights[m],)) for m in chain.microbatches)
+                    loss = table.losses[stage]
+                    weights = arguments.weights.to(arguments.homes[stage].device, loss.dtype).unbind()
+                    memory.weights.update(((stage, m), (weights[m].expand(loss.shape),)) for m in chain.microbatches)
                 if stage in self.stages:
                     batches = [*([arguments.targets] if stage == last and self.work.with_targets else [])]
                     batches += [arguments.side[stage]] if stage in arguments.side else []
@@ -192,11 +194,6 @@ def _generators(arguments: Arguments) -> AbstractContextManager[None]:
     if arguments.seed is None:
         return nullcontext()
     return torch.random.fork_rng({h.device for h in arguments.homes.values() if h.device.type == "cuda"})
-
-
-def _transforming() -> bool:
-    """Whether a torch.func transform is at work outside."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _given(failure: Failure, table: Table) -> str:

@@ -6,7 +6,7 @@ What they return is run by the same schedules, interpreter and transports as any
 from .dual import dual, dual_loss
 from .ensemble import ensemble
 from .gauss_newton import gauss_newton_loss, held_dual
-from .hessian import hessian_loss
+from .hessian import hessian_loss, sloping
 from .samples import clipped_sum, for_samples, per_sample, per_sample_loss, square_norms
 
 __all__ = [
@@ -20,5 +20,6 @@ __all__ = [
     "hessian_loss",
     "per_sample",
     "per_sample_loss",
+    "sloping",
     "square_norms",
 ]

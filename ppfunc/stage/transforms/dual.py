@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..output import Output, Received
 from .tangents import push
 
 Stage = Callable[..., Any]
@@ -16,29 +17,31 @@ Loss = Callable[[Any, Any], torch.Tensor]
 def dual(fn: Stage) -> Stage:
     """The stage on pairs of a value and its tangent.
 
-    Equivalent to::
+    Equivalent to, for any trees::
 
         def stage(params, x, *consts):
             (params, tangents), (x, tx) = params, x
             return torch.func.jvp(lambda p, a: fn(p, a, *consts), (params, x), (tangents, tx))
 
-    for any trees. A tangent has the structure of its value, with None for the leaves that do not
-    move: integers, and whatever is held constant; None alone where nothing moves.
+    A tangent has the structure of its value, with None for the leaves that do not move: integers,
+    and whatever is held constant; None alone where nothing moves.
 
     Args:
         fn: a stage, ``fn(params, x, *consts) -> y``. All of its operators need a forward derivative;
-            fused attention has none, ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`` does.
+            fused attention has none, that of ``sdpa_kernel(SDPBackend.MATH)`` has.
 
     Returns:
-        ``stage((params, tangents), (x, tx), *consts) -> (y, ty)``, a stage like any other.
+        ``stage((params, tangents), (x, tx), *consts) -> (y, ty)``, a stage like any other. An
+        auxiliary loss becomes a tensor[2], the loss and its derivative; skip connections become pairs.
 
     >>> dual(lambda w, x: w * x)((torch.tensor(2.0), torch.tensor(1.0)), (torch.tensor(3.0), None))
     (tensor(6.), tensor(3.))
     """
 
-    def stage(params: Any, x: Any, *consts: Any) -> tuple[Any, Any]:
-        (params, tangents), (x, tx) = params, x
-        return push(lambda p, a: fn(p, a, *consts), (params, x), (tangents, tx), ("params", "x"))
+    def stage(params: Any, x: Any, *consts: Any) -> Any:
+        (params, tangents), (x, tx) = params, _unzipped(x)
+        y, ty = push(lambda p, a: fn(p, a, *consts), (params, x), (tangents, tx), ("params", "x"))
+        return _zipped(y, ty)
 
     return stage
 
@@ -58,7 +61,28 @@ def dual_loss(loss_fn: Loss) -> Loss:
 
     def loss(y: Any, target: Any) -> torch.Tensor:
         y, ty = y
-        value, slope = push(lambda a: loss_fn(a, target), (y,), (ty,), ("y",))
-        return torch.stack([value, torch.zeros_like(value) if slope is None else slope])
+        return _pair(*push(lambda a: loss_fn(a, target), (y,), (ty,), ("y",)))
 
     return loss
+
+
+def _pair(value: torch.Tensor, slope: torch.Tensor | None) -> torch.Tensor:
+    return torch.stack([value, torch.zeros_like(value) if slope is None else slope])
+
+
+def _unzipped(x: Any) -> tuple[Any, Any]:
+    """What a dual stage receives, as its value and its tangent."""
+    if not isinstance(x, Received):
+        return x
+    (value, tangent), skips = x
+    values, tangents = ({s: pair[n] for s, pair in skips.items()} for n in (0, 1))
+    return Received(value, values), Received(tangent, tangents)
+
+
+def _zipped(y: Any, ty: Any) -> Any:
+    """The value and the tangent of what a stage returns, as what a dual stage returns."""
+    if not isinstance(y, Output):
+        return y, ty
+    ty = Output(None) if ty is None else ty
+    skips = None if y.skips is None else {s: (v, None if ty.skips is None else ty.skips[s]) for s, v in y.skips.items()}
+    return Output((y.y, ty.y), None if y.loss is None else _pair(y.loss, ty.loss), y.metrics, y.state, skips)

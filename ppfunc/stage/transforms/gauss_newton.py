@@ -7,6 +7,7 @@ from typing import Any
 import optree
 import torch
 
+from ..output import Output, Received
 from ..signature import flatten
 from .dual import Loss, Stage, dual
 from .tangents import flatten_tangents, replaced
@@ -16,10 +17,9 @@ def held_dual(fn: Stage) -> Stage:
     """As :func:`dual`, with tangents that are constants: no gradient of them is computed or travels back."""
     stage = dual(fn)
 
-    def held(params: Any, x: Any, *consts: Any) -> tuple[Any, Any]:
-        (params, tangents), (x, tx) = params, x
-        y, ty = stage((params, _held(tangents)), (x, _held(tx)), *consts)
-        return y, _held(ty)
+    def held(params: Any, x: Any, *consts: Any) -> Any:
+        params, x = (params[0], _held(params[1])), _hold(x)
+        return _hold(stage(params, x, *consts))
 
     return held
 
@@ -68,6 +68,19 @@ def _inner(a: torch.Tensor, constant: torch.Tensor) -> torch.Tensor:
     """The real scalar product with a constant."""
     product = a * constant.detach().conj()
     return (product.real if product.is_complex() else product).sum()
+
+
+def _hold(pairs: Any) -> Any:
+    """What a dual stage takes or returns, without gradients of the tangents."""
+    if isinstance(pairs, Received):
+        return Received(_hold(pairs.x), {s: _hold(pair) for s, pair in pairs.skips.items()})
+    if isinstance(pairs, Output):
+        if pairs.loss is not None:
+            raise ValueError("got a stage with an auxiliary loss, which has no Gauss-Newton matrix; give it to the loss function of the last stage")
+        skips = None if pairs.skips is None else {s: _hold(pair) for s, pair in pairs.skips.items()}
+        return pairs._replace(y=_hold(pairs.y), skips=skips)
+    value, tangent = pairs
+    return value, _held(tangent)
 
 
 def _held(tangents: Any) -> Any:

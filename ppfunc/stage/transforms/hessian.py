@@ -1,4 +1,4 @@
-"""Hessian-vector products: a loss whose gradient, over dual stages, is one."""
+"""Hessian-vector products: stages and a loss whose gradient holds one, beside the gradient itself."""
 
 from __future__ import annotations
 
@@ -6,14 +6,27 @@ from typing import Any
 
 import torch
 
-from .dual import Loss, dual_loss
+from ..output import Output
+from .dual import Loss, Stage, dual, dual_loss
+
+
+def sloping(fn: Stage) -> Stage:
+    """As :func:`dual`, with an auxiliary loss of which only the derivative along the direction is differentiated."""
+    stage = dual(fn)
+
+    def sloped(params: Any, x: Any, *consts: Any) -> Any:
+        out = stage(params, x, *consts)
+        return out._replace(loss=_slope_alone(out.loss)) if isinstance(out, Output) and out.loss is not None else out
+
+    return sloped
 
 
 def hessian_loss(loss_fn: Loss) -> Loss:
-    """The loss whose gradient over :func:`dual` stages has the gradient and the Hessian-vector product of ``loss_fn``.
+    """The loss whose gradient over :func:`sloping` stages has a Hessian-vector product and the gradient of ``loss_fn``.
 
-    With ``L`` the loss and ``g`` its gradient, dual stages compute the slope ``<g(params), tangents>``.
-    Its gradient with respect to ``params`` is ``H tangents``, with respect to ``tangents`` it is ``g``.
+    With ``g`` the gradient and ``H`` the Hessian of the loss, dual stages compute the slope
+    ``<g(params), tangents>``. Its gradient with respect to ``params`` is ``H tangents``; with respect
+    to ``tangents`` it is ``g``.
 
     Returns:
         ``loss((y, ty), target) -> tensor[2]``: the loss, without a gradient, and the slope.
@@ -27,9 +40,9 @@ def hessian_loss(loss_fn: Loss) -> Loss:
     (tensor(12.), tensor(12.))
     """
     pair = dual_loss(loss_fn)
+    return lambda y, target: _slope_alone(pair(y, target))
 
-    def loss(y: Any, target: Any) -> torch.Tensor:
-        value, slope = pair(y, target)
-        return torch.stack([value.detach(), slope])
 
-    return loss
+def _slope_alone(pair: torch.Tensor) -> torch.Tensor:
+    value, slope = pair.unbind()
+    return torch.stack([value.detach(), slope])
