@@ -73,8 +73,12 @@ class Step(NamedTuple):
 
     def _gradients_of(self, stage: int, seen: set[int]) -> Any:
         leaves, home = self.arguments.leaves[stage], self.arguments.homes[stage]
-        made = iter(self.memory.gradients[stage].take(home.differentiated(leaves), seen))
-        filled = [next(made) if s.grad else torch.zeros_like(t) for t, s in zip(leaves, home.params, strict=True)]
+        gradients = self.memory.gradients[stage]
+        made = iter(gradients.take(home.differentiated(leaves), seen))
+        shapes = [gradients.signature(leaf).shape for leaf in home.params]
+        filled = [
+            next(made) if leaf.grad else t.new_zeros(shape) for t, leaf, shape in zip(leaves, home.params, shapes, strict=True)
+        ]
         return self.arguments.signatures[stage].unflatten(filled)
 
     def input_gradients(self) -> Any:
