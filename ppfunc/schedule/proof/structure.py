@@ -122,7 +122,7 @@ def _check_program(schedule: Schedule, rank: int, program: tuple, ranges: Ranges
                 and 0 <= stage < stages
                 and home[stage] == rank
                 and (type(m) is int and ranges[stage][0] <= m < ranges[stage][1] if op not in WHOLE_STAGE else m is None)
-                and (peer is None or op in COMMUNICATION)
+                and (peer is None or (op in COMMUNICATION and _is_number(peer)))
                 and (slot is None or _is_number(slot))
                 and (op is not Op.OVERLAP_F_B if parts == () else _is_pair(instruction, rank, schedule, ranges))
             ):
@@ -163,6 +163,8 @@ def _fault(instruction: Instruction, rank: int, schedule: Schedule, ranges: Rang
         return f"microbatch {m!r:.40} is out of range, expected one from {first} to {stop - 1} in stage {stage}"
     if peer is not None and op not in COMMUNICATION:
         return f"peer is {peer!r:.40}, but only messages have a peer"
+    if peer is not None and not _is_number(peer):
+        return f"peer is {peer!r:.40}, expected None or a stage"
     if slot is not None and not _is_number(slot):
         return f"slot is {slot!r:.40}, expected None or a number from 0"
     if op is Op.OVERLAP_F_B or parts != ():
