@@ -12,18 +12,14 @@ from ppfunc.runtime import InProcess, Session, Transport, microbatch
 from ppfunc.runtime.arguments import Given, read_weights
 from ppfunc.runtime.gradients import Stack, Sum
 from ppfunc.runtime.outside import suspended
-from ppfunc.runtime.plan import Served, sinks_of
 from ppfunc.runtime.results import Step
+from ppfunc.runtime.serving import Loss, Server, Stage
 from ppfunc.runtime.session import Work
 from ppfunc.schedule import Op, Schedule, check
 from ppfunc.schedule.passes import append_tail, forward_only, place_communication, remove_communication
-from ppfunc.stage import Engine, Signature, StageProgram, graph
-from ppfunc.stage.output import canonical, children
+from ppfunc.stage import Engine, graph
 
 __all__ = ["evaluate", "microbatch", "value_and_grad", "with_skips"]
-
-Stage = Callable[..., Any]
-Loss = Callable[[Any, Any], torch.Tensor]
 
 
 def value_and_grad(
@@ -120,7 +116,7 @@ def value_and_grad(
     ready = _ready(schedule)
     work = Work(
         "value_and_grad",
-        _Server(stages, ready, engine, loss_fn, loss_shape, has_aux=has_aux, return_outputs=False),
+        Server(stages, ready, engine, loss_fn, loss_shape, has_aux=has_aux, return_outputs=False),
         with_targets=True,
         wants_inputs=1 in wanted,
         gradients=(lambda: Stack(schedule.microbatches)) if per_microbatch else Sum,
@@ -176,7 +172,7 @@ def evaluate(
     ready = _ready(schedule if schedule.forward_only else forward_only(schedule))
     work = Work(
         f"evaluate{' with outputs' if return_outputs else ''}",
-        _Server(stages, ready, engine, loss_fn, loss_shape, has_aux=has_aux, return_outputs=return_outputs),
+        Server(stages, ready, engine, loss_fn, loss_shape, has_aux=has_aux, return_outputs=return_outputs),
         with_targets=loss_fn is not None,
         wants_inputs=False,
         gradients=Sum,
@@ -239,86 +235,3 @@ def _ready(schedule: Schedule) -> Schedule:
         schedule = append_tail(schedule, reduce_grad=False, step=False)
     check(schedule)
     return schedule
-
-
-def _per_stage(stages: Sequence[Stage], schedule: Schedule) -> list[Stage]:
-    """One function per stage; copies of a stage share theirs."""
-    own = len(schedule.chains[0].stages)
-    if len(stages) == schedule.stages:
-        return list(stages)
-    if len(stages) == own and schedule.copies:
-        return [stages[next(n for n, group in enumerate(schedule.copies) if s in group)] for s in range(schedule.stages)]
-    expected = f"{own} or {schedule.stages}" if schedule.copies else str(schedule.stages)
-    raise ValueError(f"got {len(stages)} stages, the schedule {schedule.name!r} has {expected}")
-
-
-class _Server:
-    """Serves stages by an engine; keeps the program of every signature that it has met."""
-
-    def __init__(
-        self,
-        stages: Sequence[Stage],
-        schedule: Schedule,
-        engine: Engine,
-        loss_fn: Loss | None,
-        loss_shape: tuple[int, ...],
-        *,
-        has_aux: bool,
-        return_outputs: bool,
-    ) -> None:
-        self.engine, self.loss_shape, self.has_aux = engine, loss_shape, has_aux
-        self.programs: dict[tuple[Any, ...], StageProgram] = {}
-        lasts = {c.stages[-1] for c in schedule.chains}
-        self.functions = []
-        for stage, fn in enumerate(_per_stage(stages, schedule)):
-            last, skips = stage in lasts, sinks_of(schedule, stage)[int(stage not in lasts) :]
-            call = canonical(
-                fn,
-                last=last,
-                loss_fn=loss_fn,
-                return_outputs=return_outputs,
-                skips=skips,
-                targeted=last and loss_fn is not None,
-            )
-            self.functions.append(call)
-        self.losing = lasts if loss_fn else set()
-        self.lasts = lasts
-
-    def __call__(
-        self, stage: int, params: Signature, x: Signature, constants: tuple[Signature, ...], device: torch.device
-    ) -> Served:
-        """The stage for these signatures.
-
-        Raises:
-            StageError: the engine cannot serve it.
-            ValueError: it returns what it must not.
-        """
-        key = (stage, params, x, constants, device)
-        if key not in self.programs:
-            example = (params, x, *constants)
-            with suspended():
-                self.programs[key] = self.engine(
-                    self.functions[stage], example, has_aux=True, name=f"stage {stage}", device=device
-                )
-        program = self.programs[key]
-        carry, skips, loss = children(program.y)
-        outputs, metrics, state = children(program.aux)
-        sinks = (*(() if stage in self.lasts else (carry,)), *children(skips))
-        self._require(stage, loss, metrics, state, constants)
-        return Served(program.flat, sinks, loss if loss.leaves else None, outputs, metrics, state, program.random)
-
-    def _require(
-        self, stage: int, loss: Signature, metrics: Signature, state: Signature, constants: tuple[Signature, ...]
-    ) -> None:
-        """Raise where a stage returns what the caller has not asked for or cannot get."""
-        if stage in self.losing or loss.leaves:
-            got = [str(leaf) for leaf in loss.leaves]
-            if len(got) != 1 or loss.leaves[0].shape != self.loss_shape or not loss.leaves[0].dtype.is_floating_point:
-                form, mend = f"floating tensor of shape {list(self.loss_shape)}, the loss_shape", "check that"
-                form, mend = (form, mend) if self.loss_shape else ("floating scalar", "take its mean or sum")
-                raise ValueError(f"the loss of stage {stage} must be a {form}, got {', '.join(got) or 'nothing'}; {mend}")
-        if (metrics.leaves or state.leaves) and not self.has_aux:
-            raise ValueError(f"stage {stage} returns {'metrics' if metrics.leaves else 'a state'}; pass has_aux=True to get them")
-        given = constants[-1] if constants and state.leaves else None
-        if state.leaves and (given is None or given.without_grad() != state.without_grad()):
-            raise ValueError(f"stage {stage} returns the state {state}, it was given {given or 'none'}; pass state={{{stage}: …}} of that form")

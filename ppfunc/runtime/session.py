@@ -23,10 +23,8 @@ from .memory import Memory
 from .outside import transforming
 from .plan import Serve, Served, Table, bind_table, negotiate, renew
 from .results import Step
+from .serving import Server
 from .transport import Failure, Tag, Transport
-
-# (stage, signature of params, of x, of what follows x, device) -> Served
-Server = Callable[[int, Signature, Signature, tuple[Signature, ...], torch.device], Served]
 
 
 class Work(NamedTuple):

@@ -11,12 +11,12 @@ locally, so what is measured is the interpreter and nothing else.
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
 from statistics import median
 
 import torch
 import torch.distributed as dist
+from timing import measure
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 
@@ -77,17 +77,6 @@ def main() -> None:
             f"instruction, torch {other * 1e6:.1f} us, ratio {median(a / b for a, b in rounds):.3f}"
         )
     dist.destroy_process_group()
-
-
-def measure(step: Callable[[], None], steps: int) -> float:
-    """Seconds per step, all ranks beginning together."""
-    step()
-    dist.barrier()
-    start = time.perf_counter()
-    for _ in range(steps):
-        step()
-    dist.barrier()
-    return (time.perf_counter() - start) / steps
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
+from timing import measure
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as theirs
 
@@ -137,17 +138,6 @@ def agree(gradients: dict, step_theirs: Callable[[], None], modules: dict[int, B
         for mine, other in zip(gradients[s], module.held, strict=True):
             for name, parameter in other.items():
                 torch.testing.assert_close(mine[name], parameter.grad, rtol=1e-4, atol=1e-6)
-
-
-def measure(step: Callable[[], object], steps: int) -> float:
-    """Seconds per step, all ranks beginning together."""
-    step()
-    dist.barrier()
-    start = time.perf_counter()
-    for _ in range(steps):
-        step()
-    dist.barrier()
-    return (time.perf_counter() - start) / steps
 
 
 def ideal_step(
