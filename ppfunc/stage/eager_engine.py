@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
-from .abstract import Outline, outline, outline_by_running
 from .boundary import settled
-from .errors import StageError
 from .example import Example, Leaves
 from .primals import Primals
 from .program import FlatProgram, Gradients, StageProgram, stage_program
+from .trial import learn, require_gradient
 
 
 def eager(
@@ -43,22 +42,14 @@ def eager(
     tensor([1., 1.])
     """
     seen = Example.of(example, device)
-    known = _outline(fn, seen, example, has_aux, name)
-    flat = _flat(Primals(fn, seen, known, has_aux, name), name)
+    known = learn(fn, seen, example, Exception, has_aux=has_aux, name=name)
+    flat = _flat(Primals(fn, seen, known, has_aux, name))
+    instead = "rewrite what it refuses; a checkpoint, for instance, needs use_reentrant=False"
+    require_gradient(flat, known, seen, example, name=name, by="torch.autograd.grad", instead=instead)
     return stage_program(flat, seen, known, has_aux=has_aux, residual_bytes=None)
 
 
-def _outline(fn: Callable[..., Any], seen: Example, example: tuple[Any, ...], has_aux: bool, name: str) -> Outline:
-    if not seen.subclasses:
-        try:
-            return outline(fn, seen, has_aux=has_aux, name=name)
-        except StageError as error:
-            if error.__cause__ is None:
-                raise
-    return outline_by_running(fn, seen, example, has_aux=has_aux, name=name)
-
-
-def _flat(stage: Primals, name: str) -> FlatProgram:
+def _flat(stage: Primals) -> FlatProgram:
     def forward(params: Leaves, x: Leaves, consts: Leaves) -> tuple[Leaves, tuple[Any, ...]]:
         x, consts = settled(x), settled(consts)
         with torch.enable_grad():
@@ -71,14 +62,7 @@ def _flat(stage: Primals, name: str) -> FlatProgram:
         del residuals
         if not (y and (params or x)):
             return (None,) * len(params), (None,) * len(x)
-        try:
-            gradients = torch.autograd.grad(y, params + x, settled(gy), allow_unused=True)
-        except RuntimeError as error:
-            if "checkpoint" not in str(error).lower():
-                raise
-            raise StageError(
-                name, "it uses a reentrant checkpoint", "pass use_reentrant=False to checkpoint"
-            ) from error
+        gradients = torch.autograd.grad(y, params + x, settled(gy), allow_unused=True)
         return gradients[: len(params)], settled(gradients[len(params) :])
 
     def backward_input(residuals: tuple[Any, ...], gy: Leaves) -> tuple[Gradients, tuple[Any, ...]]:

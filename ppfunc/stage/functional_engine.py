@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from .abstract import DATA_DEPENDENT, Outline, outline, outline_by_running
+from .abstract import DATA_DEPENDENT
 from .boundary import settled
-from .errors import StageError
-from .example import Example, Leaves, stand_ins
+from .example import Example, Leaves
 from .primals import Primals
 from .program import FlatProgram, Gradients, StageProgram, stage_program
+from .trial import learn, require_gradient
 
 
 def functional(
@@ -44,37 +42,11 @@ def functional(
     tensor([1., 1.])
     """
     seen = Example.of(example, device)
-    known, abstract = _outline(fn, seen, example, has_aux, name)
+    known = learn(fn, seen, example, DATA_DEPENDENT, has_aux=has_aux, name=name)
     flat = _flat(Primals(fn, seen, known, has_aux, name))
-    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) if abstract else nullcontext():
-        _try(flat, known, seen.make if abstract else lambda: stand_ins(example, seen.device), name)
+    instead = "use the eager engine, which uses torch.autograd.grad"
+    require_gradient(flat, known, seen, example, name=name, by="torch.func", instead=instead)
     return stage_program(flat, seen, known, has_aux=has_aux, residual_bytes=None)
-
-
-def _outline(
-    fn: Callable[..., Any], seen: Example, example: tuple[Any, ...], has_aux: bool, name: str
-) -> tuple[Outline, bool]:
-    """What the stage returns, and whether that could be learned without values."""
-    try:
-        return outline(fn, seen, has_aux=has_aux, name=name), True
-    except StageError as error:
-        if not isinstance(error.__cause__, DATA_DEPENDENT):
-            raise
-    return outline_by_running(fn, seen, example, has_aux=has_aux, name=name), False
-
-
-def _try(flat: FlatProgram, known: Outline, make: Callable[[], tuple[Leaves, Leaves, Leaves]], name: str) -> None:
-    """Raise if ``torch.func`` refuses a stage that runs without it."""
-    try:
-        outputs, residuals = flat.forward(*make())
-        gy = tuple(torch.ones_like(t) for t, leaf in zip(outputs, known.y.leaves, strict=False) if leaf.grad)
-        flat.backward(residuals, gy)
-    except StageError:
-        raise
-    except Exception as error:
-        first = (str(error).splitlines() or [""])[0]
-        reason = f"it runs, but torch.func cannot differentiate it ({type(error).__name__}: {first})"
-        raise StageError(name, reason, "use the eager engine, which uses torch.autograd.grad") from error
 
 
 def _flat(stage: Primals) -> FlatProgram:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from ppfunc.stage import Signature, StageError, graph
 
@@ -95,11 +96,20 @@ def test_residual_bytes_are_those_of_the_storages_kept(transformer, parts, remat
     assert sum(kept.values()) == program.residual_bytes
 
 
-def test_parameters_are_kept_by_reference_and_their_views_not_at_all(transformer, parts):
+def sliced(w, x):
+    """A view of a parameter that both forward and backward use."""
+    return (x @ w[:, 1:3]).sin() @ w[:2].view(2, 2, 2)[:, 0]
+
+
+@pytest.mark.parametrize("kind", ["blocks", "slices"])
+def test_parameters_are_kept_by_reference_and_their_views_not_at_all(transformer, parts, kind):
     case = transformer(2)
+    if kind == "slices":
+        case = case._replace(fn=sliced, args=(torch.randn(4, 4), torch.randn(2, 4)))
     _, residuals, rest = parts(graph(case.fn, case.args), case)
     params = {id(t) for t in optree.tree_leaves(case.args[0])}
     mine = storages(optree.tree_leaves(case.args[0]))
+    assert params & set(map(id, residuals))
     for kept in (*residuals, *rest):
         assert id(kept) in params or kept.untyped_storage().data_ptr() not in mine
 
@@ -196,6 +206,17 @@ def test_random_results_are_kept(remat, run):
     assert program.random
     for a, b in zip(gradients(program), gradients(graph(fn, args)), strict=True):
         assert torch.equal(a, b)
+
+
+def test_what_a_stage_checkpoints_itself_is_not_kept_either(transformer, parts):
+    def fn(w, x):
+        return checkpoint(lambda a: (a @ w).sin().exp().sin(), x, use_reentrant=False)
+
+    args = (torch.randn(4, 4), torch.randn(2, 4))
+    program = graph(fn, args)
+    assert program.residual_bytes == args[1].nbytes
+    calls, _, _ = parts(program, transformer(1)._replace(fn=fn, args=args))
+    assert calls["F"]["exp"] == calls["B"]["exp"] == 1
 
 
 def test_an_unknown_rematerialisation_is_refused():

@@ -1,0 +1,63 @@
+"""A trial run: engines that do not trace learn what a stage returns, and that it can be differentiated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from .abstract import Outline, outline, outline_by_running
+from .errors import StageError
+from .example import Example, stand_ins
+from .program import FlatProgram
+
+
+def learn(
+    fn: Callable[..., Any],
+    seen: Example,
+    example: tuple[Any, ...],
+    causes: type[Exception] | tuple[type[Exception], ...],
+    *,
+    has_aux: bool,
+    name: str,
+) -> Outline:
+    """The outline of a stage, by abstract evaluation, or by one run on zeros where that fails for one of ``causes``."""
+    if not seen.subclasses:
+        try:
+            return outline(fn, seen, has_aux=has_aux, name=name)
+        except StageError as error:
+            if not isinstance(error.__cause__, causes):
+                raise
+    return outline_by_running(fn, seen, example, has_aux=has_aux, name=name)
+
+
+def require_gradient(
+    flat: FlatProgram, known: Outline, seen: Example, example: tuple[Any, ...], *, name: str, by: str, instead: str
+) -> None:
+    """Run forward and backward once, abstractly if that is how the outline was learned.
+
+    Args:
+        flat: the program.
+        known: what is known of the stage, which runs.
+        seen, example: its example.
+        name: of the stage.
+        by: what differentiates it.
+        instead: what to do if that refuses.
+
+    Raises:
+        StageError: it refuses.
+    """
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) if known.known else nullcontext():
+        try:
+            outputs, residuals = flat.forward(*(seen.make() if known.known else stand_ins(example, seen.device)))
+            gy = tuple(torch.ones_like(t) for t, leaf in zip(outputs, known.y.leaves, strict=False) if leaf.grad)
+            flat.backward(residuals, gy)
+        except StageError:
+            raise
+        except Exception as error:
+            first = (str(error).splitlines() or [""])[0]
+            reason = f"it runs, but {by} cannot differentiate it ({type(error).__name__}: {first})"
+            raise StageError(name, reason, instead) from error
