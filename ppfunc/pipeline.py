@@ -11,7 +11,6 @@ import torch
 from ppfunc.runtime import InProcess, Session, Transport, microbatch
 from ppfunc.runtime.arguments import Given, read_weights
 from ppfunc.runtime.gradients import Stack, Sum
-from ppfunc.runtime.outside import suspended
 from ppfunc.runtime.results import Step
 from ppfunc.runtime.serving import Loss, Server, Stage
 from ppfunc.runtime.session import Work

@@ -11,6 +11,7 @@ from ppfunc.schedule import Schedule
 from ppfunc.stage import Engine, Signature, StageProgram
 from ppfunc.stage.output import canonical, children
 
+from .outside import suspended
 from .plan import Served, sinks_of
 
 Stage = Callable[..., Any]

@@ -11,7 +11,6 @@ locally, so what is measured is the interpreter and nothing else.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from statistics import median
 
 import torch
