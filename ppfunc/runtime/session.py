@@ -75,6 +75,11 @@ class Session:
         """
         memory = None
         try:
+            if transforming() and len(self.local) < self.schedule.ranks:
+                raise ValueError(
+                    "got a step under a torch.func transform, whose ranks are in several processes, where the transform "
+                    "would end at each message; run it with InProcess(), or use ppfunc.jvp, hvp, gnvp, ensemble or per_sample_grad"
+                )
             arguments = read_arguments(given, self.schedule, self.stages, self.work.with_targets)
             if self.work.wants_inputs and arguments.inputs is not None:
                 arguments = arguments._replace(inputs=arguments.inputs.differentiable())

@@ -1,0 +1,358 @@
+"""Products with second derivatives, forward mode, ensembles and samples: as computed without a pipeline."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import optree
+import pytest
+import torch
+from torch.func import grad, jvp, vjp, vmap
+
+import ppfunc as pp
+
+D, M, B = 3, 4, 2
+ENGINES = {"graph": pp.graph, "functional": pp.functional}
+SCHEDULES = {
+    "1f1b": lambda: pp.one_f_one_b(3, M),
+    "zb_h1": lambda: pp.zb_h1(2, M),
+    "zbv": lambda: pp.zbv(2, M),
+    "dualpipe": lambda: pp.dualpipe(2, M),
+}
+every = pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+under_all = pytest.mark.parametrize("name", SCHEDULES)
+
+
+def hidden(h, ids):
+    """What travels between the stages."""
+    return {"h": h, "ids": ids, "nothing": None}
+
+
+def stage(params, x):
+    return hidden(torch.tanh(x["h"] @ params["w"] + params["b"]) + params["table"][x["ids"]], x["ids"])
+
+
+def loss_fn(y, target):
+    return (y["h"] - target).square().mean() + y["h"].pow(3).sum() * target.mean()
+
+
+class Problem(NamedTuple):
+    """A model, a direction, and a batch of M microbatches."""
+
+    stages: list[Any]
+    params: dict[int, Any]
+    tangents: dict[int, Any]
+    inputs: dict[str, Any]
+    targets: torch.Tensor
+
+
+def problem(schedule):
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    count = len(schedule.chains[0].stages)
+    params, tangents = (
+        {s: {"w": random(D, D), "b": random(D), "table": random(2, D), "count": None} for s in range(count)} for _ in range(2)
+    )
+    for s in range(count):
+        params[s]["count"] = torch.arange(2)
+    for s in range(count, schedule.stages):
+        copied = next(group[0] for group in schedule.copies if s in group)
+        params[s], tangents[s] = params[copied], tangents[copied]
+    inputs = hidden(random(M, B, D), torch.arange(M * B).view(M, B) % 2)
+    return Problem([stage] * count, params, tangents, inputs, random(M, B, D))
+
+
+def row(batch, m):
+    return optree.tree_map(lambda t: t[m], batch)
+
+
+def floating(tree):
+    """The differentiable part of parameters."""
+    return {s: {k: t for k, t in p.items() if k != "count"} for s, p in tree.items()}
+
+
+def model(given, params, x):
+    for s, fn in enumerate(given.stages):
+        x = fn(params[s], x)
+    return x
+
+
+def total(given):
+    """The loss of the whole batch as a function of the parameters of the model."""
+
+    def loss(params):
+        rows = [(row(given.inputs, m), row(given.targets, m)) for m in range(M)]
+        return sum(loss_fn(model(given, params, x), target) for x, target in rows) / M
+
+    return loss
+
+
+def own(given, tree):
+    """Without the copies of stages, and without what is not differentiable."""
+    return {s: p for s, p in floating(tree).items() if s < len(given.stages)}
+
+
+def assert_near(got, want):
+    """Equal to 1e-10, for trees; the first may have more leaves in its dictionaries."""
+    if isinstance(want, dict):
+        for key in want:
+            assert_near(got[key], want[key])
+        return
+    assert got.shape == want.shape
+    assert (got - want).abs().max() <= 1e-10 * want.abs().max(), (got, want)
+
+
+@every
+@under_all
+def test_forward_mode(name, engine):
+    schedule = SCHEDULES[name]()
+    given = problem(schedule)
+    params, tangents = own(given, given.params), own(given, given.tangents)
+    want = jvp(total(given), (params,), (tangents,))
+    step = pp.jvp(given.stages, loss_fn, schedule, engine=engine)
+    got = step(given.params, given.tangents, given.inputs, given.targets)
+    assert_near(torch.stack(got), torch.stack(want))
+
+
+@every
+def test_forward_mode_of_outputs_with_respect_to_inputs(engine):
+    schedule = pp.one_f_one_b(3, M)
+    given = problem(schedule)
+    moved = hidden(torch.ones_like(given.inputs["h"]), None)
+    step = pp.jvp(given.stages, None, schedule, engine=engine)
+    y, ty = step(given.params, dict.fromkeys(range(3)), given.inputs, input_tangents=moved)
+
+    def outputs(h):
+        return model(given, given.params, hidden(h, given.inputs["ids"]))["h"]
+
+    want, slope = jvp(outputs, (given.inputs["h"],), (moved["h"],))
+    assert_near(y["h"], want)
+    assert_near(ty["h"], slope)
+    assert ty["ids"] is None
+    rows = [row(given.inputs, m) for m in range(M)], [row(moved, m) for m in range(M)]
+    again, slope_again = step(given.params, dict.fromkeys(range(3)), rows[0], input_tangents=rows[1])
+    assert torch.equal(again["h"], y["h"])
+    assert torch.equal(slope_again["h"], ty["h"])
+
+
+@every
+def test_forward_mode_along_nothing_is_zero(engine):
+    schedule = pp.gpipe(3, M)
+    given = problem(schedule)
+    held = dict.fromkeys(range(3))
+    loss, slope = pp.jvp(given.stages, loss_fn, schedule, engine=engine)(given.params, held, given.inputs, given.targets)
+    assert loss == pp.evaluate(given.stages, loss_fn, schedule, engine=engine)(given.params, given.inputs, given.targets)
+    assert slope == 0
+
+
+def check_hvp(schedule, transport, engine, held=None):
+    """One pass against forward over reverse of the whole model; for the stages ``held`` by this process."""
+    given = problem(schedule)
+    held = range(schedule.stages) if held is None else held
+    params, tangents = own(given, given.params), own(given, given.tangents)
+    want, want_slope = jvp(total(given), (params,), (tangents,))
+    gradient, product = jvp(grad(total(given)), (params,), (tangents,))
+    step = pp.hvp(given.stages, loss_fn, schedule, transport, engine=engine)
+    for _ in range(2):
+        (loss, slope), (grads, products) = step(
+            {s: given.params[s] for s in held}, {s: given.tangents[s] for s in held}, given.inputs, given.targets
+        )
+        assert_near(torch.stack([loss, slope]), torch.stack([want, want_slope]))
+        assert optree.tree_structure(grads) == optree.tree_structure(products) == optree.tree_structure({s: given.params[s] for s in held})
+        for s in held:
+            assert_near(grads[s], gradient[s % len(given.stages)])
+            assert_near(products[s], product[s % len(given.stages)])
+
+
+@every
+@under_all
+def test_hessian_vector_products(name, engine):
+    check_hvp(SCHEDULES[name](), None, engine)
+
+
+def in_two_processes(rank, ranks, name, engine):
+    schedule = SCHEDULES[name]()
+    check_hvp(schedule, pp.P2P(timeout=30), ENGINES[engine], schedule.stages_of(rank))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", ["zb_h1", "dualpipe"])
+def test_hessian_vector_products_over_two_processes(two, name, engine):
+    two(in_two_processes, name, engine)
+
+
+@every
+def test_hessian_vector_products_along_part_of_the_parameters(engine):
+    schedule = pp.zb_h1(2, M)
+    given = problem(schedule)
+    params = own(given, given.params)
+    tangents = {0: {**given.tangents[0], "w": None}, 1: None}
+    zeros = optree.tree_map(torch.zeros_like, params)
+    direction = {0: {**floating(given.tangents)[0], "w": zeros[0]["w"]}, 1: zeros[1]}
+    gradient, product = jvp(grad(total(given)), (params,), (direction,))
+    _, (grads, products) = pp.hvp(given.stages, loss_fn, schedule, engine=engine)(
+        given.params, tangents, given.inputs, given.targets
+    )
+    assert_near(grads, gradient)
+    assert_near(products, product)
+
+
+@every
+@under_all
+def test_gauss_newton_vector_products(name, engine):
+    schedule = SCHEDULES[name]()
+    given = problem(schedule)
+    params, tangents = own(given, given.params), own(given, given.tangents)
+    products, curvature = optree.tree_map(torch.zeros_like, params), 0
+    for m in range(M):
+
+        def outputs(p):
+            return model(given, p, row(given.inputs, m))["h"]  # noqa: B023
+
+        def at(h):
+            return loss_fn(hidden(h, None), given.targets[m])  # noqa: B023
+
+        y, ty = jvp(outputs, (params,), (tangents,))
+        _, h = jvp(grad(at), (y,), (ty,))
+        (product,) = vjp(outputs, params)[1](h)
+        products = optree.tree_map(lambda a, b: a + b / M, products, product)
+        curvature = curvature + (ty * h).sum() / M
+    step = pp.gnvp(given.stages, loss_fn, schedule, engine=engine)
+    got, made = step(given.params, given.tangents, given.inputs, given.targets)
+    assert_near(torch.stack(got), torch.stack([total(given)(params), curvature]))
+    assert_near({s: made[s] for s in params}, products)
+    assert_near(sum((a * b).sum() for a, b in zip(optree.tree_leaves(own(given, made)), optree.tree_leaves(tangents), strict=True)), curvature)
+
+
+def biased(params, x):
+    """A stage with an auxiliary loss."""
+    y = stage(params, x)
+    return pp.Output(y, loss=y["h"].pow(4).sum() / 10, metrics=y["h"].mean())
+
+
+def skipping(params, x):
+    """A first stage that also gives to the last."""
+    y = stage(params, x)
+    return pp.Output(y, skips={2: {"h": y["h"] * params["b"], "ids": x["ids"]}})
+
+
+def joining(params, received):
+    y = stage(params, received.x)
+    return {**y, "h": y["h"] * received.skips[0]["h"]}
+
+
+@every
+@pytest.mark.parametrize("builder", [pp.one_f_one_b, pp.zb_h1])
+def test_auxiliary_losses_and_skip_connections(builder, engine):
+    schedule = pp.with_skips(builder(3, M), [(0, 2)])
+    given = problem(schedule)._replace(stages=[skipping, biased, joining])
+
+    def loss(params):
+        parts = []
+        for m in range(M):
+            first = stage(params[0], row(given.inputs, m))
+            second = stage(params[1], first)
+            y = stage(params[2], second)
+            y = {**y, "h": y["h"] * first["h"] * params[0]["b"]}
+            parts.append(loss_fn(y, given.targets[m]) + second["h"].pow(4).sum() / 10)
+        return sum(parts) / M
+
+    params, tangents = own(given, given.params), own(given, given.tangents)
+    want = jvp(loss, (params,), (tangents,))
+    gradient, product = jvp(grad(loss), (params,), (tangents,))
+    given = given._replace(stages=[skipping, lambda p, x: biased(p, x)._replace(metrics=None), joining])
+    arguments = given.params, given.tangents, given.inputs, given.targets
+    assert_near(torch.stack(pp.jvp(given.stages, loss_fn, schedule, engine=engine)(*arguments)), torch.stack(want))
+    values, (grads, products) = pp.hvp(given.stages, loss_fn, schedule, engine=engine)(*arguments)
+    assert_near(torch.stack(values), torch.stack(want))
+    assert_near(grads, gradient)
+    assert_near(products, product)
+    with pytest.raises(pp.StageError, match="no Gauss-Newton matrix"):
+        pp.gnvp(given.stages, loss_fn, schedule, engine=engine)(*arguments)
+
+
+@every
+@under_all
+def test_ensembles_train_as_separate_models(name, engine):
+    schedule = SCHEDULES[name]()
+    given = problem(schedule)
+    models = [given.params, optree.tree_map(lambda t: t * 2, given.params), given.params]
+    stacked = optree.tree_map(lambda *leaves: torch.stack(leaves), *models)
+    step = pp.value_and_grad(*pp.ensemble(given.stages, loss_fn), schedule, engine=engine, loss_shape=(3,))
+    losses, grads = step(stacked, given.inputs, given.targets)
+    alone = pp.value_and_grad(given.stages, loss_fn, schedule, engine=engine)
+    for k, params in enumerate(models):
+        loss, gradients = alone(params, given.inputs, given.targets)
+        assert_near(losses[k], loss)
+        assert_near(floating(optree.tree_map(lambda g: g[k], grads)), floating(gradients))  # noqa: B023
+
+
+@every
+@under_all
+def test_gradients_per_sample(name, engine):
+    schedule = SCHEDULES[name]()
+    given = problem(schedule)
+    params = own(given, given.params)
+
+    def loss(p, x, target):
+        one = optree.tree_map(lambda t: t[None], (x, target))
+        return loss_fn(model(given, p, one[0]), one[1])
+
+    def of_sample(p, h, ids, target):
+        return loss(p, hidden(h, ids), target)
+
+    batch = (given.inputs["h"], given.inputs["ids"], given.targets)
+    flat = [t.flatten(0, 1) for t in batch]
+    want = vmap(grad(of_sample), (None, 0, 0, 0))(params, *flat)
+    step = pp.per_sample_grad(given.stages, loss_fn, schedule, samples=B, engine=engine)
+    value, grads = step(given.params, given.inputs, given.targets)
+    got = own(given, grads)
+    assert_near(value, vmap(of_sample, (None, 0, 0, 0))(params, *flat).mean())
+    assert_near(optree.tree_map(lambda g: g.flatten(0, 1), got), want)
+    square = pp.square_norms(got)
+    norms = torch.stack([g.flatten(1).square().sum(1) for g in optree.tree_leaves(want)]).sum(0).sqrt()
+    assert_near(square.sqrt().flatten(), norms)
+    bound = norms.median().item()
+    clipped = optree.tree_map(lambda g: torch.einsum("i...,i->...", g, (bound / norms).clamp(max=1)), want)
+    assert_near(pp.clipped_sum(got, square, bound), clipped)
+    assert grads[0]["count"].shape == (M, B, 2)
+
+
+def test_norms_and_clipping_take_any_leaves():
+    grads = {"w": torch.zeros(2, 3, 5, dtype=torch.bfloat16), "z": 2j * torch.ones(2, 3), "n": torch.zeros(2, 3, 4).int()}
+    square = pp.square_norms(grads)
+    assert torch.equal(square, torch.full((2, 3), 4.0))
+    clipped = pp.clipped_sum(grads, square, 1.0)
+    assert {k: (t.dtype, t.shape) for k, t in clipped.items()} == {k: (t.dtype, t.shape[2:]) for k, t in grads.items()}
+    assert clipped["z"] == 6j
+    with pytest.raises(ValueError, match="positive"):
+        pp.clipped_sum(grads, square, 0.0)
+
+
+def test_a_loss_of_another_shape_than_was_said_is_refused():
+    schedule = pp.gpipe(1, 1)
+    for shape, told in [((), "floating scalar"), ((3,), r"shape \[3\], the loss_shape")]:
+        step = pp.value_and_grad([lambda w, x: w * x], torch.sub, schedule, loss_shape=shape)
+        with pytest.raises(ValueError, match=told):
+            step({0: torch.ones(())}, torch.ones(1, 2), torch.ones(1, 2))
+
+
+def test_tangents_that_do_not_fit_are_refused():
+    schedule = pp.gpipe(1, 1)
+    params = {0: {"w": torch.ones(2), "n": torch.ones(2).int()}}
+    step = pp.jvp([lambda p, x: p["w"] * x], lambda y, t: y.sum(), schedule)
+    good = {"w": torch.ones(2), "n": None}
+    step(params, {0: good}, torch.ones(1, 2), torch.ones(1, 2))
+    for wrong, told in [
+        ({**good, "w": torch.ones(3)}, r"tangent of params\['w'\]: got torch.float32\[3\], expected torch.float32\[2\]"),
+        ({**good, "w": torch.ones(2).double()}, r"got torch.float64\[2\], expected torch.float32\[2\]"),
+        ({**good, "n": torch.ones(2).int()}, "expected None: torch.int32 has no tangents"),
+        ({"w": torch.ones(2)}, "got the structure"),
+    ]:
+        with pytest.raises(pp.StageError, match=told):
+            step(params, {0: wrong}, torch.ones(1, 2), torch.ones(1, 2))
+    with pytest.raises(ValueError, match=r"tangents of the stages \[\]"):
+        step(params, {}, torch.ones(1, 2), torch.ones(1, 2))
