@@ -152,7 +152,7 @@ def cases() -> dict[str, Callable[[], Case]]:
         "same object twice": lambda: (lambda w: Case(lambda p, x: x @ p[0] @ p[1].T, ((w, w), r(2, 3))))(r(3, 3)),
         "scalars": lambda: Case(lambda p, x: x * p + p, (t(2.0, dtype=W), t(3.0, dtype=W))),
         "zero size": lambda: Case(lambda p, x: x @ p, (r(3, 2), r(0, 3))),
-        "strided": lambda: Case(lambda p, x: (x.view(3, 2) @ p).T, (r(4, 2).T, r(2, 3).T)),
+        "strided": lambda: Case(lambda p, x: (x.view(6).view(3, 2) @ p).T, (r(4, 2).T, r(2, 3).T)),
         "expanded": lambda: Case(lambda p, x: (x * p).expand(4, 2, 3), (r(3), r(1, 3).expand(2, 3))),
         "complex": lambda: Case(
             lambda p, x: ((x @ p).conj(), (x * x.conj()).real, x.abs()),
@@ -177,6 +177,7 @@ def cases() -> dict[str, Callable[[], Case]]:
         "strided dropout": lambda: Case(
             lambda p, x: F.dropout((x @ p).transpose(1, 2), 0.5) + F.dropout(x, 0.2)[0, 0, 0], (r(3, 3), r(2, 5, 3))
         ),
+        "two draws": lambda: Case(lambda p, x: F.dropout(x * p, 0.5) + 2 * F.dropout(x * p, 0.5), (r(3), r(4, 3))),
         "batch norm": lambda: module_case(
             nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU()), r(2, 2, 5, 5)
         ),
@@ -240,8 +241,10 @@ def _same_bits(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 def cotangent(leaf: Tensor) -> Tensor:
+    """Random, and with strides that no stage expects."""
     generator = torch.Generator().manual_seed(leaf.numel())
-    return torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype if leaf.is_complex() else W).to(leaf.dtype)
+    backwards = torch.randn(leaf.shape[::-1], generator=generator, dtype=leaf.dtype if leaf.is_complex() else W)
+    return backwards.to(leaf.dtype).permute(tuple(range(leaf.dim() - 1, -1, -1)))
 
 
 @pytest.fixture
@@ -270,7 +273,7 @@ def expected() -> Callable[[Case], Result]:
     """The same by ``torch.func.grad`` of the scalar product of outputs and cotangents."""
 
     def expected(case: Case) -> Result:
-        args = optree.tree_map(lambda t: t.detach().clone(), case.args)
+        args = optree.tree_map(lambda t: t.detach().clone(memory_format=torch.contiguous_format), case.args)
         leaves, treedef = optree.tree_flatten(args[:2])
         at = [i for i, t in enumerate(leaves) if t.is_floating_point() or t.is_complex()]
 
