@@ -229,7 +229,8 @@ def _step(session: Session, weights: Sequence[float] | torch.Tensor | None) -> C
 def _ready(schedule: Schedule) -> Schedule:
     """The schedule as it runs: with communication, with the sums over copies of a stage, and proved."""
     if not schedule.lowered:
-        schedule = place_communication(schedule)
+        # A receive is posted one compute early: its message crosses while the rank is busy.
+        schedule = place_communication(schedule, lookahead=1)
     if schedule.copies and not schedule.forward_only and not schedule.ops & {Op.REDUCE_TIED, Op.REDUCE_GRAD}:
         schedule = append_tail(schedule, reduce_grad=False, step=False)
     check(schedule)

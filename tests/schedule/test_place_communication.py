@@ -162,10 +162,10 @@ def random_schedule(seed):
     return replace(bare, programs=tuple(map(tuple, programs)))
 
 
-@given(st.integers(0, 2**32))
-def test_any_placement_and_any_order_is_proved(seed):
+@given(st.integers(0, 2**32), st.integers(0, 3))
+def test_any_placement_and_any_order_is_proved(seed, lookahead):
     schedule = random_schedule(seed)
-    lowered = place_communication(schedule)
+    lowered = place_communication(schedule, lookahead=lookahead)
     assert check(lowered).peak_activations == check(schedule).peak_activations
     check(replace(lowered, programs=tuple(tuple((i,) for step in p for i in step) for p in lowered.programs)))
     check(allocate_slots(lowered))
@@ -180,5 +180,14 @@ def test_every_placement_is_proved(name, p, m):
         schedule = BUILDERS[name](p, m)
     except ValueError:
         pytest.skip("the builder does not take these numbers")
-    lowered = place_communication(remove_communication(schedule))
-    assert check(lowered).peak_activations == check(schedule).peak_activations
+    for lookahead in (0, 1, 2):
+        lowered = place_communication(remove_communication(schedule), lookahead=lookahead)
+        assert check(lowered).peak_activations == check(schedule).peak_activations
+
+
+def test_receives_are_posted_early_as_far_as_the_order_of_the_pair_lets_them():
+    lowered = place_communication(one_f_one_b(2, 4), lookahead=1)
+    first, last = ([" ".join(map(str, step)) for step in program] for program in lowered.programs)
+    assert last[:4] == ["1RECV_F0 1F0", "1RECV_F1 1B0", "1SEND_B0 1F1", "1RECV_F2 1B1"]
+    # What the next compute consumes and what the one after it consumes are no one batch.
+    assert first[-3:] == ["0SEND_F3 0RECV_B2", "0RECV_B3 0B2", "0B3"]

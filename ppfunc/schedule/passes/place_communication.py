@@ -45,7 +45,7 @@ class Message(NamedTuple):
 Posting = tuple[int, int, int, int, int, Instruction]
 
 
-def place_communication(schedule: Schedule) -> Schedule:
+def place_communication(schedule: Schedule, *, lookahead: int = 0) -> Schedule:
     """Write every message that the data flow needs between ranks into the programs.
 
     Equivalent to: run the compute order as early as possible; between two ranks put the messages
@@ -58,6 +58,10 @@ def place_communication(schedule: Schedule) -> Schedule:
     for as a whole: a message shares the batch of a receive before it in the order only if its
     other end is posted before the consumer of that receive has to run.
 
+    Args:
+        lookahead: how many computes before its consumer a receive is posted, as far as the order of the
+            pair lets it. A message then crosses while the rank computes; its buffer lives longer by as much.
+
     Raises:
         ScheduleError: the compute order waits for something that can never come.
     """
@@ -68,9 +72,13 @@ def place_communication(schedule: Schedule) -> Schedule:
     times = earliest(schedule, lambda op, stage: _DURATION[op], lambda f, b: 3, lambda a, b: 0)
     where, before = _indices(schedule, flow, times)
     postings: list[list[Posting]] = [[] for _ in schedule.programs]
+    early = [_earlier(program, lookahead) for program in schedule.programs] if lookahead else []
     for (low, high), edges in _pairs(schedule).items():
         messages = sorted(m for edge, ms in edges for m in _along(edge, ms, schedule, flow, times.done, where))
-        _post(messages, low, high, before, postings)
+        gaps = _ordered_gaps(messages, low)
+        if lookahead:
+            gaps = _hoisted(messages, gaps, low, (early[low], early[high]))
+        _post(messages, gaps, low, high, before, postings, lookahead > 0)
     programs = tuple(_emit(p, sorted(q)) for p, q in zip(schedule.programs, postings, strict=True))
     return replace(schedule, programs=programs)
 
@@ -133,11 +141,44 @@ def _along(
                 )
 
 
+def _earlier(program: Program, lookahead: int) -> list[int]:
+    """For every index of an instruction, that of the compute ``lookahead`` computes before it, at least 0."""
+    computes: list[int] = [0] * (lookahead + 1)
+    found: list[int] = []
+    for index, instruction in enumerate(i for step in program for i in step):
+        if instruction[0] in COMPUTE:
+            computes.append(index)
+        found.append(computes[-1 - lookahead])
+    return found
+
+
+def _hoisted(
+    messages: list[Message], gaps: list[tuple[int, int]], low: int, early: tuple[list[int], list[int]]
+) -> list[tuple[int, int]]:
+    """The gaps with receives moved to an earlier compute, but never before a message that comes first in the order."""
+    last, moved = [0, 0], []
+    for message, pair in zip(messages, gaps, strict=True):
+        here = [pair[0], pair[1]]
+        receiver = int(message.sender == low)
+        here[receiver] = min(here[receiver], early[receiver][message.receive_gap])
+        last = [max(a, b) for a, b in zip(last, here, strict=True)]
+        moved.append((last[0], last[1]))
+    return moved
+
+
 def _post(
-    messages: list[Message], low: int, high: int, before: list[list[int]], postings: list[list[Posting]]
+    messages: list[Message],
+    gaps: list[tuple[int, int]],
+    low: int,
+    high: int,
+    before: list[list[int]],
+    postings: list[list[Posting]],
+    apart: bool,
 ) -> None:
-    """Give both ends of each message of one pair their gap and batch, keeping the order of the list."""
-    gaps = _ordered_gaps(messages, low)
+    """Give both ends of each message of one pair their gap and batch, keeping the order of the list.
+
+    With ``apart`` no two receives share a batch, so that a compute does not wait for what a later one consumes.
+    """
     ends = {low: [-1, 0, (inf,)], high: [-1, 0, (inf,)]}  # gap, batch, first compute that waits for the batch
     for message, gap in zip(messages, gaps, strict=True):
         produced, sender, number, consumed, _, _, send, receive = message
@@ -149,7 +190,7 @@ def _post(
             state = ends[rank]
             if here != state[0]:
                 state[:] = here, 0, (inf,)
-            elif not peer_posts[rank] < state[2]:
+            elif not peer_posts[rank] < state[2] or (apart and rank == receiver and state[2] != (inf,)):
                 state[1:] = state[1] + 1, (inf,)
             if rank == receiver:
                 state[2] = min(state[2], (consumed, receiver))
