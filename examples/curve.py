@@ -46,7 +46,7 @@ def loss_curve(losses: Sequence[float], validation: float, title: str) -> str:
     lines += [
         f'<polyline class="curve" points="{points}"/>',
         f'<circle class="mark" cx="{x(steps):.1f}" cy="{y(validation):.1f}" r="4"/>',
-        text("ink end", x(steps), y(validation) + 22, f"validation {validation:.3f}"),
+        text("ink end", x(steps), y(validation) - 26, f"validation {validation:.3f}"),
         "</svg>",
     ]
     return "\n".join(lines) + "\n"

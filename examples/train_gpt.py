@@ -31,12 +31,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 import ppfunc as pp
-from ppfunc.parallel import partition_balanced, partition_uniform
+from ppfunc.parallel import Partition, partition_balanced, partition_uniform
 from ppfunc.schedule import BUILDERS, Schedule, Timeline
 from ppfunc.schedule.formats import to_svg
 from ppfunc.training import adamw
 
-ENGINES = {"graph": pp.graph, "functional": pp.functional}
+ENGINES = {"graph": pp.graph, "functional": pp.functional, "eager": pp.eager}
 VALIDATION_BATCHES = 40
 SAMPLE = 240
 
@@ -73,22 +73,25 @@ class Plan(NamedTuple):
 
     Args:
         model: all layers in order.
-        layers_of: the layers of every stage.
+        partition: which layers make up each part of the model.
+        part_of: the part that every stage runs.
     """
 
     schedule: Schedule
     config: gpt.Config
     model: list[gpt.Layer]
-    layers_of: dict[int, range]
+    partition: Partition
+    part_of: dict[int, int]
 
     @property
     def stages(self) -> list[Callable[..., Tensor]]:
         """One pure function per stage."""
-        return [gpt.stage([self.model[k] for k in self.layers_of[s]]) for s in range(self.schedule.stages)]
+        parts = pp.stages_from_layers([layer.apply for layer in self.model], self.partition)
+        return [parts[self.part_of[stage]] for stage in range(self.schedule.stages)]
 
     def initialise(self, stage: int, seed: int, device: torch.device) -> list[gpt.Params]:
         """The first parameters of a stage."""
-        return gpt.initialise(self.model, self.layers_of[stage], seed, device)
+        return gpt.initialise(self.model, self.partition.layers_of(self.part_of[stage]), seed, device)
 
 
 def plan(options: argparse.Namespace) -> Plan:
@@ -112,7 +115,7 @@ def plan(options: argparse.Namespace) -> Plan:
         partition = partition_uniform(len(model), parts)
     # Where a schedule has two chains, the stages of the second are copies of those of the first.
     pairs = (pair for chain in schedule.chains for pair in zip(chain.stages, range(parts), strict=True))
-    return Plan(schedule, config, model, {stage: partition.layers_of(part) for stage, part in pairs})
+    return Plan(schedule, config, model, partition, dict(pairs))
 
 
 def schedule_of(options: argparse.Namespace) -> Schedule:
