@@ -117,10 +117,28 @@ def test_garbled_text_is_refused_with_its_place(text, message):
 def test_impossible_numbers_are_refused_before_anything_of_their_size_is_made(text, rank, instruction):
     start = time.perf_counter()
     with pytest.raises(ScheduleError) as caught:
-        from_csv(text)
+        check(from_csv(text))
     assert time.perf_counter() - start < 1
     assert caught.value.rank == rank
     assert (caught.value.instruction and str(caught.value.instruction)) == instruction
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("1f1b", "1F2", "1F9"),
+        ("1f1b", "1B2", "1B9"),
+        ("zb_h1", "1W2", "1W9"),
+        ("dualpipe", "7F6;", "7F9;"),
+        ("dualpipe", "7F6;", "7F99999;"),
+    ],
+)
+def test_a_microbatch_out_of_range_is_named_and_not_those_it_seems_to_add(name, old, new):
+    text = to_csv(BUILDERS[name](4, 8))
+    with pytest.raises(ScheduleError) as caught:
+        check(from_csv(text.replace(old, new, 1)))
+    assert new in str(caught.value.instruction)
+    assert "out of range" in caught.value.reason or "expected an overlapped pair" in caught.value.reason
 
 
 def test_two_chains_are_found_although_a_forward_is_missing():

@@ -2,8 +2,8 @@
 
 A table says neither, so both are read off its compute instructions, in linear time and without
 trusting a single number of it: a stage belongs to the rank that computes it (most often, where
-ranks disagree), and the number of chains is the one that the forwards fit best. A wrong table so
-keeps its nearest meaning, and ``check`` names what is wrong with it.
+ranks disagree), and the numbers of microbatches and of chains are those that the forwards fit best.
+A wrong table so keeps its nearest meaning, and ``check`` names what is wrong with it.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ def infer_layout(rows: Sequence[Row]) -> tuple[tuple[int, ...], tuple[Chain, ...
     """
     held = []
     forwards: set[tuple[int, int]] = set()
-    microbatches = 0
+    others: set[tuple[int, int]] = set()
     for rank, row in enumerate(rows):
         parts = _compute(row)
         if not parts:
-            raise ScheduleError(rank, (0, 0), None, "it computes nothing: expected at least one stage in every row")
+            raise ScheduleError(rank, (0, 0), row[0], "its row computes nothing: expected at least one stage in every row")
         held.append(Counter([part.stage for part in parts]))
-        microbatches = max(microbatches, 1 + max(part.microbatch for part in parts))
         forwards.update((part.stage, part.microbatch) for part in parts if part.op is Op.F)
+        others.update((part.stage, part.microbatch) for part in parts if part.op is not Op.F)
     stages = 1 + max(map(max, held))
     placement = _placement(rows, held, stages)
-    return placement, _chains(rows, stages, microbatches, forwards)
+    return placement, _chains(rows, stages, _microbatches(forwards or others), forwards)
 
 
 def _compute(row: Row) -> list[Instruction]:
@@ -65,6 +65,22 @@ def _placement(rows: Sequence[Row], held: list[Counter[int]], stages: int) -> tu
     return tuple(-owners[stage][1] for stage in range(stages))
 
 
+def _microbatches(computed: set[tuple[int, int]]) -> int:
+    """The number of microbatches for which least is missing below it and least stands out of range above it.
+
+    Each microbatch is expected in as many stages as most are; of equals the largest number.
+    """
+    stages_of = Counter(microbatch for _, microbatch in computed)
+    usual = max((often, stages) for stages, often in Counter(stages_of.values()).items())[1]
+    best, least, below = 1, usual, 0
+    for microbatch in sorted(stages_of):
+        below += stages_of[microbatch]
+        wrong = usual * (microbatch + 1) - 2 * below  # what is missing and what is above, but for a constant
+        if wrong <= least:
+            best, least = microbatch + 1, wrong
+    return best
+
+
 def _chains(rows: Sequence[Row], stages: int, microbatches: int, forwards: set[tuple[int, int]]) -> tuple[Chain, ...]:
     """The division into equal chains that the forwards contradict least.
 
@@ -83,9 +99,7 @@ def _chains(rows: Sequence[Row], stages: int, microbatches: int, forwards: set[t
             if outside + missing < least:
                 best, least = count, outside + missing
     if least > too_many:
-        reason = (
-            f"{stages} stages and {microbatches} microbatches need far more than the {len(forwards)} forwards that there are"
-        )
+        reason = f"{stages} stages with {microbatches} microbatches need far more than the {len(forwards)} forwards there are"
         _refuse(rows, lambda part: part.microbatch == microbatches - 1, reason)
     length, share = stages // best, microbatches // best
     return tuple(
