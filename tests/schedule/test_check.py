@@ -299,6 +299,7 @@ STRUCTURES = {
     "no instruction": Schedule("x", (0,), (Chain((0,), range(1)),), (((1,),),)),
     "short instruction": Schedule("x", (0,), (Chain((0,), range(1)),), (((tuple.__new__(Instruction, (Op.F, 0)),),),)),
     "peer that is no number": Schedule("x", (0,), (Chain((0,), range(1)),), (((Instruction(Op.RECV_F, 0, 0, []),),),)),
+    "immense range": Schedule("x", (0,), (Chain((0,), range(10**30)),), (((Instruction(Op.F, 0, 10**29),),),)),
     "huge range": Schedule("x", (0,), (Chain((0,), range(10**15)),), (((Instruction(Op.F, 0, 10**14),),),)),
     "no schedule": None,
 }

@@ -139,7 +139,8 @@ def _message(
 def _check_complete(schedule: Schedule, flow: Dataflow, ways: Routes, record: Record) -> None:
     """Every stage has computed everything for every microbatch of its chain, and every message has two ends."""
     per_stage = 1 if schedule.forward_only else 2
-    expected = sum(len(c.stages) * len(c.microbatches) * per_stage for c in schedule.chains)
+    # Not their len(), which knows no range beyond the word size of the machine.
+    expected = sum(len(c.stages) * (c.microbatches.stop - c.microbatches.start) * per_stage for c in schedule.chains)
     if len(record.made) != expected:
         raise _missing(schedule, flow, record, per_stage)
     for value, (rank, step, place) in record.made.items():
