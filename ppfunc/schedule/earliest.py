@@ -101,9 +101,11 @@ def _advance(
     starts, ends, done = times.starts[rank], times.ends[rank], times.done
     free = ends[-1] if ends else 0
     for at in range(len(ends), len(sequence)):
-        op, stage, microbatch, _, _, parts = sequence[at]
+        instruction = sequence[at]
+        parts = instruction[5]
         start, made = free, ()
-        for op, stage, microbatch in ((p[0], p[1], p[2]) for p in parts) if parts else ((op, stage, microbatch),):
+        for part in parts or (instruction,):
+            op, stage, microbatch, _, _, _ = part
             length, product, inputs = rows[op][stage]
             output = 2 * (stage * microbatches + microbatch)
             for distance, late in inputs:

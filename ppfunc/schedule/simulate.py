@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from .earliest import Time, Times, earliest
 from .costs import Costs, Number
-from .dataflow import Dataflow, dataflow
+from .dataflow import dataflow
 from .errors import refuse
-from .instruction import COMMUNICATION, COMPUTE, Instruction, Op
-from .proof.routes import Routes, message_number, routes
+from .instruction import COMMUNICATION, COMPUTE, Op
+from .proof.routes import routes
 from .schedule import Schedule
 
 
@@ -159,32 +159,36 @@ def _all_instructions(schedule: Schedule, costs: Costs, times: Times) -> tuple[S
         return times.starts, times.ends
     flow = dataflow(schedule)
     ways = routes(schedule, flow)
-    delays = [costs.message_of(s) for s in range(schedule.stages)]
+    # Per end of a message: the number of its value for microbatch 0, and how long it takes.
+    carried = {}
+    for way, route in ways.items():
+        value = flow.output(way[1], 0) + route.distance
+        carried[way] = (value, costs.message_of(value // 2 // flow.microbatches))
+    done = times.done
     starts: list[list[Time]] = []
     ends: list[list[Time]] = []
     for rank, program in enumerate(schedule.programs):
-        mine: list[tuple[Time, Time]] = []
+        begins: list[Time] = []
+        stops: list[Time] = []
         compute = zip(times.starts[rank], times.ends[rank], strict=True)
         now: Time = 0
         for step, instructions in enumerate(program):
             for place, instruction in enumerate(instructions):
-                if instruction[0] in COMPUTE:
+                op = instruction[0]
+                if op in COMPUTE:
                     start, now = next(compute)
-                    mine.append((start, now))
-                elif instruction[0] in COMMUNICATION:
-                    value = _value_of(schedule, flow, ways, instruction)
-                    if value not in times.done:
+                    begins.append(start)
+                    stops.append(now)
+                elif op in COMMUNICATION:
+                    value, delay = carried.get((op, instruction[1], instruction[3]), (0, None))
+                    made = done.get(value + 2 * instruction[2])
+                    if delay is None or made is None:
                         raise refuse(schedule, rank, (step, place), "nothing computes what this message carries")
-                    made = times.done[value]
-                    mine.append((made, made + delays[value // 2 // flow.microbatches]))
+                    begins.append(made)
+                    stops.append(made + delay)
                 else:
-                    mine.append((now, now))
-        starts.append([a for a, _ in mine])
-        ends.append([b for _, b in mine])
+                    begins.append(now)
+                    stops.append(now)
+        starts.append(begins)
+        ends.append(stops)
     return starts, ends
-
-
-def _value_of(schedule: Schedule, flow: Dataflow, ways: Routes, message: Instruction) -> int | None:
-    """The value that a message carries, None where it leads nowhere."""
-    route = ways.get((message.op, message.stage, message.peer))
-    return None if route is None else message_number(schedule, flow, route, message) // schedule.stages
