@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from .parallel.command import add_subcommands
+from .parallel.command import add_subcommands, number
 from .schedule.builders import BUILDERS
 from .schedule.check import ScheduleError, check
 from .schedule.costs import Costs
@@ -118,15 +118,7 @@ def _cost_options(parser: argparse.ArgumentParser) -> None:
         ("communication", "latency of a message; default 0"),
         ("weight-share", "share of an activation that is held from the input to the weight gradient; default 0"),
     ):
-        parser.add_argument(f"--{name}", type=_number, metavar="X", help=meaning)
-
-
-def _number(text: str) -> int | float:
-    """Whole numbers stay whole, so that their times are exact."""
-    try:
-        return int(text)
-    except ValueError:
-        return float(text)
+        parser.add_argument(f"--{name}", type=number, metavar="X", help=meaning)
 
 
 def _list(arguments: argparse.Namespace) -> int:
@@ -244,6 +236,9 @@ def _costs(arguments: argparse.Namespace) -> Costs:
         parts = [given.get("backward_input"), given.get("backward_weight")]
         if parts == [None, None]:
             parts = [whole / 2, whole / 2]
+        for name, part in zip(("input", "weight"), parts, strict=True):
+            if part is not None and part > whole:
+                raise _CommandError(f"--backward-{name} {part} is a part of --backward {whole}: expected at most that")
         given["backward_input"], given["backward_weight"] = (
             whole - parts[1 - n] if part is None else part for n, part in enumerate(parts)
         )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Callable
 from typing import Any
 
 from .layout import parse_layout
@@ -14,12 +12,14 @@ from .split import effective_loads, partition_layers
 from .topology import Topology
 from .weigh import partition_by_weights
 
+_MOST = 1_000_000
+
 
 def add_subcommands(subparsers: Any) -> None:
     """Add ``topology`` and ``partition`` to the subparsers of a command line.
 
-    Each sets ``func``, a function from the parsed arguments to the exit status: 0, or 2 with one
-    line on the standard error stream where they do not make sense.
+    Each sets ``func``, a function from the parsed arguments to the exit status; it raises ValueError
+    where they do not make sense.
 
     Args:
         subparsers: what ``ArgumentParser.add_subparsers`` returns.
@@ -29,7 +29,7 @@ def add_subcommands(subparsers: Any) -> None:
     )
     topology.add_argument("--axes", required=True, help="names and sizes, slowest first, as in pipe=2,data=2,model=2")
     topology.add_argument("--json", action="store_true", help="print JSON")
-    topology.set_defaults(func=_guarded(_topology))
+    topology.set_defaults(func=_topology)
 
     partition = subparsers.add_parser(
         "partition", help="cut layers into stages", description="Print where layers are cut into stages, and the loads."
@@ -48,24 +48,28 @@ def add_subcommands(subparsers: Any) -> None:
     partition.add_argument("--output-weight", type=number, help="cost of norm and head in layers (1 with --layers)")
     partition.add_argument("--allow-empty", action="store_true", help="accept stages without layers")
     partition.add_argument("--json", action="store_true", help="print JSON")
-    partition.set_defaults(func=_guarded(_partition))
+    partition.set_defaults(func=_partition)
 
 
-def _topology(arguments: argparse.Namespace) -> None:
+def _topology(arguments: argparse.Namespace) -> int:
     topology = Topology.parse(arguments.axes)
+    _require_printable("ranks", topology.world_size)
     groups = {axis: list(topology.groups(axis)) for axis in topology.axes}
     if arguments.json:
         coordinates = [dict(zip(topology.axes, c, strict=True)) for c in topology.coordinates()]
         print(json.dumps({"world_size": topology.world_size, "coordinates": coordinates, "groups": groups}))
-        return
+        return 0
     print(f"{topology}: {topology.world_size} ranks")
     for rank, coordinate in enumerate(topology.coordinates()):
         print(f"rank {rank}: {', '.join(f'{axis}={i}' for axis, i in zip(topology.axes, coordinate, strict=True))}")
     for axis, found in groups.items():
         print(f"groups along {axis}: {' '.join(str(list(group)) for group in found)}")
+    return 0
 
 
-def _partition(arguments: argparse.Namespace) -> None:
+def _partition(arguments: argparse.Namespace) -> int:
+    for name in ("layers", "stages"):
+        _require_printable(name, getattr(arguments, name) or 0)
     if arguments.layout is not None:
         partition, loads, more = _from_layout(arguments)
     elif arguments.weights is not None:
@@ -74,11 +78,12 @@ def _partition(arguments: argparse.Namespace) -> None:
         partition, loads, more = _from_layers(arguments)
     if arguments.json:
         print(json.dumps({"boundaries": partition.boundaries, "loads": loads, **more}))
-        return
+        return 0
     print(f"boundaries: {list(partition.boundaries)}")
     print(f"loads: {list(loads)}")
     for name, value in more.items():
         print(f"{name.replace('_', ' ')}: {list(value)}")
+    return 0
 
 
 _Found = tuple[Partition, tuple[float, ...], dict[str, tuple[Any, ...]]]
@@ -119,7 +124,13 @@ def _stages(arguments: argparse.Namespace) -> int:
     return arguments.stages
 
 
+def _require_printable(name: str, count: int) -> None:
+    if count > _MOST:
+        raise ValueError(f"{count} {name} are too many to print, expected at most {_MOST}")
+
+
 def number(text: str) -> float:
+    """The number that ``text`` is; whole numbers stay whole, so that sums of them are exact."""
     try:
         return int(text)
     except ValueError:
@@ -128,17 +139,3 @@ def number(text: str) -> float:
         return float(text)
     except ValueError:
         raise ValueError(f"expected a number, got {text!r}") from None
-
-
-def _guarded(command: Callable[[argparse.Namespace], None]) -> Callable[[argparse.Namespace], int]:
-    """The command with its errors as one line, and an exit status."""
-
-    def run(arguments: argparse.Namespace) -> int:
-        try:
-            command(arguments)
-        except ValueError as error:
-            print(f"ppfunc: {error}", file=sys.stderr)
-            return 2
-        return 0
-
-    return run

@@ -79,7 +79,7 @@ def parse_layout(text: str, *, decoders: int | None = None, ranks: int | None = 
     if not allow_empty and "" in layout.stages:
         raise ValueError(
             f"stage {layout.stages.index('')} of {text!r} would be empty: the sizes are "
-            f"{list(map(len, layout.stages))}; remove a '|', or allow_empty=True"
+            f"{list(map(len, layout.stages))}; remove a '|', or set allow_empty"
         )
     _require_order(text, unfolded.replace("|", ""))
     if decoders is not None and sum(layout.decoders) != decoders:

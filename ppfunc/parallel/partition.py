@@ -49,7 +49,7 @@ class Partition:
         if not allow_empty and 0 in self.sizes:
             raise ValueError(
                 f"stage {self.sizes.index(0)} would be empty: {self.layers} layers in {self.stages} stages of sizes "
-                f"{_shown(self.sizes)}; use fewer stages, or allow_empty=True"
+                f"{_shown(self.sizes)}; use fewer stages, or set allow_empty"
             )
 
     @classmethod

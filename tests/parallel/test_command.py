@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
 
 import pytest
 
-from ppfunc.parallel.command import add_subcommands
+from ppfunc.cli import main
 
 
 @pytest.fixture
 def run(capsys):
     def run(*words):
-        parser = argparse.ArgumentParser()
-        add_subcommands(parser.add_subparsers(required=True))
-        arguments = parser.parse_args(words)
-        status = arguments.func(arguments)
-        return status, *capsys.readouterr()
+        return main(words), *capsys.readouterr()
 
     return run
 
@@ -89,6 +84,9 @@ def test_partition_by_layout_shows_the_stages(run):
     [
         (["topology", "--axes", "pipe=2,data"], "cannot read 'data'"),
         (["topology", "--axes", "pipe=0"], "one or more; got 0"),
+        (["topology", "--axes", f"pipe={10**20}"], f"{10**20} ranks are too many to print"),
+        (["partition", "--layers", "1000000000", "--stages", "4"], "1000000000 layers are too many"),
+        (["partition", "--layers", "4", "--stages", "1000000000"], "1000000000 stages are too many"),
         (["partition", "--weights", "1,x", "--stages", "2"], "expected a number, got 'x'"),
         (["partition", "--weights", "1,nan", "--stages", "2"], "the weight of layer 1"),
         (["partition", "--weights", "1,2"], "--stages is missing"),
@@ -103,6 +101,7 @@ def test_partition_by_layout_shows_the_stages(run):
 def test_errors_are_one_line(run, words, message):
     status, out, err = run(*words)
     assert (status, out) == (2, "")
+    assert err.startswith(f"ppfunc {words[0]}: error: ")
     assert message in err and err.count("\n") == 1
 
 
