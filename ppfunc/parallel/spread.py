@@ -43,20 +43,26 @@ def partition_spread(weights: Sequence[float], stages: int, *, allow_empty: bool
 def _least_spread(prefix: Sequence[int], stages: int, start: Partition) -> tuple[int, tuple[int, int]]:
     """The least spread, and bounds of the loads that it is reached with.
 
-    For every upper bound, the largest lower bound with which the loads can lie between the two; a
-    window no narrower than the best so far is not tried.
+    For every upper bound, the largest lower bound with which the loads can lie between the two. Upper
+    bounds are ruled out many at once: where not even the largest goes with the lower bound with which
+    the smallest would be better than the best so far.
     """
     loads = [prefix[b] - prefix[a] for a, b in start.intervals]
     best, bounds = max(loads) - min(loads), (min(loads), max(loads))
     share, least = prefix[-1] // stages, least_maximum(prefix, stages)
     lows = _run_sums(prefix, max(0, least - best), share)
-    for high in _run_sums(prefix, least, share + best):
-        first = bisect_right(lows, high - best)
-        if first == len(lows):
-            break
-        if _counts(prefix, stages, lows[first], high) is None:
+    highs = _run_sums(prefix, least, share + best)
+    waiting = [range(len(highs))]
+    while waiting:
+        tried = waiting.pop()
+        first = bisect_right(lows, highs[tried[0]] - best) if tried else len(lows)
+        if first == len(lows) or _counts(prefix, stages, lows[first], highs[tried[-1]]) is None:
             continue
-        following = range(first + 1, len(lows))
+        if len(tried) > 1:
+            middle = len(tried) // 2
+            waiting += (tried[middle:], tried[:middle])
+            continue
+        high, following = highs[tried[0]], range(first + 1, len(lows))
         # A lower bound that is too large stays so, and sorts after those that fit.
         more = bisect_left(following, True, key=lambda i: _counts(prefix, stages, lows[i], high) is None)  # noqa: B023
         best, bounds = high - lows[first + more], (lows[first + more], high)

@@ -122,15 +122,15 @@ def test_the_two_objectives_differ():
     assert partition_balanced([1, 2, 3], 2).boundaries == (0, 2, 3)
 
 
-@pytest.mark.parametrize("weights", [[1] * 10_000, list(range(10_000)), None])
-def test_ten_thousand_layers_over_512_stages(weights):
-    weights = weights or [random.Random(0).random() for _ in range(10_000)]
-    start = time.perf_counter()
-    partition = partition_balanced(weights, 512)
-    assert time.perf_counter() - start < 1
-    assert partition.stages == 512 and min(partition.sizes) >= 1
+@pytest.mark.parametrize(("partition", "objective"), OBJECTIVES)
+@pytest.mark.parametrize("weights", [[1] * 10_000, list(range(10_000)), [random.Random(0).random() for _ in range(10_000)]])
+def test_ten_thousand_layers_over_512_stages(weights, partition, objective):
+    start = time.process_time()
+    found = partition(weights, 512)
+    assert time.process_time() - start < 2  # for computers that are slower, or busy
+    assert found.stages == 512 and min(found.sizes) >= 1
     if weights == [1] * 10_000:
-        assert max(partition.sizes) == 20
+        assert max(found.sizes) == 20
 
 
 @pytest.mark.parametrize(("partition", "objective"), OBJECTIVES)
