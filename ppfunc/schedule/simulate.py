@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from .earliest import Time, Times, earliest
 from .costs import Costs, Number
@@ -62,10 +63,11 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """
     costs = (costs or Costs()).fitting(schedule.stages)
     single = {Op.F: "forward", Op.I: "backward_input", Op.W: "backward_weight"}
+    pair_of = cache(costs.pair_of)
     times = earliest(
         schedule,
         lambda op, stage: costs.backward_of(stage) if op is Op.B else costs.of(single[op], stage),
-        lambda f, b: costs.pair_of(f.stage, b.stage, b.op is Op.B),
+        lambda f, b: pair_of(f.stage, b.stage, b.op is Op.B),
         lambda origin, _: costs.message_of(origin),
     )
     starts, ends = _all_instructions(schedule, costs, times)

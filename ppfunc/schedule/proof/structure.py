@@ -134,14 +134,30 @@ def _is_pair(instruction: Instruction, rank: int, schedule: Schedule, ranges: Ra
     op, stage, m, _, _, parts = instruction
     if op is not Op.OVERLAP_F_B or type(parts) is not tuple or len(parts) != 2:
         return False
-    if any(type(p) is not Instruction or len(p) != 6 or p.parts != () for p in parts):
-        return False
     forward, backward = parts
+    if type(forward) is not Instruction or type(backward) is not Instruction or not len(forward) == len(backward) == 6:
+        return False
     return (
-        forward.op is Op.F
-        and backward.op in (Op.B, Op.I)
-        and (forward.stage, forward.microbatch) == (stage, m)
-        and not any(_fault(p, rank, schedule, ranges) for p in parts)
+        forward[0] is Op.F
+        and (backward[0] is Op.B or backward[0] is Op.I)
+        and (forward[1], forward[2]) == (stage, m)
+        and _is_part(forward, rank, schedule.placement, ranges)
+        and _is_part(backward, rank, schedule.placement, ranges)
+    )
+
+
+def _is_part(part: Instruction, rank: int, home: tuple[int, ...], ranges: Ranges) -> bool:
+    """Whether all but the op of a part of a pair is right."""
+    _, stage, m, peer, slot, parts = part
+    return (
+        type(stage) is int
+        and 0 <= stage < len(home)
+        and home[stage] == rank
+        and type(m) is int
+        and ranges[stage][0] <= m < ranges[stage][1]
+        and peer is None
+        and (slot is None or _is_number(slot))
+        and parts == ()
     )
 
 
