@@ -1,4 +1,20 @@
-"""Schedules: instructions, builders, lowering passes, proof, simulation, formats."""
+r"""Schedules: instructions, builders, lowering passes, proof, simulation, formats.
+
+>>> from ppfunc.schedule import Costs, check, one_f_one_b, simulate, to_csv
+>>> schedule = one_f_one_b(ranks=2, microbatches=3)
+>>> print(schedule)
+rank 0  0F0 0F1  .  0B0 0F2 0B1  .  0B2
+rank 1   .  1F0 1B0 1F1 1B1 1F2 1B2  .
+>>> check(schedule).peak_activations
+(2, 1)
+>>> simulate(schedule, Costs(forward=1, backward=2)).makespan
+12
+>>> to_csv(schedule)
+'0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n'
+"""
+
+from importlib import import_module
+from typing import Any
 
 from .bounds import lower_bound
 from .builders import (
@@ -42,7 +58,24 @@ from .passes import (
 from .schedule import Chain, Program, Schedule, Step, elementary, single_chain
 from .simulate import Timeline, measure, peak_activations, simulate
 
-__all__ = [
+# Loaded when first used, because most uses of schedules read no file and draw no picture.
+_FORMATS = (
+    "FormatError",
+    "compute_only",
+    "from_csv",
+    "from_json",
+    "read_schedule",
+    "to_csv",
+    "to_grid",
+    "to_json",
+    "to_steps",
+    "to_svg",
+    "to_trace",
+    "write_csv",
+)
+
+__all__ = [  # noqa: PLE0604
+    *_FORMATS,
     "BUILDERS",
     "Certificate",
     "Chain",
@@ -94,3 +127,13 @@ __all__ = [
     "zbv",
     "zero_bubble",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FORMATS:
+        return getattr(import_module(f"{__name__}.formats"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -29,7 +29,7 @@ class Chain(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every rank does, as a value: hashable, comparable, with a stable digest.
+    """What every rank does, as a value: hashable, comparable, with a stable digest; printed as a grid.
 
     A step is a tuple of instructions, a program a rank's tuple of steps. A step posts its
     communications together as one batch, then loads, then computes; the compute waits for
@@ -48,6 +48,11 @@ class Schedule:
     chains: tuple[Chain, ...]
     programs: tuple[Program, ...]
     skips: tuple[tuple[int, int], ...] = ()
+
+    def __str__(self) -> str:
+        from .formats.grid import to_grid  # here, because the grid is made of schedules
+
+        return to_grid(self).rstrip("\n")
 
     @property
     def ranks(self) -> int:

@@ -10,9 +10,10 @@ from dataclasses import replace
 
 import pytest
 
+import ppfunc.schedule as schedules
 from ppfunc.schedule.builders import BUILDERS, deepspeed_inference, dualpipe, gpipe, interleaved_one_f_one_b, one_f_one_b
 from ppfunc.schedule.costs import Costs
-from ppfunc.schedule.formats import to_grid, to_steps, to_svg, to_trace
+from ppfunc.schedule.formats import from_csv, to_grid, to_steps, to_svg, to_trace
 from ppfunc.schedule.instruction import COMPUTE, parts_of
 from ppfunc.schedule.passes import place_communication
 from ppfunc.schedule.schedule import elementary
@@ -127,6 +128,19 @@ def test_grid_columns_are_moments_in_time():
 
 def test_grid_fills_what_takes_more_than_one_unit():
     assert to_grid(dualpipe(2, 4)).splitlines()[0] == "rank 0  0F0 3F2 0F1 3B2---- 3F3;0B0---- 3B3---- 0I1 0W1"
+
+
+def test_a_schedule_is_printed_as_its_grid_even_where_it_cannot_run():
+    schedule = from_csv("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n")
+    assert str(schedule) == "rank 0  0F0  0B0  0F1  0B1\nrank 1  1F1  1F0  1B0  1B1"
+    assert str(gpipe(1, 2)) == "rank 0  0F0 0F1 0B0 0B1"
+
+
+def test_the_formats_are_found_where_the_schedules_are():
+    assert set(schedules.__all__) >= {"to_csv", "to_svg", "read_schedule"}
+    assert all(getattr(schedules, name) is not None for name in schedules.__all__)
+    with pytest.raises(AttributeError, match="'ppfunc.schedule' has no attribute 'to_png'"):
+        _ = schedules.to_png
 
 
 def test_steps_are_deepspeeds_words():

@@ -2,12 +2,14 @@
 
 A schedule of nothing but compute stands on a scale of time: an instruction takes as many columns as
 units of time, ``.`` is an idle unit, and ``-`` fills what an instruction takes beyond its name. Any
-other one stands step by step, the instructions of a step joined by ``+``, so that nothing is left out.
+other one stands step by step, the instructions of a step joined by ``+``, so that nothing is left out;
+so does one that cannot run, which has no times.
 """
 
 from __future__ import annotations
 
 from ..costs import Costs
+from ..errors import ScheduleError
 from ..instruction import COMPUTE, Op
 from ..schedule import Schedule
 from ..simulate import simulate
@@ -30,7 +32,10 @@ def to_grid(schedule: Schedule) -> str:
     """
     if schedule.ops <= COMPUTE:
         whole = None if schedule.ops & {Op.I, Op.W, Op.OVERLAP_F_B} else 1
-        return _in_time(compute_bars(schedule, simulate(schedule, Costs(backward=whole))))
+        try:
+            return _in_time(compute_bars(schedule, simulate(schedule, Costs(backward=whole))))
+        except ScheduleError:
+            pass  # saying what is wrong with it is the work of check
     return _in_steps([["+".join(map(str, step)) or "." for step in program] for program in schedule.programs])
 
 
