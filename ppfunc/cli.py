@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from .parallel.command import add_subcommands, number
+from .parallel.config import find_builder
 from .schedule.builders import BUILDERS
 from .schedule.check import ScheduleError, check
 from .schedule.costs import Costs
@@ -194,9 +195,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
 
 def _built(arguments: argparse.Namespace) -> Schedule:
     """The schedule that name and options ask for."""
-    if arguments.name not in BUILDERS:
-        raise _CommandError(f"unknown schedule {arguments.name!r}: expected one of {', '.join(BUILDERS)}")
-    build = BUILDERS[arguments.name]
+    build = find_builder(arguments.name)
     missing = [f"--{n}" for n in ("ranks", "microbatches") if getattr(arguments, n) is None]
     if missing:
         raise _CommandError(f"{arguments.name} needs {' and '.join(missing)}")

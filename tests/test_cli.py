@@ -65,6 +65,11 @@ def test_every_schedule_is_shown_in_every_form_and_accepted_by_check(name, run, 
     assert ElementTree.parse(tmp_path / "0.svg").getroot().tag.endswith("svg")
 
 
+@pytest.mark.parametrize("name", ["1F1B", "one_f_one_b", "Schedule1F1B"])
+def test_names_are_taken_in_any_spelling(name, run):
+    assert run("show", name, "--ranks", 2, "--microbatches", 3) == run("show", "1f1b", "--ranks", 2, "--microbatches", 3)
+
+
 def test_the_options_of_a_schedule_reach_it(run):
     _, out, _ = run("show", "looped_bfs", "--ranks", 2, "--microbatches", 1, "--chunks", 3, "--format", "csv")
     assert out == "0F0,2F0,4F0,4B0,2B0,0B0\n1F0,3F0,5F0,5B0,3B0,1B0\n"
@@ -76,7 +81,8 @@ def test_the_options_of_a_schedule_reach_it(run):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("show", "onefoneb", "--ranks", 2, "--microbatches", 2), "unknown schedule 'onefoneb': expected one of gpipe, 1f1b"),
+        (("show", "2f2b", "--ranks", 2, "--microbatches", 2), "unknown schedule '2f2b': expected one of gpipe, 1f1b"),
+        (("show", "zbh1v", "--ranks", 2, "--microbatches", 2), "did you mean 'zb_h1'?"),
         (("show", "gpipe", "--ranks", 2, "--microbatches", 2, "--chunks", 2), "gpipe takes no --chunks: its options are --ranks"),
         (("show", "gpipe", "--ranks", 0, "--microbatches", 2), "ranks = 0, expected"),
         (("show", "dualpipe", "--ranks", 3, "--microbatches", 8), "ranks = 3"),
