@@ -13,6 +13,7 @@ from torch.fx import Node
 from .calls import quickest
 from .compiled import compiled
 from .cut import Part
+from .donate import donations, written_over
 from .operators import is_element
 
 
@@ -27,7 +28,8 @@ def emit(
 ) -> Callable[..., Any]:
     """Make a function of a part; its source is its docstring.
 
-    Every value is let go right after its last use.
+    Every value is let go right after its last use, and its memory given on where that can be; except
+    under a transform of torch.func, which cannot follow a tensor that is written over.
 
     Args:
         part: what to compute.
@@ -37,7 +39,17 @@ def emit(
         settle: names of the arguments whose tensors may come with any strides.
         compile: whether the body is one function compiled by inductor.
     """
-    writer = _Writer(part, constants)
+    taken = {} if compile else donations(part)
+    writer = _Writer(part, constants, taken)
+    if taken:
+        plain = _function(_Writer(part, constants, {}), names, title, settle, compile=False)
+        writer.otherwise(plain, names)
+    return _function(writer, names, title, settle, compile)
+
+
+def _function(writer: _Writer, names: tuple[str, ...], title: str, settle: tuple[str, ...], compile: bool) -> Callable[..., Any]:
+    """Write the function and make it."""
+    part, constants = writer.part, writer.constants
     writer.unpack(names, settle)
     if compile and part.body:
         writer.call_compiled(*compiled(part, constants))
@@ -55,13 +67,19 @@ def emit(
 class _Writer:
     """Writes one function."""
 
-    def __init__(self, part: Part, constants: dict[str, torch.Tensor]) -> None:
-        self.part, self.constants = part, constants
+    def __init__(self, part: Part, constants: dict[str, torch.Tensor], taken: dict[Node, int]) -> None:
+        self.part, self.constants, self.taken = part, constants, taken
         self.lines: list[str] = []
         self.objects: dict[str, Any] = {}
         self.known: dict[int, str] = {}
         self.names: dict[Node, str] = {}
         self.last = _last_uses(part)
+
+    def otherwise(self, plain: Callable[..., Any], names: tuple[str, ...]) -> None:
+        """Begin with a way out for transforms from outside."""
+        transforms = self.object(torch._C._functorch.peek_interpreter_stack, "transforms")
+        call = f"{self.object(plain, 'plain')}({', '.join(names)})"
+        self.lines += [f"if {transforms}() is not None:", f"    return {call}"]
 
     def unpack(self, names: tuple[str, ...], settle: tuple[str, ...]) -> None:
         for name, nodes in zip(names, self.part.arguments, strict=True):
@@ -107,6 +125,8 @@ class _Writer:
 
     def expression(self, node: Node) -> str:
         """The call as source."""
+        if node in self.taken:
+            return written_over(node, self.taken[node], self.value, self.object)
         how = quickest(node)
         given = [self.value(a) for a in node.args]
         if how.spread:
