@@ -124,10 +124,11 @@ def _cost_options(parser: argparse.ArgumentParser) -> None:
 
 def _list(arguments: argparse.Namespace) -> int:
     for name, build in BUILDERS.items():
-        parameters = inspect.signature(build).parameters.values()
-        options = " ".join(_usage(p) for p in parameters)
-        text = inspect.getdoc(build) or ""
-        print(f"{name}\n    {text.splitlines()[0]}\n    {options}")
+        text = (inspect.getdoc(build) or "").replace("``", "")
+        print(f"{name}\n    {text.splitlines()[0]}")
+        meanings = dict(entry.split(": ", 1) for entry in _section(text, "Args:"))
+        for parameter in inspect.signature(build).parameters.values():
+            print(f"    {_usage(parameter):<20}  {meanings.get(parameter.name, '')}".rstrip())
         for line in _section(text, "Raises:"):
             print(f"    refused: {line.removeprefix('ValueError: ')}")
     return 0

@@ -42,7 +42,9 @@ def test_list_names_every_schedule_with_its_options_and_constraints(run):
     code, out, _ = run("list")
     assert code == 0
     assert [line for line in out.splitlines() if not line.startswith(" ")] == NAMES
-    assert "--ranks P --microbatches M [--chunks V, else 2] [--group N]" in out and "[--order source|head, else source]" in out
+    assert "[--chunks V, else 2]  stages per rank v; rank r holds stages r, r + p, ...\n    [--group N] " in out
+    assert "--microbatches M      number of microbatches of both directions together, even, at least 2p." in out
+    assert "[--order source|head, else source]  source or head." in out.replace('"', "")
     assert "refused: an argument below 1, or a group with which the pipeline would stall." in out
 
 
