@@ -1,4 +1,4 @@
-"""The command ``ppfunc``: list, show, check and simulate schedules, without torch.
+"""The command ``ppfunc``: schedules, grids of processes and cuts of layers, without torch.
 
 Exit codes: 0 where it worked; 1 where a checked schedule is wrong; 2 where the question itself
 cannot be answered (unknown names, options that do not fit, files that cannot be read or written).
@@ -73,7 +73,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="ppfunc", description="Pipeline schedules as values: list, show, check, simulate.")
+    parser = argparse.ArgumentParser(prog="ppfunc", description="Pipeline schedules, grids of processes and cuts of layers.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     listing = commands.add_parser("list", help="the schedules that can be built, with their options and constraints")
     listing.set_defaults(func=_list)
@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--out", metavar="FILE", type=Path, help="write there instead of to standard output")
     show.set_defaults(func=_show)
     checking = commands.add_parser("check", help="prove a schedule in a CSV or JSON file, or say what is wrong with it")
-    checking.add_argument("file", metavar="FILE", type=Path)
+    checking.add_argument("file", metavar="FILE", type=Path, help="CSV, as torch.distributed.pipelining writes it, or JSON")
     checking.set_defaults(func=_check)
     timing = commands.add_parser("simulate", help="time, bubbles and memory of a schedule on paper; times are per chunk")
     timing.add_argument("name", metavar="NAME|FILE", help="a name of `ppfunc list`, or a CSV or JSON file")
