@@ -292,3 +292,20 @@ def test_random_stages_depend_on_seed_step_stage_and_microbatch_only():
         assert all(map(torch.equal, optree.tree_leaves(grads), optree.tree_leaves(results[0][1])))
     other, _ = pp.value_and_grad([dropped] * 2, squared, pp.gpipe(2, 4))(params, inputs, targets, seed=(7, 2))
     assert other != results[0][0]
+
+
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+def test_parameters_of_any_strides(engine):
+    """A transposed parameter; then the same values in another layout, which makes another program."""
+
+    def stage(params, x):
+        return torch.tanh(x @ params["w"].reshape(-1).reshape(D, D) + params["b"])
+
+    params, inputs, targets = problem(2, 3)
+    step = pp.value_and_grad([stage] * 2, squared, pp.gpipe(2, 3), engine=engine)
+    expected = step(params, inputs, targets)
+    turned = {s: {"w": p["w"].T.contiguous().T, "b": p["b"][:1].expand(D)} for s, p in params.items()}
+    for given in (turned, optree.tree_map(torch.clone, turned)):
+        compare([stage] * 2, squared, pp.gpipe(2, 3), given, inputs, targets, engine)
+        step(given, inputs, targets)
+    assert optree.tree_all(optree.tree_map(torch.equal, step(params, inputs, targets), expected))

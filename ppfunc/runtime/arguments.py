@@ -13,6 +13,7 @@ from ppfunc.stage import Signature
 
 from .batch import Batch, read_batch
 from .calls import Home, Leaves
+from .outside import transformed
 
 
 class Arguments(NamedTuple):
@@ -21,6 +22,7 @@ class Arguments(NamedTuple):
     Args:
         leaves: leaves of the parameters of every local stage, without history.
         signatures: signatures of those.
+        strides: of each of those, in elements.
         homes: where those live.
         inputs: the batch; None where this process holds no first stage and was given none.
         targets: the targets, likewise for the last stage.
@@ -33,6 +35,7 @@ class Arguments(NamedTuple):
 
     leaves: Mapping[int, Leaves]
     signatures: Mapping[int, Signature]
+    strides: Mapping[int, tuple[tuple[int, ...], ...]]
     homes: Mapping[int, Home]
     inputs: Batch | None
     targets: Batch | None
@@ -41,6 +44,11 @@ class Arguments(NamedTuple):
     states: Mapping[int, Signature]
     weights: torch.Tensor
     seed: tuple[int, int] | None
+
+    def example(self, stage: int) -> Any:
+        """The parameters of a stage, as an engine wants them for its example; without values under a transform."""
+        leaves, signature = self.leaves[stage], self.signatures[stage]
+        return signature if any(map(transformed, leaves)) else signature.unflatten(leaves)
 
     def constants(self, stage: int, microbatch: int, targeted: bool) -> tuple[Signature, ...]:
         """Signatures of what a stage gets after its input: the target, the side input, the state."""
@@ -86,6 +94,7 @@ def read_arguments(given: Given, schedule: Schedule, stages: Sequence[int], with
     return Arguments(
         leaves,
         signatures,
+        {s: tuple(t.stride() for t in own) for s, own in leaves.items()},
         homes,
         inputs,
         targets,

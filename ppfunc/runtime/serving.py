@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -62,9 +62,22 @@ class Server:
         self.lasts = lasts
 
     def __call__(
-        self, stage: int, params: Signature, x: Signature, constants: tuple[Signature, ...], device: torch.device
+        self,
+        stage: int,
+        params: Hashable,
+        example: Callable[[], Any],
+        x: Signature,
+        constants: tuple[Signature, ...],
+        device: torch.device,
     ) -> Served:
         """The stage for these signatures.
+
+        Args:
+            stage: its number.
+            params: what a program depends on of the parameters: their signature and strides.
+            example: gives the parameters, for an example.
+            x, constants: signatures of the input and of what follows it.
+            device: where the stage computes.
 
         Raises:
             StageError: the engine cannot serve it.
@@ -72,10 +85,9 @@ class Server:
         """
         key = (stage, params, x, constants, device)
         if key not in self.programs:
-            example = (params, x, *constants)
             with suspended():
                 self.programs[key] = self.engine(
-                    self.functions[stage], example, has_aux=True, name=f"stage {stage}", device=device
+                    self.functions[stage], (example(), x, *constants), has_aux=True, name=f"stage {stage}", device=device
                 )
         program = self.programs[key]
         carry, skips, loss = children(program.y)

@@ -126,7 +126,9 @@ class Session:
 
         def serve(stage: int, microbatch: int, x: Signature) -> Served:
             constants = arguments.constants(stage, microbatch, stage in lasts)
-            served = self.work.server(stage, arguments.signatures[stage], x, constants, arguments.homes[stage].device)
+            key = (arguments.signatures[stage], arguments.strides[stage])
+            device = arguments.homes[stage].device
+            served = self.work.server(stage, key, lambda: arguments.example(stage), x, constants, device)
             if served.random and arguments.seed is None:
                 raise ValueError(f"stage {stage} draws random numbers; pass seed=(seed, step) to the step, two integers")
             return served
@@ -185,6 +187,7 @@ def _local_key(arguments: Arguments) -> tuple:
     targets = None if arguments.targets is None else arguments.targets.signatures
     return (
         tuple(arguments.signatures.values()),
+        tuple(arguments.strides.values()),
         tuple(home.device for home in arguments.homes.values()),
         targets,
         tuple((stage, batch.signatures) for stage, batch in arguments.side.items()),

@@ -130,7 +130,7 @@ def _observe(
 def _call(fn: Callable[..., Any], trees: tuple[Any, ...], example: Example, name: str) -> Any:
     """``fn(*trees)``; what it raises becomes an error that says what it was given."""
     try:
-        with _quiet():
+        with quiet():
             return fn(*trees)
     except (StageError, *DATA_DEPENDENT):
         raise
@@ -145,7 +145,7 @@ def _call(fn: Callable[..., Any], trees: tuple[Any, ...], example: Example, name
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keeps torch from logging, with its whole traceback, an error that we raise in our words."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True

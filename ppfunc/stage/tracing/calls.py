@@ -9,6 +9,8 @@ import torch
 from torch.fx import Node, map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..abstract import quiet
+
 _HOMES = (torch._C._VariableFunctions, torch._C._nn)
 
 
@@ -64,7 +66,7 @@ def _candidates(node: Node) -> Iterator[Call]:
 
 def _dispatches(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
     """What operators a call comes down to; ``None`` if it refuses."""
-    with _Record(args) as record, torch.no_grad():
+    with _Record(args) as record, torch.no_grad(), quiet():
         try:
             call(*args, **kwargs)
         except (TypeError, RuntimeError, NotImplementedError, AttributeError):

@@ -28,7 +28,8 @@ def dual(fn: Stage) -> Stage:
 
     Args:
         fn: a stage, ``fn(params, x, *consts) -> y``. All of its operators need a forward derivative;
-            fused attention has none, that of ``sdpa_kernel(SDPBackend.MATH)`` has.
+            ``scaled_dot_product_attention`` runs unfused, since fused it has none, and layer, batch and
+            instance norm in plain arithmetic, since torch differentiates the derivative of theirs wrongly.
 
     Returns:
         ``stage((params, tangents), (x, tx), *consts) -> (y, ty)``, a stage like any other. An

@@ -7,8 +7,10 @@ from typing import Any
 
 import optree
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..signature import differentiable, flatten
+from .norms import PlainNorms
 
 Leaves = tuple[torch.Tensor, ...]
 Tangents = tuple[torch.Tensor | None, ...]  # one entry per leaf, None for a zero tangent
@@ -76,7 +78,9 @@ def push(fn: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, 
     structure: list[Any] = []
 
     def run(*moved: torch.Tensor) -> tuple[Leaves, Leaves]:
-        y, y_def = flatten(fn(*treedef.unflatten(replaced(leaves, moving, moved))), "y")
+        # Fused attention has no forward derivative, normalisation one that is differentiated wrongly.
+        with sdpa_kernel(SDPBackend.MATH), PlainNorms():
+            y, y_def = flatten(fn(*treedef.unflatten(replaced(leaves, moving, moved))), "y")
         structure.append(y_def)
         return tuple(t for t in y if differentiable(t.dtype)), y
 

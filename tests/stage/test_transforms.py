@@ -1,0 +1,192 @@
+"""Transforms of single stages: traced, cut and run as any stage is."""
+
+from __future__ import annotations
+
+import logging
+
+import optree
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.func import grad, jvp, vmap
+
+from ppfunc.stage import StageError, functional, graph
+from ppfunc.stage.transforms import dual, dual_loss, ensemble, for_samples, gauss_newton_loss, held_dual, hessian_loss, per_sample
+
+ENGINES = {"graph": graph, "functional": functional}
+every = pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + len(shape)), dtype=torch.float64)
+
+
+def block(params, x):
+    """Attention and a perceptron: float64[b, t, 4] to the same."""
+    q, k, v = (F.layer_norm(x, (4,)) @ params["qkv"]).chunk(3, -1)
+    x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True) @ params["out"]
+    return x + F.gelu(x @ params["hidden"])
+
+
+@pytest.fixture
+def params():
+    # A transposed parameter, as of a linear layer, has strides of its own.
+    return {"qkv": random(12, 4).T, "out": random(4, 4), "hidden": random(4, 4, seed=1)}
+
+
+def run(program, params, x, gy):
+    """Forward and backward, apart and whole: the same bits."""
+    y, residuals = program.forward(params, x)
+    gx, rest = program.backward_input(residuals, gy(y))
+    apart = program.backward_weight(rest), gx
+    whole = program.backward(program.forward(params, x)[1], gy(y))
+    assert optree.tree_all(optree.tree_map(torch.equal, apart, whole))
+    return y, *apart
+
+
+def assert_near(got, want):
+    optree.tree_map(lambda a, b: torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12), got, want)
+
+
+@every
+def test_a_dual_block_and_its_second_derivatives(engine, params):
+    x, tx = random(2, 3, 4), random(2, 3, 4, seed=5)
+    tangents = optree.tree_map(torch.sin, params)
+    primal, tangent = (params, x), (tangents, tx)
+    example = (params, tangents), (x, tx)
+    program = engine(dual(block), example)
+    y, gparams, gx = run(program, *example, lambda y: (torch.zeros_like(y[0]), y[1].cos()))
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        want = jvp(block, primal, tangent)
+        cotangent = want[1].cos()
+        first = grad(lambda p, a: (block(p, a) * cotangent).sum(), (0, 1))
+        gradient, product = jvp(first, primal, tangent)
+    assert_near(y, want)
+    assert_near((gparams[0], gx[0]), product)
+    assert_near((gparams[1], gx[1]), gradient)
+
+
+@every
+def test_held_tangents_get_no_gradient(engine, params):
+    x = random(2, 3, 4)
+    program = engine(held_dual(block), ((params, params), (x, x)))
+    assert [leaf.grad for leaf in program.y.leaves] == [True, False]
+    _, (_, gradients), (_, gx) = run(program, (params, params), (x, x), lambda y: y)
+    assert not any(g.any() for g in optree.tree_leaves((gradients, gx)))
+
+
+@every
+def test_samples_and_models_side_by_side(engine, params):
+    x = random(3, 5, 4)
+    samples = for_samples(params, 3)
+    assert samples["qkv"].untyped_storage().data_ptr() == params["qkv"].untyped_storage().data_ptr()
+    y, gparams, _ = run(engine(per_sample(block), (samples, x)), samples, x, torch.cos)
+    assert_near(y, block(params, x))
+    assert_near(gparams, vmap(grad(lambda p, a: block(p, a).sin().sum()), (None, 0))(params, x))
+    first, second = ensemble([block, block], torch.sub)[0]
+    models = optree.tree_map(lambda t: torch.stack([t, t / 2]), params)
+    y, gparams, _ = run(engine(first, (models, x)), models, x, torch.cos)
+    assert_near(gparams, vmap(grad(lambda p, a: block(p, a).sin().sum()), (0, None))(models, x))
+    assert_near(run(engine(second, (models, y)), models, y, torch.cos)[0], vmap(block)(models, y))
+
+
+@every
+def test_models_draw_their_own_random_numbers_if_they_are_to(engine):
+    params, x = torch.ones(2, 50), torch.ones(50)
+
+    def dropped(p, a):
+        return F.dropout(p * a, 0.5)
+
+    def first(randomness):
+        return engine(ensemble([dropped], torch.sub, randomness=randomness)[0][0], (params, x))
+
+    with pytest.raises(StageError, match="randomness"):
+        first("error")
+    one, two = first("different").forward(params, x)[0]
+    assert not torch.equal(one, two)
+    one, two = first("same").forward(params, x)[0]
+    assert torch.equal(one, two)
+
+
+def test_a_side_input_does_not_move():
+    y, ty = dual(lambda p, x, mask: p * x * mask)((torch.tensor(2.0), None), (torch.tensor(3.0), torch.tensor(1.0)), torch.tensor(5.0))
+    assert (y, ty) == (30.0, 10.0)
+
+
+def test_losses_of_complex_and_integer_outputs():
+    y = {"z": torch.complex(random(3), random(3, seed=2)), "n": torch.arange(3)}
+    ty = {"z": torch.complex(random(3, seed=4), random(3, seed=6)), "n": None}
+
+    def loss_fn(y, target):
+        return (y["z"].abs() ** 3 * target * y["n"]).sum()
+
+    def real(a, b):
+        return loss_fn({"z": torch.complex(a, b), "n": y["n"]}, 2)
+
+    at, along = ((t["z"].real, t["z"].imag) for t in (y, ty))
+    value, slope = jvp(real, at, along)
+    gradient, product = jvp(grad(real, (0, 1)), at, along)
+    assert_near(dual_loss(loss_fn)((y, ty), 2), torch.stack([value, slope]))
+
+    def gradients(loss):
+        return grad(lambda z, tz: loss(({**y, "z": z}, {**ty, "z": tz}), 2).sum(), (0, 1))(y["z"], ty["z"])
+
+    assert_near(gradients(hessian_loss(loss_fn)), (torch.complex(*product), torch.complex(*gradient)))
+    products, nothing = gradients(gauss_newton_loss(loss_fn))
+    assert_near(products, torch.complex(*product))
+    assert not nothing.any()
+
+
+def test_a_stage_without_a_batch_axis_has_no_samples():
+    x = torch.zeros(3, 2)
+    with pytest.raises(ValueError, match="leading batch axis"):
+        per_sample(lambda p, x: (p * x).sum())(for_samples(torch.ones(()), 3), x)
+
+
+def test_tracing_of_second_derivatives_logs_nothing(params, caplog):
+    log, x = logging.getLogger("torch._subclasses.fake_tensor"), random(2, 3, 4)
+    log.addHandler(caplog.handler)
+    graph(dual(lambda p, x: F.cross_entropy(block(p, x)[0], torch.zeros(3).long())), ((params, params), (x, x)))
+    log.removeHandler(caplog.handler)
+    assert not caplog.records
+
+
+def conv_norm(kind):
+    def stage(params, x):
+        return kind(F.conv1d(x, params["kernel"]), params["scale"])
+
+    return stage
+
+
+NORMS = {
+    "batch": lambda x, scale: F.batch_norm(x, torch.zeros(4).double(), torch.ones(4).double(), scale, scale.sin(), training=True),
+    "batch in evaluation": lambda x, scale: F.batch_norm(x, torch.zeros(4).double(), torch.ones(4).double(), scale, scale.sin()),
+    "instance": lambda x, scale: F.instance_norm(x, weight=scale, bias=scale.sin()),
+    "group": lambda x, scale: F.group_norm(x, 2, scale, scale.sin()),
+    "layer": lambda x, scale: F.layer_norm(x.mT, (4,), scale, scale.sin()),
+    "root mean square": lambda x, scale: F.rms_norm(x.mT, (4,), scale),
+}
+
+
+@every
+@pytest.mark.parametrize("kind", NORMS.values(), ids=NORMS)
+def test_normalisation_is_differentiated_rightly(engine, kind):
+    """Against differentiating twice in reverse: torch's reverse over forward is wrong here."""
+    x, stage = random(3, 4, 5), conv_norm(kind)
+    params = {"kernel": random(4, 4, 2), "scale": random(4)}
+    tangents = optree.tree_map(torch.sin, params)
+    weights = stage(params, x).cos()
+
+    def first(p, a):
+        return grad(lambda p, a: (stage(p, a) * weights).sum(), (0, 1))(p, a)
+
+    def slope(p, a):
+        return sum(optree.tree_leaves(optree.tree_map(lambda g, t: (g * t).sum(), first(p, a)[0], tangents)))
+
+    want = grad(slope, (0, 1))(params, x)
+    example = (params, tangents), (x, torch.zeros_like(x))
+    program = engine(dual(stage), example)
+    y, gparams, gx = run(program, *example, lambda y: (torch.zeros_like(y[0]), weights))
+    assert_near(y[0], stage(params, x))
+    assert_near((gparams[0], gx[0]), want)
+    assert_near((gparams[1], gx[1]), first(params, x))
