@@ -12,6 +12,7 @@ from .dataflow import dataflow
 from .errors import refuse
 from .instruction import COMMUNICATION, COMPUTE, Op
 from .proof.routes import routes
+from .proof.structure import require_schedule
 from .schedule import Schedule
 
 
@@ -61,6 +62,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     >>> timeline.makespan, timeline.idle, timeline.peak_activations
     (33, (9, 9, 9, 9), (4, 3, 2, 1))
     """
+    require_schedule(schedule)
     costs = (costs or Costs()).fitting(schedule.stages)
     single = {Op.F: "forward", Op.I: "backward_input", Op.W: "backward_weight"}
     pair_of = cache(costs.pair_of)

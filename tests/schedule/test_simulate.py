@@ -197,6 +197,11 @@ def test_measured_times_give_the_same_figures():
         measure(schedule, [[]] * 3, [[]] * 3)
 
 
+def test_what_is_no_schedule_is_refused():
+    with pytest.raises(ScheduleError, match="got a value of type str, expected a Schedule"):
+        simulate("1f1b")
+
+
 def test_an_order_that_cannot_run_is_refused():
     schedule = gpipe(2, 2)
     with pytest.raises(ScheduleError, match="deadlock"):

@@ -19,14 +19,23 @@ def check_structure(schedule: Schedule) -> None:
         ScheduleError: a field of the wrong type, chains that are not disjoint or not of equal
             length, an instruction out of range or on a rank that does not hold its stage.
     """
-    if not isinstance(schedule, Schedule):
-        raise _plain(f"got a value of type {type(schedule).__name__}, expected a Schedule")
+    require_schedule(schedule)
     _check_programs_exist(schedule)
     _check_placement(schedule)
     ranges = _check_chains(schedule)
     _check_skips(schedule)
     for rank, program in enumerate(schedule.programs):
         _check_program(schedule, rank, program, ranges)
+
+
+def require_schedule(value: Any) -> None:
+    """Refuse a value of any other type.
+
+    Raises:
+        ScheduleError: naming the type.
+    """
+    if not isinstance(value, Schedule):
+        raise _plain(f"got a value of type {type(value).__name__}, expected a Schedule")
 
 
 def _plain(reason: str, rank: int | None = None) -> ScheduleError:
