@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import compress
+from operator import sub
 
 from .earliest import Time, Times, earliest
 from .costs import Costs, Number
@@ -95,11 +97,11 @@ def measure(
             raise ValueError(
                 f"rank {rank} has {len(compute)} instructions, got {len(starts[rank])} starts and {len(ends[rank])} ends"
             )
-        times = [(a, b) for a, b, c in zip(starts[rank], ends[rank], compute, strict=True) if c]
-        last = max((b for _, b in times), default=0)
+        begins, stops = (list(compress(times[rank], compute)) for times in (starts, ends))
+        last = max(stops, default=0)
         makespan = max(makespan, last)
-        busy.append(sum(b - a for a, b in times))
-        spans.append(last - min((a for a, _ in times), default=0))
+        busy.append(sum(map(sub, stops, begins)))
+        spans.append(last - min(begins, default=0))
     span = max(spans)
     return Timeline(
         makespan=makespan,
