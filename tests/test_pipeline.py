@@ -299,7 +299,7 @@ def test_parameters_of_any_strides(engine):
     """A transposed parameter; then the same values in another layout, which makes another program."""
 
     def stage(params, x):
-        return torch.tanh(x @ params["w"].reshape(-1).reshape(D, D) + params["b"])
+        return torch.tanh(x @ params["w"].reshape(-1).flip(0).reshape(D, D) + params["b"])
 
     params, inputs, targets = problem(2, 3)
     step = pp.value_and_grad([stage] * 2, squared, pp.gpipe(2, 3), engine=engine)
