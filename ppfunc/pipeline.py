@@ -14,6 +14,7 @@ from ppfunc.runtime.gradients import Stack, Sum
 from ppfunc.runtime.results import Step
 from ppfunc.runtime.serving import Loss, Server, Stage
 from ppfunc.runtime.session import Work
+from ppfunc.runtime.thunks import Overlapped
 from ppfunc.schedule import Op, Schedule, check
 from ppfunc.schedule.passes import append_tail, forward_only, place_communication, remove_communication
 from ppfunc.stage import Engine, graph
@@ -33,6 +34,7 @@ def value_and_grad(
     has_aux: bool = False,
     per_microbatch: bool = False,
     loss_shape: tuple[int, ...] = (),
+    overlapped: Overlapped | None = None,
 ) -> Callable[..., tuple[Any, Any]]:
     """A function that runs one training step of a pipeline: ``step(params, inputs, targets) -> (loss, grads)``.
 
@@ -64,6 +66,10 @@ def value_and_grad(
             them up: every gradient of a parameter gets a leading axis ``m``.
         loss_shape: shape of the loss, where it is not a scalar: several losses, such as those of an ensemble,
             all of which are returned, and the sum of which is differentiated.
+        overlapped: runs the forward and the backward of an ``OVERLAP_F_B`` as one, for instance on two
+            streams: ``overlapped(forward, its arguments, backward, its arguments)`` returns
+            ``(forward(*its arguments), backward(*its arguments))``; both are pure functions on flat
+            tuples, those of :class:`ppfunc.stage.FlatProgram`. In turn where none is given.
 
     Returns:
         ``step(params, inputs, targets, *, weights=None, seed=None, side=None, state=None)``, which returns
@@ -120,6 +126,7 @@ def value_and_grad(
         wants_inputs=1 in wanted,
         gradients=(lambda: Stack(schedule.microbatches)) if per_microbatch else Sum,
         finish=finish,
+        together=overlapped,
     )
     return _step(Session(ready, InProcess() if transport is None else transport, work), weights)
 

@@ -248,3 +248,26 @@ def test_gradients_of_each_microbatch_with_copies():
     for s in range(4):
         torch.testing.assert_close(rows[s]["w"], want[s]["w"], rtol=1e-12, atol=1e-15)
         assert torch.equal(rows[s]["w"], rows[4 + s]["w"])
+
+
+@both
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_an_overlapped_function_of_the_callers(engine, ranks):
+    calls = []
+
+    def overlapped(forward, arguments, backward, others):
+        calls.append(len(others))
+        gradients = backward(*others)  # the other way round
+        return forward(*arguments), gradients
+
+    generator = torch.Generator().manual_seed(2)
+    params = {s: {"w": torch.randn(D, D, generator=generator, dtype=torch.float64)} for s in range(2 * ranks)}
+    inputs, targets = (torch.randn(2 * ranks + 2, 3, D, generator=generator, dtype=torch.float64) for _ in range(2))
+    schedule = pp.dualpipev(ranks, 2 * ranks + 2)
+    pairs = sum(i.op is pp.Op.OVERLAP_F_B for r in range(ranks) for i in schedule.instructions(r))
+    stages = [dense] * (2 * ranks)
+    loss, grads = pp.value_and_grad(stages, squared, schedule, engine=engine, overlapped=overlapped)(params, inputs, targets)
+    want, wanted = pp.value_and_grad(stages, squared, schedule, engine=engine)(params, inputs, targets)
+    assert len(calls) == pairs > 0
+    assert torch.equal(loss, want)
+    assert all(map(torch.equal, optree.tree_leaves(grads), optree.tree_leaves(wanted)))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ppfunc.schedule import Instruction, Op, Schedule, linearize
+from ppfunc.schedule import Instruction, Op, Schedule, linearize, parts_of
 from ppfunc.schedule.instruction import COMMUNICATION, SENDS
 
 from . import thunks as make
@@ -70,6 +70,7 @@ def bind(
     transport: Transport,
     homes: Mapping[int, Home],
     gradients: Callable[[], Gradients],
+    together: make.Overlapped | None = None,
 ) -> Bound:
     """Resolve every lookup of a lowered schedule once.
 
@@ -79,11 +80,12 @@ def bind(
         transport: carries the messages of this process's ranks.
         homes: where each stage of this process lives.
         gradients: makes what takes the gradients of one stage.
+        together: runs the two parts of an overlapped pair; in turn where there is none.
 
     Returns:
         The thunks of this process's ranks, in an order in which none waits for a later one.
     """
-    return _Binder(schedule, calls, transport, homes, gradients).bind()
+    return _Binder(schedule, calls, transport, homes, gradients, together).bind()
 
 
 class _Binder:
@@ -96,7 +98,9 @@ class _Binder:
         transport: Transport,
         homes: Mapping[int, Home],
         gradients: Callable[[], Gradients],
+        together: make.Overlapped | None,
     ) -> None:
+        self.together = together
         self.schedule, self.calls, self.transport, self.homes = schedule, calls, transport, homes
         self.memory = Memory(gradients={stage: gradients() for stage in homes})
         self.thunks: list[Thunk] = []
@@ -116,7 +120,10 @@ class _Binder:
             for instruction in step:
                 if instruction.op not in COMMUNICATION:
                     place = Place(rank, position, instruction)
-                    for part in instruction.parts or (instruction,):
+                    if instruction.op is Op.OVERLAP_F_B and self.together is not None and not self.schedule.forward_only:
+                        self._overlap(place, *instruction.parts)
+                        continue
+                    for part in parts_of(instruction):
                         self._compute(place, part)
             for instruction in releases[rank].get(position, ()):
                 for transfer in self._transfers(rank, instruction):
@@ -172,14 +179,12 @@ class _Binder:
                 call = self.calls[stage, microbatch]
                 self._arrivals(place, stage, microbatch, "F", call.sources)
                 forward = make.forward(self.memory, call, stage, microbatch, not self.schedule.forward_only)
-                if call.random is not False:
-                    position = next(c.stages.index(stage) for c in self.schedule.chains if stage in c.stages)
-                    forward = make.seeded(self.memory, self.homes[stage].device, position, stage, microbatch, forward)
-                self._append(place, forward)
+                self._append(place, self._drawing(call, part, forward))
             case Op.B | Op.I:
                 call = self.calls[stage, microbatch]
                 self._arrivals(place, stage, microbatch, "B", call.sinks)
-                self._append(place, make.backward(self.memory, call, self.homes[stage], stage, microbatch, part.op is Op.B))
+                whole = part.op is Op.B
+                self._append(place, make.backward_call(self.memory, call, self.homes[stage], stage, microbatch, whole).thunk())
             case Op.W:
                 self._append(place, make.weight(self.memory, self.calls[stage, microbatch], stage, microbatch))
             case Op.REDUCE_TIED | Op.REDUCE_GRAD:
@@ -189,6 +194,28 @@ class _Binder:
                 self._append(place, make.move_residuals(self.memory, self.homes[stage], stage, microbatch, target))
             case Op.STEP | Op.UNSHARD | Op.RESHARD:
                 pass  # the optimizer and sharded parameters belong to the caller of the step
+
+    def _overlap(self, place: Place, forward: Instruction, backward: Instruction) -> None:
+        """A forward and a backward that the caller's function runs as one: both wait for what they consume first."""
+        first, second = (self.calls[part.stage, part.microbatch] for part in (forward, backward))
+        self._load(place, forward.stage, forward.microbatch)
+        self._arrivals(place, forward.stage, forward.microbatch, "F", first.sources)
+        self._arrivals(place, backward.stage, backward.microbatch, "B", second.sinks)
+        home = self.homes[backward.stage]
+        whole = backward.op is Op.B
+        calls = (
+            make.forward_call(self.memory, first, forward.stage, forward.microbatch, True),
+            make.backward_call(self.memory, second, home, backward.stage, backward.microbatch, whole),
+        )
+        self._append(place, self._drawing(first, forward, make.overlapped(*calls, self.together)))
+
+    def _drawing(self, call: StageCall, forward: Instruction, thunk: Thunk) -> Thunk:
+        """The thunk, with the generator set before it if the stage of its forward may draw random numbers."""
+        if call.random is False:
+            return thunk
+        stage = forward.stage
+        position = next(c.stages.index(stage) for c in self.schedule.chains if stage in c.stages)
+        return make.seeded(self.memory, self.homes[stage].device, position, stage, forward.microbatch, thunk)
 
     def _load(self, place: Place, stage: int, microbatch: int) -> None:
         """Bring the inputs and targets of a microbatch to the stage's device, once."""

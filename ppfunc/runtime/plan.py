@@ -19,6 +19,7 @@ from .calls import BATCH, Edge, Home, StageCall
 from .gradients import Gradients
 from .interpreter import Bound, bind
 from .memory import Key
+from .thunks import Overlapped
 from .transport import Transport
 
 
@@ -164,10 +165,11 @@ def bind_table(
     homes: Mapping[int, Home],
     table: Table,
     gradients: Callable[[], Gradients],
+    together: Overlapped | None = None,
 ) -> Bound:
     """Bind the programs of this process's stages."""
     calls = {key: _call(schedule, key[0], table.received[key], served) for key, served in table.served.items()}
-    return bind(schedule, calls, transport, homes, gradients)
+    return bind(schedule, calls, transport, homes, gradients, together)
 
 
 def _call(schedule: Schedule, stage: int, parts: tuple[Signature, ...], served: Served) -> StageCall:

@@ -24,6 +24,7 @@ from .outside import transforming
 from .plan import Serve, Served, Table, bind_table, negotiate, renew
 from .results import Step
 from .serving import Server
+from .thunks import Overlapped
 from .transport import Failure, Tag, Transport
 
 
@@ -37,6 +38,7 @@ class Work(NamedTuple):
         wants_inputs: whether gradients of the inputs are wanted.
         gradients: makes what takes the gradients of one stage.
         finish: what to return of a step that has run.
+        together: runs the two parts of an overlapped pair; in turn where there is none.
     """
 
     call: str
@@ -45,6 +47,7 @@ class Work(NamedTuple):
     wants_inputs: bool
     gradients: Callable[[], Gradients]
     finish: Callable[[Step], Any]
+    together: Overlapped | None = None
 
 
 class Session:
@@ -116,7 +119,7 @@ class Session:
                 inputs = arguments.inputs
                 table = negotiate(self.schedule, self.transport, serve, lambda m: inputs.signatures[m])
                 self.tables[key] = table
-            bound = bind_table(self.schedule, self.transport, arguments.homes, table, self.work.gradients)
+            bound = bind_table(self.schedule, self.transport, arguments.homes, table, self.work.gradients, self.work.together)
             self.bound[own] = bound, table
         return self.bound[own]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from hashlib import blake2b
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,9 +16,43 @@ from .memory import Memory
 from .transport import Tag, Thunk
 
 
-def forward(memory: Memory, call: StageCall, stage: int, microbatch: int, keep_residuals: bool) -> Thunk:
-    """The thunk of a forward: values in, values out, residuals and what the caller wants kept."""
-    run, key = call.program.forward, (stage, microbatch)
+class Call(NamedTuple):
+    """One call of a program, taken apart: ``put(run(*take()))`` is the whole of it.
+
+    Args:
+        run: the function of the program.
+        take: gathers its arguments from the memory.
+        put: puts its result into the memory.
+    """
+
+    run: Callable[..., Any]
+    take: Callable[[], tuple[Any, ...]]
+    put: Callable[[Any], None]
+
+    def thunk(self) -> Thunk:
+        """The call in one."""
+        run, take, put = self
+        return lambda: put(run(*take()))
+
+
+# (forward, its arguments, backward, its arguments) -> (result of the forward, result of the backward)
+Overlapped = Callable[[Callable[..., Any], tuple[Any, ...], Callable[..., Any], tuple[Any, ...]], tuple[Any, Any]]
+
+
+def overlapped(first: Call, second: Call, together: Overlapped) -> Thunk:
+    """The thunk of a forward and a backward that a function of the caller's runs as one."""
+
+    def both() -> None:
+        outputs, gradients = together(first.run, first.take(), second.run, second.take())
+        first.put(outputs)
+        second.put(gradients)
+
+    return both
+
+
+def forward_call(memory: Memory, call: StageCall, stage: int, microbatch: int, keep_residuals: bool) -> Call:
+    """A forward: values in, values out, residuals and what the caller wants kept."""
+    key = (stage, microbatch)
     params, constants, values = memory.params, memory.constants, memory.values
     residuals, kept, state = memory.residuals, memory.kept, memory.state
     # An edge without leaves carries no message.
@@ -25,9 +61,12 @@ def forward(memory: Memory, call: StageCall, stage: int, microbatch: int, keep_r
     passed = sum(len(e.leaves) for e in call.sinks)
     states = call.state
 
-    def forward_general() -> None:
+    def take() -> tuple[Leaves, Leaves, Leaves]:
         x = tuple(t for tag in sources for t in values.pop(tag))
-        outputs, saved = run(params[stage], x, constants.get(key, ()) + state.get(stage, ()))
+        return params[stage], x, constants.get(key, ()) + state.get(stage, ())
+
+    def put(result: tuple[Leaves, tuple]) -> None:
+        outputs, saved = result
         for tag, place in sinks:
             values[tag] = outputs[place]
         if keep_residuals:
@@ -36,12 +75,28 @@ def forward(memory: Memory, call: StageCall, stage: int, microbatch: int, keep_r
         if states:
             state[stage] = outputs[len(outputs) - states :]
 
-    if len(sources) != 1 or len(sinks) != 1 or call.kept or states or not keep_residuals:
-        return forward_general
-    (source,), ((sink, _),) = sources, sinks
+    return Call(call.program.forward, take, put)
+
+
+def forward(memory: Memory, call: StageCall, stage: int, microbatch: int, keep_residuals: bool) -> Thunk:
+    """The thunk of a forward; in fewer steps for a stage that has one way in and one way out."""
+    sources, sinks = ([e for e in edges if e.leaves] for edges in (call.sources, call.sinks))
+    if len(sources) != 1 or len(sinks) != 1 or call.kept or call.state or not keep_residuals:
+        return forward_call(memory, call, stage, microbatch, keep_residuals).thunk()
+    run, key = call.program.forward, (stage, microbatch)
+    params, constants, values, residuals, state = (
+        memory.params,
+        memory.constants,
+        memory.values,
+        memory.residuals,
+        memory.state,
+    )
+    source, sink = Tag("F", sources[0].stage, stage, microbatch), Tag("F", stage, sinks[0].stage, microbatch)
 
     def forward_between() -> None:
-        values[sink], residuals[key] = run(params[stage], values.pop(source), constants.get(key, ()) + state.get(stage, ()))
+        values[sink], residuals[key] = run(
+            params[stage], values.pop(source), constants.get(key, ()) + state.get(stage, ())
+        )
 
     return forward_between
 
@@ -70,8 +125,8 @@ def seeded(
     return draw
 
 
-def backward(memory: Memory, call: StageCall, home: Home, stage: int, microbatch: int, whole: bool) -> Thunk:
-    """The thunk of a full backward, or of an input gradient that leaves the rest to a weight gradient."""
+def backward_call(memory: Memory, call: StageCall, home: Home, stage: int, microbatch: int, whole: bool) -> Call:
+    """A full backward, or an input gradient that leaves the rest to a weight gradient."""
     run = call.program.backward if whole else call.program.backward_input
     key = (stage, microbatch)
     values, residuals, weights = memory.values, memory.residuals, memory.weights
@@ -83,11 +138,15 @@ def backward(memory: Memory, call: StageCall, home: Home, stage: int, microbatch
         if e.carrying
     ]
 
-    def backward_step() -> None:
+    def take() -> tuple[tuple, Leaves]:
         cotangents = tuple(t for tag in sinks for t in values.pop(tag))
         if weighted:
             cotangents += weights[key]
-        first, second = run(residuals.pop(key), cotangents)
+        # The only reference to the residuals: the backward frees them as it goes.
+        return residuals.pop(key), cotangents
+
+    def put(result: tuple[Any, Any]) -> None:
+        first, second = result
         if whole:
             add(first, microbatch)
             gradients = second
@@ -96,7 +155,7 @@ def backward(memory: Memory, call: StageCall, home: Home, stage: int, microbatch
         for tag, leaves, place in sources:
             values[tag] = _dense(gradients[place], leaves, device)
 
-    return backward_step
+    return Call(run, take, put)
 
 
 def weight(memory: Memory, call: StageCall, stage: int, microbatch: int) -> Thunk:
