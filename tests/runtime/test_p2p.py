@@ -124,7 +124,8 @@ def many_steps(rank, ranks, steps):
 def test_a_thousand_steps_leave_nothing_behind(two):
     for before, after in two(many_steps, 1000, timeout=180):
         assert after[0] - before[0] < 4 << 20  # allocators breathe; a page leaked per step would be more
-        assert after[1:] == before[1:]
+        # What earlier transports of these processes had open may be closed meanwhile.
+        assert all(now <= then for now, then in zip(after[1:], before[1:], strict=True)), (before, after)
 
 
 def sub_group(rank, ranks):
