@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .output import Output
+
 State = dict[str, Tensor]
 
 
@@ -15,8 +17,8 @@ class ModuleStage(NamedTuple):
     """A module as a pure function.
 
     Args:
-        fn: ``(params, x) -> y`` for a module without buffers, else ``(params, x, state) -> (y, state)``:
-            the new state is an auxiliary output.
+        fn: ``(params, x) -> y`` for a module without buffers, else ``(params, x, state) -> Output(y, state=new)``.
+            A side input of the stage comes before the state.
         params: the parameters by name, detached; those of the module are not copied.
         state: the buffers by name.
     """
@@ -30,8 +32,9 @@ def stage_from_module(module: nn.Module) -> ModuleStage:
     """The pure function that ``module`` computes in its present mode (training or evaluation).
 
     A tuple ``x`` becomes positional arguments, a dictionary with texts as keys keyword arguments,
-    anything else the one argument. A parameter known by two names is listed once, under the first,
-    and gets one gradient.
+    anything else the one argument; a side input becomes further arguments in the same way. A parameter
+    known by two names is listed once, under the first, and gets one gradient. Buffers go into a step as
+    ``state={stage: state}``, and come back, with ``has_aux=True``, as ``aux.state[stage]``.
 
     Args:
         module: any module; it is not changed, by the call neither.
@@ -46,17 +49,26 @@ def stage_from_module(module: nn.Module) -> ModuleStage:
     params = {name: p.detach() for name, p in module.named_parameters()}
     state = {name: b.detach() for name, b in module.named_buffers()}
 
-    def call(tensors: State, x: Any) -> Any:
-        if isinstance(x, dict):
-            return torch.func.functional_call(module, tensors, (), x)
-        return torch.func.functional_call(module, tensors, x if type(x) is tuple else (x,))
+    def call(tensors: State, given: tuple[Any, ...]) -> Any:
+        args, kwargs = (), {}
+        for x in given:
+            if isinstance(x, dict):
+                kwargs |= x
+            else:
+                args += x if type(x) is tuple else (x,)
+        return torch.func.functional_call(module, tensors, args, kwargs)
 
-    def stateful(params: State, x: Any, state: State) -> tuple[Any, State]:
-        state = {name: b.clone() for name, b in state.items()}
-        y = call(params | state, x)
-        return y, {name: b.detach() for name, b in state.items()}
+    def plain(params: State, *given: Any) -> Any:
+        return call(params, given)
 
-    return ModuleStage(stateful if state else call, params, state)
+    def stateful(params: State, *given: Any) -> Output:
+        *given, state = given
+        tensors = params | {name: b.clone() for name, b in state.items()}
+        y = call(tensors, given)
+        # The call leaves in ``tensors`` what a module has put in the place of a buffer.
+        return Output(y, state={name: tensors[name].detach() for name in state})
+
+    return ModuleStage(stateful if state else plain, params, state)
 
 
 def split_sequential(module: nn.Sequential | nn.ModuleList, boundaries: Sequence[int]) -> list[nn.Sequential]:

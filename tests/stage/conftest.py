@@ -110,7 +110,14 @@ def nested(p: Any, x: Any) -> Any:
 def module_case(module: torch.nn.Module, x: Any) -> Case:
     """A module as a stage, with its buffers as state."""
     fn, params, state = stage_from_module(module.double())
-    return Case(fn, (params, x, state), True) if state else Case(fn, (params, x))
+    if not state:
+        return Case(fn, (params, x))
+
+    def pair(params: Any, x: Any, state: Any) -> Any:
+        out = fn(params, x, state)
+        return out.y, out.state
+
+    return Case(pair, (params, x, state), True)
 
 
 def cases() -> dict[str, Callable[[], Case]]:

@@ -32,10 +32,27 @@ def test_buffers_come_in_and_go_out_and_the_module_stays_as_it_is():
     module = nn.BatchNorm1d(2)
     fn, params, state = stage_from_module(module)
     x = torch.randn(8, 2)
-    _, new = fn(params, x, state)
+    new = fn(params, x, state).state
     assert all(torch.equal(b, torch.zeros(2)) for b in (module.running_mean, state["running_mean"]))
     torch.testing.assert_close(new["running_mean"], 0.1 * x.mean(0))
     assert new["num_batches_tracked"] == 1 and state["num_batches_tracked"] == 0
+
+
+def test_a_buffer_that_is_replaced_goes_out_too():
+    class Count(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x):
+            self.seen = self.seen + 1
+            return x * self.seen
+
+    module = Count()
+    fn, params, state = stage_from_module(module)
+    out = fn(params, torch.ones(2), state)
+    assert torch.equal(out.y, torch.ones(2)) and out.state["seen"] == 1
+    assert module.seen == 0 and state["seen"] == 0
 
 
 def test_tuples_are_positional_and_dictionaries_keywords():
@@ -46,6 +63,8 @@ def test_tuples_are_positional_and_dictionaries_keywords():
     fn, _, _ = stage_from_module(Sum())
     a, b = torch.ones(2), torch.full((2,), 3.0)
     assert torch.equal(fn({}, (a, b)), fn({}, {"b": b, "a": a}))
+    assert torch.equal(fn({}, (a, b)), fn({}, a, {"b": b}))
+    assert torch.equal(fn({}, (a, b)), fn({}, a, b))
 
 
 def test_a_shared_parameter_is_listed_once_with_one_gradient():
