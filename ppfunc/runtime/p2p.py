@@ -183,13 +183,13 @@ class P2P:
         ends = [self._sender(pair, t, values) if t.outgoing else self._receiver(pair, t) for t in batch]
         if self.backend != "nccl":
             return _in_turn(ends)
-        device, pending, tags = batch[0].device, self._pending, [t.tag for t in batch]
+        pending, tags = self._pending, [t.tag for t in batch]
 
         def post_coalesced() -> None:
-            pair.group._start_coalescing(device)
+            pair.group._start_coalescing()
             for end in ends:
                 end()
-            work = pair.group._end_coalescing(device)
+            work = pair.group._end_coalescing()
             for tag in tags:
                 pending[tag] = [work], pending[tag][1]
 

@@ -161,3 +161,65 @@ def randomness(rank, ranks):
 
 def test_random_stages_draw_the_same_in_any_process(two):
     two(randomness)
+
+
+class Coalescing:
+    """A gloo communicator that takes operations as NCCL does: in groups, each of which is one work."""
+
+    def __init__(self, group):
+        self.group, self.batch, self.sizes = group, None, []
+
+    def _start_coalescing(self):
+        assert self.batch is None
+        self.batch = []
+
+    def _end_coalescing(self):
+        works, self.batch = self.batch, None
+        self.sizes.append(len(works))
+        return Together(works)
+
+    def send(self, tensors, peer, tag):
+        self.batch.append(self.group.send(tensors, peer, tag))
+
+    def recv(self, tensors, peer, tag):
+        self.batch.append(self.group.recv(tensors, peer, tag))
+
+    def abort(self):
+        pass
+
+
+class Together:
+    """The work of a group: done when all of it is."""
+
+    def __init__(self, works):
+        self.works = works
+
+    def wait(self):
+        while self.works:
+            self.works.pop().wait()
+
+
+def in_batches(rank, ranks, name):
+    schedule = SCHEDULES[name](ranks)
+    params, inputs, targets = problem(schedule)
+    transport = pp.P2P(timeout=30)
+    opened, made = transport._open, []
+
+    def open_batched(place, own, size, backend=None):
+        group = opened(place, own, size, "gloo")
+        made.append(group if backend == "gloo" else Coalescing(group))
+        return made[-1]
+
+    transport.backend, transport._open = "nccl", open_batched
+    stages = [stage] * len(schedule.chains[0].stages)
+    held = {s: params[s] for s in schedule.stages_of(rank)}
+    loss, _ = pp.value_and_grad(stages, loss_fn, schedule, transport)(held, inputs, targets)
+    assert torch.equal(loss, pp.value_and_grad(stages, loss_fn, schedule)(params, inputs, targets)[0])
+    return [size for group in made if isinstance(group, Coalescing) for size in group.sizes]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipe"])
+def test_messages_of_a_step_go_in_one_batch_per_pair(two, name):
+    """Each end posts in its own order of operations, and a batch is waited for as a whole."""
+    sizes = two(in_batches, name)
+    assert max(sizes[0] + sizes[1]) > 1
