@@ -145,6 +145,23 @@ def test_a_pipeline_over_part_of_the_ranks(four):
     four(sub_group)
 
 
+def mesh(rank, ranks):
+    """Two pipelines of two ranks each, over the groups of a mesh."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dimensions = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    place = dimensions.get_local_rank("pp")
+    schedule = pp.one_f_one_b(2, 4)
+    params, inputs, targets = problem(schedule)
+    step = pp.value_and_grad([stage] * 2, loss_fn, schedule, pp.P2P(dimensions["pp"].get_group(), timeout=30))
+    loss, _ = step({place: params[place]}, inputs, targets)
+    assert torch.equal(loss, pp.value_and_grad([stage] * 2, loss_fn, schedule)(params, inputs, targets)[0])
+
+
+def test_pipelines_over_the_groups_of_a_mesh(four):
+    four(mesh)
+
+
 def randomness(rank, ranks):
     def dropped(params, x):
         return torch.nn.functional.dropout(x @ params["w"], 0.5)
