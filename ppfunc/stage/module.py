@@ -33,8 +33,9 @@ def stage_from_module(module: nn.Module) -> ModuleStage:
 
     A tuple ``x`` becomes positional arguments, a dictionary with texts as keys keyword arguments,
     anything else the one argument; a side input becomes further arguments in the same way. A parameter
-    known by two names is listed once, under the first, and gets one gradient. Buffers go into a step as
-    ``state={stage: state}``, and come back, with ``has_aux=True``, as ``aux.state[stage]``.
+    known by two names is listed once, under the first, and gets one gradient; one that requires no
+    gradient is frozen: it gets zeros. Buffers go into a step as ``state={stage: state}``, and come back,
+    with ``has_aux=True``, as ``aux.state[stage]``.
 
     Args:
         module: any module; it is not changed, by the call neither.
@@ -47,6 +48,7 @@ def stage_from_module(module: nn.Module) -> ModuleStage:
     (['bias', 'weight'], {}, torch.Size([5, 2]))
     """
     params = {name: p.detach() for name, p in module.named_parameters()}
+    frozen = {name for name, p in module.named_parameters() if not p.requires_grad}
     state = {name: b.detach() for name, b in module.named_buffers()}
 
     def call(tensors: State, given: tuple[Any, ...]) -> Any:
@@ -56,10 +58,12 @@ def stage_from_module(module: nn.Module) -> ModuleStage:
                 kwargs |= x
             else:
                 args += x if type(x) is tuple else (x,)
+        for name in frozen:
+            tensors[name] = tensors[name].detach()
         return torch.func.functional_call(module, tensors, args, kwargs)
 
     def plain(params: State, *given: Any) -> Any:
-        return call(params, given)
+        return call(dict(params), given)
 
     def stateful(params: State, *given: Any) -> Output:
         *given, state = given

@@ -82,6 +82,19 @@ def test_a_shared_parameter_is_listed_once_with_one_gradient():
     )
 
 
+def test_a_parameter_that_requires_no_gradient_is_frozen():
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
+    module[0].requires_grad_(False)
+    fn, params, _ = stage_from_module(module)
+    x = torch.randn(2, 3, dtype=torch.float64)
+    program = graph(fn, (params, x))
+    y, residuals = program.forward(params, x)
+    gparams, gx = program.backward(residuals, torch.ones_like(y))
+    assert all(torch.equal(gparams[k], torch.zeros_like(params[k])) for k in ("0.weight", "0.bias"))
+    want = torch.autograd.grad(module(x.requires_grad_()).sum(), [x, module[1].weight])
+    torch.testing.assert_close([gx, gparams["1.weight"]], list(want), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("boundaries", [[2, 1], [-1], [4], [1, 5]])
 def test_boundaries_out_of_order_or_range(boundaries):
     with pytest.raises(ValueError, match="ascending positions between 0 and 3"):
