@@ -45,7 +45,7 @@ def eager(
     known = learn(fn, seen, example, Exception, has_aux=has_aux, name=name)
     flat = _flat(Primals(fn, seen, known, has_aux, name))
     instead = "rewrite what it refuses; a checkpoint, for instance, needs use_reentrant=False"
-    require_gradient(flat, known, seen, example, name=name, by="torch.autograd.grad", instead=instead)
+    known = require_gradient(flat, known, seen, example, name=name, by="torch.autograd.grad", instead=instead)
     return stage_program(flat, seen, known, has_aux=has_aux, residual_bytes=None)
 
 

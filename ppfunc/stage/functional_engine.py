@@ -45,7 +45,7 @@ def functional(
     known = learn(fn, seen, example, DATA_DEPENDENT, has_aux=has_aux, name=name)
     flat = _flat(Primals(fn, seen, known, has_aux, name))
     instead = "use the eager engine, which uses torch.autograd.grad"
-    require_gradient(flat, known, seen, example, name=name, by="torch.func", instead=instead)
+    known = require_gradient(flat, known, seen, example, name=name, by="torch.func", instead=instead)
     return stage_program(flat, seen, known, has_aux=has_aux, residual_bytes=None)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from .abstract import Outline, outline, outline_by_running
+from .abstract import DATA_DEPENDENT, Outline, outline, outline_by_running
 from .errors import StageError
 from .example import Example, stand_ins
 from .program import FlatProgram
@@ -36,8 +36,8 @@ def learn(
 
 def require_gradient(
     flat: FlatProgram, known: Outline, seen: Example, example: tuple[Any, ...], *, name: str, by: str, instead: str
-) -> None:
-    """Run forward and backward once, abstractly if that is how the outline was learned.
+) -> Outline:
+    """Run forward and backward once, abstractly if that is how the outline was learned and no value is asked for.
 
     Args:
         flat: the program.
@@ -47,6 +47,9 @@ def require_gradient(
         by: what differentiates it.
         instead: what to do if that refuses.
 
+    Returns:
+        What is known of it then: a stage that asked for a value may take another path than the one seen.
+
     Raises:
         StageError: it refuses.
     """
@@ -55,9 +58,13 @@ def require_gradient(
             outputs, residuals = flat.forward(*(seen.make() if known.known else stand_ins(example, seen.device)))
             gy = tuple(torch.ones_like(t) for t, leaf in zip(outputs, known.y.leaves, strict=False) if leaf.grad)
             flat.backward(residuals, gy)
+            return known
         except StageError:
             raise
         except Exception as error:
-            first = (str(error).splitlines() or [""])[0]
-            reason = f"it runs, but {by} cannot differentiate it ({type(error).__name__}: {first})"
-            raise StageError(name, reason, instead) from error
+            if not (known.known and isinstance(error, DATA_DEPENDENT)):
+                first = (str(error).splitlines() or [""])[0]
+                reason = f"it runs, but {by} cannot differentiate it ({type(error).__name__}: {first})"
+                raise StageError(name, reason, instead) from error
+    # Libraries that look for fake tensors, to ask them for no values, do not see them within a transform.
+    return require_gradient(flat, known._replace(known=False), seen, example, name=name, by=by, instead=instead)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
 from ppfunc.stage import Signature, StageError, abstract, cached, eager, functional, graph
@@ -39,6 +40,13 @@ def hooked(w, x):
         return (x @ w).sin()
 
 
+def cautious(w, x):
+    """Asks for a value, though not where it sees that there is none: a transform hides that from it."""
+    if not isinstance(x, FakeTensor) and x.sum() < -9:
+        return x * 2
+    return x @ w
+
+
 compiled = torch.compile(lambda w, x: (x @ w).sin(), backend="eager")
 
 WITH = {
@@ -50,6 +58,7 @@ WITH = {
     "saved tensor hooks": (hooked, {graph, eager}),
     "compiled": (lambda w, x: compiled(w, x), {functional, eager}),
     "branch on a value": (lambda w, x: x @ w if x.sum() > -9 else x * 2, {functional, eager}),
+    "branch on a value, unless there is none": (cautious, {graph, functional, eager}),
     "shape of a value": (lambda w, x: w * x[x > 0].sum(), {functional, eager}),
 }
 
