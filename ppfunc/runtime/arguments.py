@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -66,7 +67,7 @@ class Given(NamedTuple):
     targets: Any
     side: Mapping[int, Any] | None
     state: Mapping[int, Any] | None
-    weights: torch.Tensor
+    weights: Sequence[float] | torch.Tensor | None
     seed: tuple[int, int] | None
 
 
@@ -78,7 +79,7 @@ def read_arguments(given: Given, schedule: Schedule, stages: Sequence[int], with
     """
     params = given.params
     if not isinstance(params, Mapping) or set(params) != set(stages):
-        got = sorted(params) if isinstance(params, Mapping) else type(params).__name__
+        got = _keys(params) if isinstance(params, Mapping) else type(params).__name__
         raise ValueError(
             f"params: got {got}, expected a dictionary with the stages of this process, {list(stages)}: "
             f"{{stage: tree of parameters}}"
@@ -101,8 +102,8 @@ def read_arguments(given: Given, schedule: Schedule, stages: Sequence[int], with
         side,
         {s: tuple(map(_own, optree.tree_leaves(tree))) for s, tree in state.items()},
         {s: Signature.of(tree, f"state[{s}]").without_grad() for s, tree in state.items()},
-        given.weights,
-        given.seed,
+        read_weights(given.weights, m),
+        _seed(given.seed),
     )
 
 
@@ -111,13 +112,23 @@ def read_weights(weights: Sequence[float] | torch.Tensor | None, microbatches: i
 
     Raises:
         ValueError: another number of weights.
+        TypeError: something else than numbers.
     """
     if weights is None:
         return torch.full((microbatches,), 1 / microbatches, dtype=torch.float64)
-    read = torch.as_tensor(weights, dtype=torch.float64)
+    try:
+        read = torch.as_tensor(weights, dtype=torch.float64)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"weights: got {reprlib.repr(weights)}, expected one number for each of the {microbatches} microbatches") from error
     if read.shape != (microbatches,):
         raise ValueError(f"weights: got shape {tuple(read.shape)}, expected one weight for each of the {microbatches} microbatches")
     return read
+
+
+def _seed(seed: Any) -> tuple[int, int] | None:
+    if seed is None or (isinstance(seed, tuple) and len(seed) == 2 and all(isinstance(n, int) for n in seed)):
+        return seed
+    raise TypeError(f"seed: got {reprlib.repr(seed)}, expected (seed, step), two integers")
 
 
 def _batch(batch: Any, name: str, needed_by: Sequence[int], stages: Sequence[int], microbatches: int) -> Batch | None:
@@ -130,10 +141,17 @@ def _batch(batch: Any, name: str, needed_by: Sequence[int], stages: Sequence[int
 
 
 def _of_stages(trees: Mapping[int, Any] | None, name: str, stages: Sequence[int]) -> Mapping[int, Any]:
-    trees = trees or {}
+    trees = {} if trees is None else trees
+    if not isinstance(trees, Mapping):
+        raise TypeError(f"{name}: got {type(trees).__name__}, expected a dictionary {{stage: tree}}")
     if not set(trees) <= set(stages):
-        raise ValueError(f"{name}: got the stages {sorted(trees)}, this process holds {list(stages)}")
+        raise ValueError(f"{name}: got the stages {_keys(trees)}, this process holds {list(stages)}")
     return {stage: trees[stage] for stage in stages if stage in trees}
+
+
+def _keys(trees: Mapping[Any, Any]) -> list[Any]:
+    """The keys in order, even where they are not all numbers."""
+    return sorted(trees, key=lambda key: (str(type(key)), key) if isinstance(key, int | str) else (str(type(key)), str(key)))
 
 
 def _device(leaves: Mapping[int, Leaves], stage: int, inputs: Batch | None) -> torch.device:

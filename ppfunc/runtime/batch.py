@@ -17,10 +17,12 @@ class Batch(NamedTuple):
     Args:
         leaves: the leaves of every microbatch.
         signatures: the signature of every microbatch; nothing in a batch carries a gradient.
+        listed: whether it was given as a list of trees.
     """
 
     leaves: tuple[tuple[torch.Tensor, ...], ...]
     signatures: tuple[Signature, ...]
+    listed: bool = False
 
     def differentiable(self) -> Batch:
         """The same batch, its floating and complex leaves wanting gradients."""
@@ -32,15 +34,23 @@ def microbatch(batch: Any, microbatches: int) -> Any:
     """Cut a batch into microbatches: every leaf ``[b, ...]`` becomes ``[m, b/m, ...]``, a view.
 
     Args:
-        batch: a tree of tensors with the same leading axis ``b``.
+        batch: a tree of tensors with the same leading axis ``b``; no list, which a step would read as one
+            tree per microbatch.
         microbatches: ``m``, at least 1, which must divide ``b``.
 
     Raises:
         ValueError: ``b`` is smaller than ``m`` or not divisible by it, or leaves disagree on ``b``.
+        TypeError: a leaf is not a tensor, ``microbatches`` no integer, or the batch a list.
 
     >>> microbatch({"x": torch.zeros(6, 2)}, 3)["x"].shape
     torch.Size([3, 2, 2])
     """
+    if not isinstance(microbatches, int):
+        raise TypeError(f"got {type(microbatches).__name__} as the number of microbatches, expected an integer")
+    if isinstance(batch, list):
+        raise TypeError(
+            f"batch: got a list of {len(batch)}, which a step would read as one tree per microbatch; make it a tuple or a dictionary"
+        )
     if microbatches < 1:
         raise ValueError(f"got {microbatches} microbatches, expected at least 1")
     leaves, treedef = flatten(batch, "batch")
@@ -53,7 +63,8 @@ def microbatch(batch: Any, microbatches: int) -> Any:
         if size is None:
             raise ValueError("got a scalar, expected tensors with a leading batch axis")
         if size < microbatches:
-            raise ValueError(f"a batch of {size} is smaller than its {microbatches} microbatches; use at most {size} microbatches")
+            mend = f"use at most {size} microbatches" if size else "give it at least one row for each"
+            raise ValueError(f"a batch of {size} is smaller than its {microbatches} microbatches; {mend}")
         if size % microbatches:
             fits = [k for k in range(1, size + 1) if size % k == 0]
             near = sorted(sorted(fits, key=lambda k: abs(k - microbatches))[:2])
@@ -80,11 +91,15 @@ def read_batch(batch: Any, microbatches: int, name: str) -> Batch:
     """
     if isinstance(batch, list):
         if len(batch) != microbatches:
-            raise ValueError(f"{name}: got a list of {len(batch)} microbatches, the schedule has {microbatches}")
+            raise ValueError(
+                f"{name}: got a list of {len(batch)} microbatches, the schedule has {microbatches}; a list holds one tree per "
+                f"microbatch, a tuple or a dictionary is a tree"
+            )
         read = [flatten(tree, f"{name}[{i}]") for i, tree in enumerate(batch)]
         return Batch(
             tuple(tuple(leaves) for leaves, _ in read),
             tuple(Signature.of(tree, f"{name}[{i}]").without_grad() for i, tree in enumerate(batch)),
+            listed=True,
         )
     leaves, treedef = flatten(batch, name)
     for accessor, leaf in zip(optree.treespec_accessors(treedef), leaves, strict=True):

@@ -183,8 +183,7 @@ class _Binder:
             case Op.B | Op.I:
                 call = self.calls[stage, microbatch]
                 self._arrivals(place, stage, microbatch, "B", call.sinks)
-                whole = part.op is Op.B
-                self._append(place, make.backward_call(self.memory, call, self.homes[stage], stage, microbatch, whole).thunk())
+                self._append(place, make.backward(self.memory, call, self.homes[stage], stage, microbatch, part.op is Op.B))
             case Op.W:
                 self._append(place, make.weight(self.memory, self.calls[stage, microbatch], stage, microbatch))
             case Op.REDUCE_TIED | Op.REDUCE_GRAD:

@@ -152,11 +152,16 @@ def renew(schedule: Schedule, table: Table, serve: Serve) -> Table:
         before = table.served[stage, m]
         if (now.sinks, now.loss) != (before.sinks, before.loss):
             raise ValueError(
-                f"stage {stage} gives {', '.join(map(str, now.sinks))} for microbatch {m}, the ranks agreed on "
-                f"{', '.join(map(str, before.sinks))}; what a stage gives may change only with the shapes of the batch"
+                f"stage {stage} gives {_told(now)} for microbatch {m}, the ranks agreed on {_told(before)}; what a stage "
+                f"gives may change only with the shapes of the batch: make a new step for parameters of other dtypes or shapes"
             )
         served[stage, m] = now
     return table._replace(served=served)
+
+
+def _told(served: Served) -> str:
+    """What a stage gives to others."""
+    return ", ".join([*map(str, served.sinks), *([] if served.loss is None else [f"the loss {served.loss}"])]) or "nothing"
 
 
 def bind_table(

@@ -93,7 +93,8 @@ class Step(NamedTuple):
                     rows[m] = _like(batch, m, found)
         if not rows:
             return None
-        return _stacked([rows[m] for m in sorted(rows)])
+        made = [rows[m] for m in sorted(rows)]
+        return made if batch.listed else _stacked(made)
 
     def outputs(self) -> Any:
         """What the last stages of this process returned; None where it holds none."""
@@ -135,10 +136,8 @@ def _like(batch: Batch, microbatch: int, gradients: Iterator[torch.Tensor]) -> A
 
 
 def _stacked(rows: Sequence[Any]) -> Any:
-    """One tree with a leading axis; the list of trees where they differ in structure or shape."""
-    first = optree.tree_structure(rows[0])
-    shapes = [t.shape for t in optree.tree_leaves(rows[0])]
-    for row in rows[1:]:
-        if optree.tree_structure(row) != first or [t.shape for t in optree.tree_leaves(row)] != shapes:
-            return list(rows)
+    """One tree with a leading axis; the list of trees where they differ in structure, shape or dtype."""
+    first, *others = ((optree.tree_structure(row), [(t.shape, t.dtype) for t in optree.tree_leaves(row)]) for row in rows)
+    if any(other != first for other in others):
+        return list(rows)
     return optree.tree_map(lambda *leaves: torch.stack(leaves), *rows)

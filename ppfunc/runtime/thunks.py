@@ -128,22 +128,46 @@ def seeded(
 def backward_call(memory: Memory, call: StageCall, home: Home, stage: int, microbatch: int, whole: bool) -> Call:
     """A full backward, or an input gradient that leaves the rest to a weight gradient."""
     run = call.program.backward if whole else call.program.backward_input
-    key = (stage, microbatch)
-    values, residuals, weights = memory.values, memory.residuals, memory.weights
-    add, device, weighted = memory.gradients[stage].add, home.device, call.weighted
+    residuals, key = memory.residuals, (stage, microbatch)
+    cotangents = _cotangents(memory, call, stage, microbatch)
+    return Call(run, lambda: (residuals.pop(key), cotangents()), _gradients(memory, call, home, stage, microbatch, whole))
+
+
+def backward(memory: Memory, call: StageCall, home: Home, stage: int, microbatch: int, whole: bool) -> Thunk:
+    """The thunk of a backward; it hands over the only reference to the residuals, which are freed on the way."""
+    run, _, put = backward_call(memory, call, home, stage, microbatch, whole)
+    residuals, key = memory.residuals, (stage, microbatch)
+    cotangents = _cotangents(memory, call, stage, microbatch)
+
+    def backward_step() -> None:
+        put(run(residuals.pop(key), cotangents()))
+
+    return backward_step
+
+
+def _cotangents(memory: Memory, call: StageCall, stage: int, microbatch: int) -> Callable[[], Leaves]:
+    """Gathers the gradients of the outputs: from the stages that took them, then the weight of the loss."""
+    values, weights, key = memory.values, memory.weights, (stage, microbatch)
     sinks = [Tag("B", e.stage, stage, microbatch) for e in call.sinks if e.carrying]
+    if call.weighted:
+        return lambda: tuple(t for tag in sinks for t in values.pop(tag)) + weights[key]
+    if len(sinks) == 1:
+        (sink,) = sinks
+        return lambda: values.pop(sink)
+    return lambda: tuple(t for tag in sinks for t in values.pop(tag))
+
+
+def _gradients(
+    memory: Memory, call: StageCall, home: Home, stage: int, microbatch: int, whole: bool
+) -> Callable[[tuple[Any, Any]], None]:
+    """Puts the result of a backward where it belongs."""
+    values, residuals, key = memory.values, memory.residuals, (stage, microbatch)
+    add, device = memory.gradients[stage].add, home.device
     sources = [
         (Tag("B", stage, e.stage, microbatch), e.carrying, place)
         for e, place in places(call.sources, carrying=True)
         if e.carrying
     ]
-
-    def take() -> tuple[tuple, Leaves]:
-        cotangents = tuple(t for tag in sinks for t in values.pop(tag))
-        if weighted:
-            cotangents += weights[key]
-        # The only reference to the residuals: the backward frees them as it goes.
-        return residuals.pop(key), cotangents
 
     def put(result: tuple[Any, Any]) -> None:
         first, second = result
@@ -155,7 +179,7 @@ def backward_call(memory: Memory, call: StageCall, home: Home, stage: int, micro
         for tag, leaves, place in sources:
             values[tag] = _dense(gradients[place], leaves, device)
 
-    return Call(run, take, put)
+    return put
 
 
 def weight(memory: Memory, call: StageCall, stage: int, microbatch: int) -> Thunk:
