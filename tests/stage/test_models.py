@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -145,8 +147,8 @@ def test_resnet_in_evaluation():
     compare(cut, "graph")
 
 
-@ways
-def test_recurrent_layers_that_hand_on_their_memory(engine, schedule):
+@engines
+def test_recurrent_layers_that_hand_on_their_memory(engine):
     """Outputs of an LSTM go on as they are: ``(x, (h, c))`` are the arguments of the next."""
     layers = [nn.LSTM(8, 8).double() for _ in range(2)]
     last = Final()
@@ -157,7 +159,7 @@ def test_recurrent_layers_that_hand_on_their_memory(engine, schedule):
             x, memory = layer(x, memory)
         return last(x, memory)
 
-    compare(Cut(whole, [*layers, last], squared, draw(M, 3, 2, 8), draw(M, 3, 2, 8)), engine, schedule)
+    compare(Cut(whole, [*layers, last], squared, draw(M, 2, 2, 8), draw(M, 2, 2, 8)), engine)
 
 
 class Final(nn.Module):
@@ -307,12 +309,12 @@ class Tied(nn.Module):
         return self.head(self.layer(self.embed(ids)).tanh())
 
 
-@ways
-def test_embeddings_tied_inside_a_stage(engine, schedule):
+@engines
+def test_embeddings_tied_inside_a_stage(engine):
     whole = nn.Sequential(Tied(), nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 32)).double()
     parts = pp.split_sequential(whole, [1, 3])
     assert "0.head.weight" not in pp.stage_from_module(parts[0]).params
-    compare(Cut(whole, parts, entropy, tokens(M, 2, 5), tokens(M, 2, 5)), engine, schedule)
+    compare(Cut(whole, parts, entropy, tokens(M, 2, 5), tokens(M, 2, 5)), engine)
 
 
 @engines
@@ -331,3 +333,161 @@ def test_dropout_is_the_same_under_every_schedule_and_engine():
     for other in near:
         torch.testing.assert_close(other, first, rtol=1e-10, atol=1e-10)
     assert not torch.isclose(run(cut, "eager", "1f1b", seed=(3, 2))[0], first[0])
+
+
+@pytest.fixture(scope="module")
+def transformers() -> Any:
+    """The library, or the test is skipped; what it warns of while it loads is not ours."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = pytest.importorskip("transformers")
+        _ = found.LlamaForCausalLM, found.GPT2LMHeadModel, found.ViTForImageClassification
+    return found
+
+
+class LlamaStage(nn.Module):
+    """Some layers of a ``LlamaModel``, as the model itself runs them: with its masks and its rotary embedding."""
+
+    def __init__(self, model: nn.Module, layers: slice) -> None:
+        super().__init__()
+        self.model = copy.copy(model)
+        self.model._modules = dict(model._modules)
+        self.model.layers = model.layers[layers]
+        self.model.config = copy.deepcopy(model.config)
+        self.model.config.num_hidden_layers = len(self.model.layers)
+        self.first = layers.start == 0
+        if not self.first:
+            self.model.embed_tokens = None
+        if layers.stop < len(model.layers):
+            self.model.norm = nn.Identity()
+
+    def forward(self, x: Tensor, **given: Tensor) -> Tensor:
+        entry = "input_ids" if self.first else "inputs_embeds"
+        return self.model(**{entry: x}, use_cache=False, **given).last_hidden_state
+
+
+@ways
+def test_llama(transformers, engine, schedule):
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=16,
+    )
+    model = transformers.LlamaForCausalLM(config).double()
+    parts = [LlamaStage(model.model, slice(0, 1)), LlamaStage(model.model, slice(1, 2)), model.lm_head]
+    mask = (torch.arange(5) < torch.tensor([5, 3])[:, None]).long()
+    side = {s: {"attention_mask": mask.expand(M, 2, 5)} for s in range(2)}
+
+    def whole(x: Tensor) -> Tensor:
+        return model(x, attention_mask=mask, use_cache=False).logits
+
+    compare(Cut(whole, parts, entropy, tokens(M, 2, 5), tokens(M, 2, 5), side), engine, schedule)
+
+
+class LlamaLayers(nn.Module):
+    """Decoder layers alone, with the rotary embedding that they share."""
+
+    def __init__(self, layers: nn.ModuleList, rotary: nn.Module) -> None:
+        super().__init__()
+        self.layers, self.rotary = layers, rotary
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = self.rotary(x, torch.arange(x.shape[1])[None])
+        for layer in self.layers:
+            x = layer(x, position_embeddings=positions)
+        return x
+
+
+def test_decoder_layers_of_llama(transformers):
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, vocab_size=32
+    )
+    model = transformers.LlamaModel(config).double()
+    parts = [LlamaLayers(model.layers[n : n + 1], model.rotary_emb) for n in range(2)]
+
+    def whole(x: Tensor) -> Tensor:
+        return LlamaLayers(model.layers, model.rotary_emb)(x)
+
+    compare(Cut(whole, parts, squared, draw(M, 2, 5, 16), draw(M, 2, 5, 16)), "graph")
+
+
+def gpt2_config(transformers: Any) -> Any:
+    sizes = {"vocab_size": 32, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 8}
+    return transformers.GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)
+
+
+class GPT2First(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.wte, self.wpe, self.block = model.wte, model.wpe, model.h[0]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.block(self.wte(ids) + self.wpe(torch.arange(ids.shape[1])))
+
+
+@ways
+def test_gpt2(transformers, engine, schedule):
+    model = transformers.GPT2LMHeadModel(gpt2_config(transformers)).double().eval()
+    inner = model.transformer
+    # Another matrix for the logits: one that two stages share would have its gradient in two parts.
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().flip(0))
+    parts = [GPT2First(inner), nn.Sequential(inner.h[1], inner.ln_f, model.lm_head)]
+
+    def whole(x: Tensor) -> Tensor:
+        return model(x, use_cache=False).logits
+
+    compare(Cut(whole, parts, entropy, tokens(M, 2, 5), tokens(M, 2, 5)), engine, schedule)
+
+
+def test_a_matrix_that_two_stages_share_has_its_gradient_in_two_parts(transformers):
+    model = transformers.GPT2LMHeadModel(gpt2_config(transformers)).double().eval()
+    inner, inputs, targets = model.transformer, tokens(M, 2, 5), tokens(M, 2, 5)
+    parts = [GPT2First(inner), nn.Sequential(inner.h[1], inner.ln_f, model.lm_head)]
+    total = sum(entropy(model(x).logits, t) for x, t in zip(inputs, targets, strict=True)) / M
+    want = torch.autograd.grad(total, inner.wte.weight)[0]
+    _, grads, _ = run(Cut(model, parts, entropy, inputs, targets), "graph", "1f1b")
+    torch.testing.assert_close(grads[0]["wte.weight"] + grads[1]["2.weight"], want, rtol=1e-10, atol=1e-10)
+
+
+class ViTLast(nn.Module):
+    def __init__(self, layer: nn.Module, norm: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.norm, self.head = layer, norm, head
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.layer(x))[:, 0])
+
+
+@engines
+def test_vit(transformers, engine):
+    config = transformers.ViTConfig(
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=24,
+        image_size=8,
+        patch_size=4,
+        num_labels=5,
+    )
+    model = transformers.ViTForImageClassification(config).double().eval()
+    inner = model.vit
+    layers = inner.layers if hasattr(inner, "layers") else inner.encoder.layer
+    parts = [nn.Sequential(inner.embeddings, layers[0]), ViTLast(layers[1], inner.layernorm, model.classifier)]
+
+    def whole(x: Tensor) -> Tensor:
+        return model(x).logits
+
+    compare(Cut(whole, parts, entropy, draw(M, 2, 3, 8, 8), tokens(M, 2, below=5)), engine)
+
+
+def test_dropout_of_gpt2(transformers):
+    blocks = transformers.GPT2Model(gpt2_config(transformers)).double().train().h
+    cut = Cut(nn.Sequential(*blocks), list(blocks), squared, draw(M, 2, 5, 16), draw(M, 2, 5, 16))
+    first, same, *near = [run(cut, *way, seed=(3, 1)) for way in WAYS]
+    torch.testing.assert_close(same, first, rtol=0, atol=0)
+    for other in near:
+        torch.testing.assert_close(other, first, rtol=1e-10, atol=1e-10)
