@@ -66,8 +66,10 @@ def stage_from_module(module: nn.Module) -> ModuleStage:
         return call(dict(params), given)
 
     def stateful(params: State, *given: Any) -> Output:
-        *given, state = given
-        tensors = params | {name: b.clone() for name, b in state.items()}
+        *given, buffers = given
+        if not (isinstance(buffers, dict) and buffers.keys() == state.keys()):
+            raise ValueError(f"the module has the buffers {', '.join(state)}; give them as its state, after x")
+        tensors = params | {name: b.clone() for name, b in buffers.items()}
         y = call(tensors, given)
         # The call leaves in ``tensors`` what a module has put in the place of a buffer.
         return Output(y, state={name: tensors[name].detach() for name in state})

@@ -69,7 +69,8 @@ def run(cut: Cut, engine: str, schedule: str, **given: Any) -> tuple[Tensor, dic
     made = SCHEDULES[schedule](len(stages), M)
     step = pp.value_and_grad([s.fn for s in stages], cut.loss_fn, made, engine=ENGINES[engine], has_aux=True)
     params = {n: s.params for n, s in enumerate(stages)}
-    state = {n: s.state for n, s in enumerate(stages) if s.state}
+    # Copies: those of the modules change when the whole model runs.
+    state = {n: {k: b.clone() for k, b in s.state.items()} for n, s in enumerate(stages) if s.state}
     (loss, aux), grads = step(params, cut.inputs, cut.targets, state=state, side=cut.side, **given)
     return loss, grads, aux.state
 

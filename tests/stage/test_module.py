@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ppfunc.stage import graph, split_sequential, stage_from_module
+from ppfunc.stage import StageError, graph, split_sequential, stage_from_module
 
 
 def test_gradients_of_a_chain_of_module_stages_are_those_of_the_whole():
@@ -36,6 +36,12 @@ def test_buffers_come_in_and_go_out_and_the_module_stays_as_it_is():
     assert all(torch.equal(b, torch.zeros(2)) for b in (module.running_mean, state["running_mean"]))
     torch.testing.assert_close(new["running_mean"], 0.1 * x.mean(0))
     assert new["num_batches_tracked"] == 1 and state["num_batches_tracked"] == 0
+
+
+def test_buffers_that_are_not_given_are_named():
+    fn, params, _ = stage_from_module(nn.BatchNorm1d(2))
+    with pytest.raises(StageError, match="has the buffers running_mean, running_var, .* give them as its state"):
+        graph(fn, (params, torch.ones(3, 2)))
 
 
 def test_a_buffer_that_is_replaced_goes_out_too():
