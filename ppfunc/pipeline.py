@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from ppfunc.runtime.thunks import Overlapped
 from ppfunc.schedule import Op, Schedule, check
 from ppfunc.schedule.passes import append_tail, forward_only, place_communication, remove_communication
 from ppfunc.stage import Engine, graph
+from ppfunc.stage.module import ModuleStage
 
 __all__ = ["evaluate", "microbatch", "value_and_grad", "with_skips"]
 
@@ -107,11 +109,12 @@ def value_and_grad(
     >>> loss, grads[0], grads[1]
     (tensor(2.5000), tensor(15.), tensor(10.))
     """
+    _require(stages, loss_fn, schedule, transport, engine)
     if schedule.forward_only:
         raise ValueError(f"the schedule {schedule.name!r} has no backward; use ppfunc.evaluate, or a schedule for training")
     wanted = argnums if isinstance(argnums, tuple) else (argnums,)
-    if not wanted or not set(wanted) <= {0, 1}:
-        raise ValueError(f"argnums: got {argnums}, expected 0 (parameters), 1 (inputs), or a tuple of these")
+    if not wanted or any(n not in (0, 1) for n in wanted):
+        raise ValueError(f"argnums: got {argnums!r}, expected 0 (parameters), 1 (inputs), or a tuple of these")
 
     def finish(ran: Step) -> tuple[Any, Any]:
         made = tuple(ran.input_gradients() if n else ran.gradients() for n in wanted)
@@ -166,6 +169,7 @@ def evaluate(
     >>> step({0: torch.tensor(2.0), 1: torch.tensor(3.0)}, torch.tensor([1.0, 2.0]))
     tensor([ 6., 12.])
     """
+    _require(stages, loss_fn or _nothing, schedule, transport, engine)
     if loss_fn is None and not return_outputs and not has_aux:
         raise ValueError("evaluate got neither a loss function nor return_outputs=True; it would return nothing")
 
@@ -227,10 +231,36 @@ def _step(session: Session, weights: Sequence[float] | torch.Tensor | None) -> C
         side: Mapping[int, Any] | None = None,
         state: Mapping[int, Any] | None = None,
     ) -> Any:
-        own = usual if weights is None else read_weights(weights, m)
-        return session(Given(params, inputs, targets, side, state, own, seed))
+        return session(Given(params, inputs, targets, side, state, usual if weights is None else weights, seed))
 
     return step
+
+
+def _nothing(y: Any, target: Any) -> None:
+    """Stands for a loss function where none is wanted."""
+
+
+def _require(stages: Any, loss_fn: Any, schedule: Any, transport: Any, engine: Any) -> None:
+    """Raise where something else than expected was given in the place of an argument."""
+    if not isinstance(schedule, Schedule):
+        raise TypeError(f"schedule: got {_short(schedule)}, expected a schedule, such as ppfunc.one_f_one_b(ranks=4, microbatches=8)")
+    if not isinstance(stages, Sequence) or isinstance(stages, str):
+        raise TypeError(f"stages: got {_short(stages)}, expected a list of functions, one per stage")
+    for stage, fn in enumerate(stages):
+        if isinstance(fn, torch.nn.Module | ModuleStage):
+            raise TypeError(f"stages[{stage}]: got {_short(fn)}, expected a function; take ppfunc.stage_from_module(module).fn, and its params")
+        if not callable(fn):
+            raise TypeError(f"stages[{stage}]: got {_short(fn)}, expected a function fn(params, x) -> y")
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn: got {_short(loss_fn)}, expected a function loss(y, target) -> scalar")
+    if not callable(engine):
+        raise TypeError(f"engine: got {_short(engine)}, expected ppfunc.graph, ppfunc.functional or ppfunc.eager")
+    if transport is not None and (isinstance(transport, type) or not hasattr(transport, "local_ranks")):
+        raise TypeError(f"transport: got {_short(transport)}, expected one such as ppfunc.InProcess() or ppfunc.P2P(group)")
+
+
+def _short(thing: Any) -> str:
+    return f"{reprlib.repr(thing)} of type {type(thing).__name__}"
 
 
 def _ready(schedule: Schedule) -> Schedule:

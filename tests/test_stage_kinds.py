@@ -228,6 +228,16 @@ def test_gradients_of_the_inputs(engine, schedule):
 
 
 @every
+def test_gradients_of_listed_inputs_are_a_list(schedule):
+    params, inputs, targets = problem()
+    step = pp.value_and_grad([dense] * 4, squared, schedule(), argnums=1)
+    _, whole = step(params, inputs, targets)
+    _, listed = step(params, list(inputs), targets)
+    assert isinstance(listed, list)
+    assert torch.equal(torch.stack(listed), whole)
+
+
+@every
 def test_gradients_of_each_microbatch(schedule):
     params, inputs, targets = problem()
     _, rows = pp.value_and_grad([dense] * 4, squared, schedule(), per_microbatch=True)(params, inputs, targets)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import optree
@@ -126,8 +127,10 @@ def read_weights(weights: Sequence[float] | torch.Tensor | None, microbatches: i
 
 
 def _seed(seed: Any) -> tuple[int, int] | None:
-    if seed is None or (isinstance(seed, tuple) and len(seed) == 2 and all(isinstance(n, int) for n in seed)):
-        return seed
+    if seed is None:
+        return None
+    if isinstance(seed, tuple) and len(seed) == 2 and all(isinstance(n, Integral) for n in seed):
+        return int(seed[0]), int(seed[1])
     raise TypeError(f"seed: got {reprlib.repr(seed)}, expected (seed, step), two integers")
 
 

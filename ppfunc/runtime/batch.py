@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import optree
@@ -45,7 +46,7 @@ def microbatch(batch: Any, microbatches: int) -> Any:
     >>> microbatch({"x": torch.zeros(6, 2)}, 3)["x"].shape
     torch.Size([3, 2, 2])
     """
-    if not isinstance(microbatches, int):
+    if not isinstance(microbatches, Integral):
         raise TypeError(f"got {type(microbatches).__name__} as the number of microbatches, expected an integer")
     if isinstance(batch, list):
         raise TypeError(

@@ -18,7 +18,7 @@ from .transport import Failure, Tag, Thunk, Transfer, Values
 
 # Dtypes that every backend can carry; anything else travels as its bytes.
 _PLAIN = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
-_LINE = 256  # bytes of a control message
+_LINE = 1024  # bytes of a control message
 
 
 class _Pair:
@@ -133,16 +133,17 @@ class P2P:
         mine = f"call {self._calls}, {call}"
         theirs = key
         if self.rank > 0:
-            told, _, theirs = self._receive_line(self.rank - 1).rpartition(": ")
+            told, _, theirs = self._receive_line(self.rank - 1).rpartition("\n")
             if told != mine or (key is not None and key != theirs):
                 raise AgreementError(
                     f"the ranks disagree on the step that begins: rank {self.rank} has {mine}: {key or 'no inputs'}, "
                     f"rank {self.rank - 1} has {told}: {theirs}; every rank must make the same calls, with the same "
                     f"schedule and with batches of the same shapes"
                 )
-        assert theirs is not None
+        if theirs is None:
+            raise ValueError("inputs: got None on rank 0, which tells the others their shapes; give it the inputs, whoever holds the first stage")
         if self.rank + 1 < self.size:
-            self._send_line(self.rank + 1, f"{mine}: {theirs}")
+            self._send_line(self.rank + 1, f"{mine}\n{theirs}")
         return theirs
 
     # -- texts -----------------------------------------------------------------------------
@@ -151,6 +152,7 @@ class P2P:
         """Send a short line in one message of fixed size."""
         data = line.encode().ljust(_LINE)
         assert len(data) == _LINE, line
+        self._waiting_on = peer
         self._host.send([torch.frombuffer(bytearray(data), dtype=torch.uint8)], peer, 0).wait()
 
     def _receive_line(self, peer: int) -> str:
@@ -249,6 +251,7 @@ class P2P:
             for tensor in tensors:
                 dist.broadcast(tensor, root, group=self._user_group)
             return tensors
+        self._waiting_on = owner if self.rank != owner else None
         if self.rank == owner:
             works = [self._host.send([t], r, 0) for r in range(self.size) if r != owner for t in tensors]
         else:
@@ -261,11 +264,14 @@ class P2P:
     # -- failures --------------------------------------------------------------------------
 
     def fail(self, failure: Failure) -> BaseException:
+        late = _timed_out(failure.cause) and self._waiting_on is not None
+        if late:
+            failure = failure._replace(context=f"; it waited for rank {self._waiting_on}, which has not answered")
         first = self._first_failure(failure)
         self._tear_down()
         if first is not None:
             return first
-        if failure.instruction is None:
+        if failure.instruction is None and not late:
             return failure.cause
         return PipelineError(failure.rank, failure.position, failure.instruction, failure.reason)
 
@@ -311,6 +317,11 @@ def _connection_lost(cause: BaseException) -> bool:
     if isinstance(cause, dist.DistNetworkError):
         return True
     return isinstance(cause, RuntimeError) and any(s in str(cause) for s in ("Connection closed", "Connection reset", "Broken pipe"))
+
+
+def _timed_out(cause: BaseException) -> bool:
+    """Whether an exception is the backend's word for a peer that has not answered in time."""
+    return isinstance(cause, RuntimeError) and "Timed out waiting" in str(cause)
 
 
 def _in_turn(thunks: list[Thunk]) -> Thunk:

@@ -120,7 +120,13 @@ def _in_order(schedule: Schedule) -> Iterator[tuple[int, range]]:
 
 def _share_losses(transport: Transport, served: Mapping[Key, Served]) -> dict[int, LeafSignature]:
     """The losses of all stages, on every rank."""
-    mine = {stage: it.loss.to_json() for (stage, _), it in served.items() if it.loss is not None}
+    mine: dict[int, str] = {}
+    for (stage, m), it in served.items():
+        if it.loss is not None and mine.setdefault(stage, it.loss.to_json()) != it.loss.to_json():
+            raise ValueError(
+                f"stage {stage} gives the loss {it.loss} for microbatch {m}, {Signature.from_json(mine[stage])} for those before; "
+                f"expected one dtype and shape: cast the loss"
+            )
     found: dict[int, LeafSignature] = {}
     for text in transport.share(json.dumps(mine)):
         found.update((int(stage), Signature.from_json(loss).leaves[0]) for stage, loss in json.loads(text).items())

@@ -61,7 +61,7 @@ class Session:
 
     def __init__(self, schedule: Schedule, transport: Transport, work: Work) -> None:
         self.schedule, self.transport, self.work = schedule, transport, work
-        self.call = f"{work.call} with {schedule.name} of {schedule.microbatches} microbatches ({schedule.digest[:8]})"
+        self.call = f"{work.call} with {schedule.name[:60]} of {schedule.microbatches} microbatches ({schedule.digest[:8]})"
         self.local = transport.local_ranks(schedule.ranks)
         self.stages = tuple(s for s, r in enumerate(schedule.placement) if r in self.local)
         self.generation: int | None = None
@@ -95,10 +95,13 @@ class Session:
                 return self.work.finish(Step(self.schedule, self.transport, memory, table, arguments))
         except StepFailed as failed:
             failure = failed.failure._replace(context=_given(failed.failure, table))
-            raise self.transport.fail(failure) from failure.cause
+            error = self.transport.fail(failure)
+            if not isinstance(failure.cause, Exception):
+                raise failure.cause from None  # an interrupt stays what it is
+            raise error from failure.cause
         except BaseException as cause:
             error = self.transport.fail(Failure(self.local[0], None, None, cause))
-            if error is cause:
+            if error is cause or not isinstance(cause, Exception):
                 raise
             raise error from cause
         finally:
@@ -182,7 +185,9 @@ def _key(inputs: Batch) -> str:
     distinct = dict.fromkeys(inputs.signatures)
     index = {signature: n for n, signature in enumerate(distinct)}
     text = "\n".join([*(s.to_json() for s in distinct), *(str(index[s]) for s in inputs.signatures)])
-    return f"{len(inputs.signatures)} microbatches {sha256(text.encode()).hexdigest()[:16]}"
+    shown = ", ".join(map(str, distinct))
+    shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+    return f"{len(inputs.signatures)} microbatches of {shown} {sha256(text.encode()).hexdigest()[:16]}"
 
 
 def _local_key(arguments: Arguments) -> tuple:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 
 from .structure import structure_from_json, structure_to_json
 
+_SHORT = reprlib.Repr()
+_SHORT.maxother = 80
 _DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
 
 
@@ -183,7 +186,7 @@ def flatten(tree: Any, name: str = "tree") -> tuple[tuple[torch.Tensor, ...], op
         if not isinstance(leaf, torch.Tensor):
             path = optree.treespec_accessors(treedef)[index].codify(name)
             raise TypeError(
-                f"{path}: got {leaf!r} of type {type(leaf).__name__}, expected a tensor; "
+                f"{path}: got {_SHORT.repr(leaf)} of type {type(leaf).__name__}, expected a tensor; "
                 "bind constants with functools.partial, or make tensors of them"
             )
     return tuple(leaves), treedef

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -76,6 +77,79 @@ def test_wrong_parameters_stages_weights_and_losses_are_refused():
     refused(r"stage 1.*floating scalar, got float32\[4\]", error=Exception, call=lambda: vector(params, *(t[:, :, :] for t in (inputs, targets))))
 
 
+def test_what_is_no_schedule_stage_transport_or_engine_is_refused():
+    schedule, make = pp.gpipe(2, 4), pp.value_and_grad
+    for maker in (pp.value_and_grad, pp.evaluate):
+        refused("schedule: got <function .*ranks=4", maker, [stage] * 2, squared, pp.gpipe, error=TypeError)
+        refused("stages: got <function .*expected a list", maker, stage, squared, schedule, error=TypeError)
+        refused(r"stages\[1\]: got 3 of type int", maker, [stage, 3], squared, schedule, error=TypeError)
+        refused("stage_from_module", maker, [torch.nn.Linear(D, D)] * 2, squared, schedule, error=TypeError)
+        refused("loss_fn: got 'mse'", maker, [stage] * 2, "mse", schedule, error=TypeError)
+        refused("transport: got <class .*InProcess()", maker, [stage] * 2, squared, schedule, pp.InProcess, error=TypeError)
+        refused("engine: got 'graph'.*ppfunc.graph", maker, [stage] * 2, squared, schedule, engine="graph", error=TypeError)
+    refused("loss_fn: got None", make, [stage] * 2, None, schedule, error=TypeError)
+    refused(r"argnums: got \[0\]", make, [stage] * 2, squared, schedule, argnums=[0])
+
+
+def test_arguments_of_a_wrong_kind_are_refused():
+    params, inputs, targets = problem(2, 4)
+    step = pp.value_and_grad([stage] * 2, squared, pp.gpipe(2, 4))
+    refused(r"params: got \[0, '1'\]", step, {0: params[0], "1": params[1]}, inputs, targets)
+    refused("weights: got 'ab', expected one number", step, params, inputs, targets, weights="ab", error=TypeError)
+    for seed in (3, (1.5, 2), (1, 2, 3)):
+        refused(r"expected \(seed, step\), two integers", step, params, inputs, targets, seed=seed, error=TypeError)
+    refused("side: got list, expected a dictionary", step, params, inputs, targets, side=[inputs], error=TypeError)
+    refused("state: got Tensor, expected a dictionary", step, params, inputs, targets, state=inputs, error=TypeError)
+    refused("expected an integer", pp.microbatch, inputs, 2.0, error=TypeError)
+    refused("got a list of 2.*tuple", pp.microbatch, [inputs, inputs], 2, error=TypeError)
+    refused("batch of 0 .*at least one row", pp.microbatch, inputs[:0], 2)
+    with pytest.raises(TypeError, match="ndarray") as raised:
+        step(params, torch.ones(4, 99, D).numpy(), targets)
+    assert len(str(raised.value)) < 300
+
+
+def test_losses_of_several_dtypes_are_refused():
+    params, inputs, targets = problem(2, 4)
+    params = {s: {"w": tree["w"].double()} for s, tree in params.items()}
+
+    def kept(params, x):
+        return x @ params["w"].to(x.dtype)
+
+    mixed = [inputs[0].double(), *inputs[1:]]
+    step = pp.value_and_grad([kept] * 2, lambda y, t: y.mean(), pp.gpipe(2, 4))
+    refused(r"stage 1 gives the loss float32\[\] for microbatch 1, float64\[\]", step, params, mixed, targets)
+    step = pp.value_and_grad([kept] * 2, lambda y, t: y.double().mean(), pp.gpipe(2, 4))
+    step(params, mixed, targets)
+    outputs = pp.evaluate([kept] * 2, None, pp.gpipe(2, 4), return_outputs=True)(params, mixed)
+    assert [y.dtype for y in outputs] == [torch.float64, *[torch.float32] * 3]
+
+
+def test_parameters_of_another_dtype_that_change_the_loss_are_refused():
+    step = pp.value_and_grad([lambda p, x: x * p], squared, pp.gpipe(1, 4))
+    _, inputs, targets = problem(1, 4)
+    step({0: torch.ones(D)}, inputs, targets)
+    wide = {0: torch.ones(D, dtype=torch.float64)}
+    refused(r"gives the loss float64\[\].*agreed on the loss float32\[\].*make a new step", step, wide, inputs, targets)
+
+
+def test_an_interrupt_stays_an_interrupt():
+    armed = [False]
+
+    def interrupted(params, x):
+        if armed[0]:
+            raise KeyboardInterrupt
+        return stage(params, x)
+
+    params, inputs, targets = problem(2, 4)
+    step = pp.value_and_grad([stage, interrupted], squared, pp.gpipe(2, 4), engine=pp.functional)
+    step(params, inputs, targets)
+    armed[0] = True
+    with pytest.raises(KeyboardInterrupt):
+        step(params, inputs, targets)
+    armed[0] = False
+    step(params, inputs, targets)
+
+
 def test_stages_that_do_not_fit_each_other_are_refused_by_name():
     params, inputs, targets = problem(2, 4)
     step = pp.value_and_grad([stage] * 2, squared, pp.gpipe(2, 4))
@@ -105,8 +179,6 @@ def test_impure_and_data_dependent_stages_are_refused_by_name():
 
 
 def test_a_wrong_schedule_is_refused_before_anything_runs():
-    from dataclasses import replace
-
     schedule = pp.gpipe(2, 4)
     broken = replace(schedule, programs=(schedule.programs[0][:-1], schedule.programs[1]))
     refused("0F3: the backward", pp.value_and_grad, [stage] * 2, squared, broken, error=pp.ScheduleError)
@@ -152,7 +224,34 @@ def test_ranks_that_disagree_are_told_so(two, kind):
     for rank, (name, text, seconds) in enumerate(two(disagree, kind)):
         assert name == ("PipelineError" if rank == 0 else "AgreementError")
         assert "disagree" in text
+        assert kind != "shape" or ("float32[3,4]" in text and "float32[2,4]" in text)
         assert seconds < SOON
+
+
+def skip(rank, ranks):
+    params, inputs, targets = problem(ranks, 4)
+    step = pp.value_and_grad([stage] * ranks, squared, pp.gpipe(ranks, 4), pp.P2P(timeout=4))
+    step({rank: params[rank]}, inputs, targets)
+    if rank == 1:
+        return caught(step, {rank: params[rank]}, inputs, targets)
+    time.sleep(5)  # it lives, but does not come
+    return None
+
+
+def test_a_rank_that_does_not_come_is_named(two):
+    name, text, _ = two(skip)[1]
+    assert name == "PipelineError"
+    assert "waited for rank 0" in text
+
+
+def long_name(rank, ranks):
+    params, inputs, targets = problem(ranks, 4)
+    schedule = replace(pp.gpipe(ranks, 4), name="é" * 400)
+    return caught(pp.value_and_grad([stage] * ranks, squared, schedule, pp.P2P(timeout=60)), {rank: params[rank]}, inputs, targets)
+
+
+def test_a_schedule_may_have_a_long_name(two):
+    assert [name for name, _, _ in two(long_name)] == [None, None]
 
 
 def wrong_size(rank, ranks):
@@ -186,7 +285,7 @@ def fail_once(rank, ranks, kind):
     if kind == "first call":  # a fresh transport: nobody has met anybody yet
         step = pp.value_and_grad(stages, squared, pp.one_f_one_b(ranks, 5), pp.P2P(timeout=60), engine=pp.functional)
         given = None if here else targets
-    failure = caught(step, {rank: params[rank]}, inputs, given)
+    failure = caught(step, {rank: params[rank]}, inputs, given, weights=[1.0] if here and kind == "weights" else None)
     armed[0] = False
     again, same = step({rank: params[rank]}, inputs, targets)
     assert torch.equal(again, loss)
@@ -194,7 +293,7 @@ def fail_once(rank, ranks, kind):
     return failure
 
 
-@pytest.mark.parametrize("kind", ["stage", "argument", "first call"])
+@pytest.mark.parametrize("kind", ["stage", "argument", "weights", "first call"])
 def test_a_failure_reaches_every_rank_by_name_and_the_retry_gives_the_same_bits(four, kind):
     answers = four(fail_once, kind)
     for rank, (name, text, seconds) in enumerate(answers):
