@@ -39,6 +39,7 @@ from ppfunc.training import adamw
 ENGINES = {"graph": pp.graph, "functional": pp.functional, "eager": pp.eager}
 VALIDATION_BATCHES = 40
 SAMPLE = 240
+MOST_CONTEXT = 8192
 
 
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -100,8 +101,12 @@ def plan(options: argparse.Namespace) -> Plan:
     Raises:
         ValueError: options that do not fit together.
     """
-    if options.steps < 1:
-        raise ValueError(f"expected at least 1 step, got {options.steps}")
+    for name in ("steps", "stages", "microbatches", "batch", "context", "width", "layers", "heads"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name}: got {value}, expected at least 1")
+    if options.context > MOST_CONTEXT:
+        raise ValueError(f"--context: got {options.context} bytes, expected at most {MOST_CONTEXT}")
     schedule = schedule_of(options)
     if schedule.forward_only:
         raise ValueError(f"{options.schedule} runs forward only; choose a schedule for training")

@@ -129,7 +129,12 @@ def test_options_that_do_not_fit_are_refused_at_once(example, capsys):
         ("--batch 10 --microbatches 4", "not divisible"),
         ("--width 30 --heads 4", "multiple of heads"),
         ("--stages 9 --layers 4", "9 stages"),
-        ("--steps 0", "at least 1 step"),
+        ("--steps 0", "--steps: got 0, expected at least 1"),
+        ("--stages 0", "--stages: got 0"),
+        ("--heads 0", "--heads: got 0"),
+        ("--batch -16", "--batch: got -16"),
+        ("--context 0", "--context: got 0"),
+        ("--context 100000000", "expected at most 8192"),
         ("--chunks 2", "no choice of chunks"),
     ]:
         with pytest.raises(SystemExit) as caught:
