@@ -305,7 +305,7 @@ def test_parameters_of_any_strides(engine):
     step = pp.value_and_grad([stage] * 2, squared, pp.gpipe(2, 3), engine=engine)
     expected = step(params, inputs, targets)
     turned = {s: {"w": p["w"].T.contiguous().T, "b": p["b"][:1].expand(D)} for s, p in params.items()}
-    for given in (turned, optree.tree_map(torch.clone, turned)):
-        compare([stage] * 2, squared, pp.gpipe(2, 3), given, inputs, targets, engine)
-        step(given, inputs, targets)
+    for held in (turned, optree.tree_map(torch.clone, turned)):
+        compare([stage] * 2, squared, pp.gpipe(2, 3), held, inputs, targets, engine)
+        step(held, inputs, targets)
     assert optree.tree_all(optree.tree_map(torch.equal, step(params, inputs, targets), expected))

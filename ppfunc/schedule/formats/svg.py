@@ -12,7 +12,7 @@ from html import escape
 from math import floor, log10
 from typing import NamedTuple
 
-from ..instruction import Instruction, Op, parts_of
+from ..instruction import Op, parts_of
 from ..schedule import Schedule
 from ..simulate import Timeline, simulate
 from .bars import Bar, compute_bars
