@@ -79,8 +79,8 @@ def value_and_grad(
 
         * ``params``: ``{stage: tree}``, the stages that this process holds (all of them in process).
         * ``inputs``, ``targets``: a tree, every leaf of which has a leading axis ``m``, or a list of
-          ``m`` trees, which may differ in shape. A rank that does not hold the first (the last) stage
-          may pass None for the inputs (the targets).
+          ``m`` trees, which may differ in shape. A rank that does not hold the last stage may pass None
+          for the targets; one that does not hold the first, and is not rank 0, None for the inputs.
         * ``weights``: those of this step, where they differ from step to step; needed where losses are.
         * ``seed``: ``(seed, step)``, two integers, for stages that draw random numbers.
         * ``side``: ``{stage: batch}``, side inputs of stages of this process, as the inputs are given.
