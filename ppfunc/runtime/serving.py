@@ -103,8 +103,10 @@ class Server:
         if stage in self.losing or loss.leaves:
             got = [str(leaf) for leaf in loss.leaves]
             if len(got) != 1 or loss.leaves[0].shape != self.loss_shape or not loss.leaves[0].dtype.is_floating_point:
-                form, mend = f"floating tensor of shape {list(self.loss_shape)}, the loss_shape", "check that"
-                form, mend = (form, mend) if self.loss_shape else ("floating scalar", "take its mean or sum")
+                if self.loss_shape:
+                    form, mend = f"floating tensor of shape {list(self.loss_shape)}", "return one of that shape, or pass another loss_shape"
+                else:
+                    form, mend = "floating scalar", "take its mean or sum"
                 raise ValueError(f"the loss of stage {stage} must be a {form}, got {', '.join(got) or 'nothing'}; {mend}")
         if (metrics.leaves or state.leaves) and not self.has_aux:
             raise ValueError(f"stage {stage} returns {'metrics' if metrics.leaves else 'a state'}; pass has_aux=True to get them")

@@ -135,9 +135,10 @@ def backward_call(memory: Memory, call: StageCall, home: Home, stage: int, micro
 
 def backward(memory: Memory, call: StageCall, home: Home, stage: int, microbatch: int, whole: bool) -> Thunk:
     """The thunk of a backward; it hands over the only reference to the residuals, which are freed on the way."""
-    run, _, put = backward_call(memory, call, home, stage, microbatch, whole)
+    run = call.program.backward if whole else call.program.backward_input
     residuals, key = memory.residuals, (stage, microbatch)
     cotangents = _cotangents(memory, call, stage, microbatch)
+    put = _gradients(memory, call, home, stage, microbatch, whole)
 
     def backward_step() -> None:
         put(run(residuals.pop(key), cotangents()))
