@@ -104,7 +104,7 @@ class Server:
             got = [str(leaf) for leaf in loss.leaves]
             if len(got) != 1 or loss.leaves[0].shape != self.loss_shape or not loss.leaves[0].dtype.is_floating_point:
                 if self.loss_shape:
-                    form, mend = f"floating tensor of shape {list(self.loss_shape)}", "return one of that shape, or pass another loss_shape"
+                    form, mend = f"floating tensor of shape {list(self.loss_shape)}, the loss_shape", "return one of that shape, or pass another loss_shape"
                 else:
                     form, mend = "floating scalar", "take its mean or sum"
                 raise ValueError(f"the loss of stage {stage} must be a {form}, got {', '.join(got) or 'nothing'}; {mend}")
