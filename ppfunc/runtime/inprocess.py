@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from ppfunc.stage import LeafSignature
 
 from .errors import PipelineError
-from .transport import Failure, Thunk, Transfer, Values
+from .transport import Failure, Route, Thunk, Transfer, Values
 
 
 class InProcess:
@@ -28,7 +28,7 @@ class InProcess:
     def local_ranks(self, ranks: int) -> tuple[int, ...]:
         return tuple(range(ranks))
 
-    def connect(self, edges: Sequence[tuple[int, int]]) -> None:
+    def connect(self, routes: Iterable[Route]) -> None:
         pass
 
     def share(self, text: str) -> list[str]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -14,28 +16,35 @@ from ppfunc.schedule.formats.text import parse_instruction
 from ppfunc.stage import LeafSignature
 
 from .errors import AgreementError, PipelineError
-from .transport import Failure, Tag, Thunk, Transfer, Values
+from .transport import Failure, Route, Tag, Thunk, Transfer, Values
 
 # Dtypes that every backend can carry; anything else travels as its bytes.
 _PLAIN = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
 _LINE = 1024  # bytes of a control message
+_FIRST = 1  # tag of the line that begins a step
+# Lets threads of gloo's run that wait for this core; they would wait until it has computed for a millisecond. Before a
+# send they have to note that its receive is posted, or it takes another round trip; after it, to take in what it delivers.
+_give_way: Thunk = getattr(os, "sched_yield", partial(time.sleep, 0))
 
 
-class _Pair:
-    """The communicator of one pair of ranks; ``group`` is None once it has been torn down."""
+class _Line:
+    """A communicator of two ranks; ``group`` is None once it has been torn down."""
 
     def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
         self.group: dist.ProcessGroup | None = group
-        self.peer = peer  # rank of the other end within the pair
+        self.peer = peer  # rank of the other end within the group
 
 
 class P2P:
     """The transport of a pipeline with one process per rank.
 
-    Messages of a pair of ranks have a communicator of their own, made from the store of the
+    Messages of a pair of ranks have communicators of their own, made from the store of the
     user's group: operations of one NCCL communicator run in the order in which they were
-    issued, whoever the peer is, and no pair must wait for another. Small facts (which step
-    begins, signatures) travel over gloo on the host, so that no GPU has to be waited for.
+    issued, whoever the peer is, and no pair must wait for another. Under NCCL a pair has one,
+    whose operations of a step go as one batch. Under gloo it has one for each way and kind of
+    message: a connection is locked while something is written to it, and what arrives on it
+    meanwhile keeps a thread spinning. Small facts (which step begins, signatures) travel over
+    gloo on the host, so that no GPU has to be waited for.
 
     Args:
         group: an initialised process group; its ranks, in order, are the ranks of the
@@ -63,9 +72,11 @@ class P2P:
         self.generation = 0
         self._calls = self._shared = 0
         self._control: dist.ProcessGroup | None = None
-        self._pairs: dict[int, _Pair] = {}
+        self._lines: dict[str, _Line] = {}
         self._waiting_on: int | None = None
         self._pending: dict[Tag, tuple[list[dist.Work], list[torch.Tensor]]] = {}
+        self._ahead: tuple[dist.Work, torch.Tensor] | None = None
+        self._told: tuple[dist.Work, torch.Tensor] | None = None
 
     # -- beginnings ------------------------------------------------------------------------
 
@@ -77,12 +88,22 @@ class P2P:
             )
         return (self.rank,)
 
-    def connect(self, edges: Sequence[tuple[int, int]]) -> None:
-        for low, high in sorted({(min(e), max(e)) for e in edges}):
-            if self.rank in (low, high):
-                peer = high if self.rank == low else low
-                if peer not in self._pairs:
-                    self._pairs[peer] = _Pair(self._open(f"pair/{low}-{high}", int(self.rank == high), 2), int(self.rank == low))
+    def connect(self, routes: Iterable[Route]) -> None:
+        for route in sorted(routes):
+            name = self._name(route)
+            if self.rank in route.ranks and name not in self._lines:
+                above = self.rank == max(route.ranks)
+                self._lines[name] = _Line(self._open(name, int(above), 2), int(not above))
+
+    def _name(self, route: Route) -> str:
+        """The name of the communicator that messages of a route take, the same at both ends."""
+        if self.backend == "nccl":
+            return f"pair/{min(route.ranks)}-{max(route.ranks)}"
+        return f"{route.direction}/{route.sender}-{route.receiver}"
+
+    def _line(self, transfer: Transfer) -> _Line:
+        ends = (self.rank, transfer.peer) if transfer.outgoing else (transfer.peer, self.rank)
+        return self._lines[self._name(Route(transfer.tag.direction, *ends))]
 
     def _open(self, name: str, rank: int, size: int, backend: str | None = None) -> dist.ProcessGroup:
         """A communicator of its own, known to no registry: it ends when it is let go."""
@@ -133,7 +154,7 @@ class P2P:
         mine = f"call {self._calls}, {call}"
         theirs = key
         if self.rank > 0:
-            told, _, theirs = self._receive_line(self.rank - 1).rpartition("\n")
+            told, _, theirs = self._first_line().rpartition("\n")
             if told != mine or (key is not None and key != theirs):
                 raise AgreementError(
                     f"the ranks disagree on the step that begins: rank {self.rank} has {mine}: {key or 'no inputs'}, "
@@ -143,23 +164,38 @@ class P2P:
         if theirs is None:
             raise ValueError("inputs: got None on rank 0, which tells the others their shapes; give it the inputs, whoever holds the first stage")
         if self.rank + 1 < self.size:
-            self._send_line(self.rank + 1, f"{mine}\n{theirs}")
+            line = _written(f"{mine}\n{theirs}")
+            self._told = self._host.send([line], self.rank + 1, _FIRST), line  # kept until the next; nobody waits for it
         return theirs
+
+    def _first_line(self) -> str:
+        """What the rank before says at the beginning of a step.
+
+        The next one is received ahead of its time: a send whose receive is posted is one message, any other is three.
+        """
+        peer = self.rank - 1
+        work, line = self._ahead or self._receive_first(peer)
+        self._waiting_on = peer
+        work.wait()
+        self._ahead = self._receive_first(peer)
+        return _read(line)
+
+    def _receive_first(self, peer: int) -> tuple[dist.Work, torch.Tensor]:
+        line = torch.empty(_LINE, dtype=torch.uint8)
+        return self._host.recv([line], peer, _FIRST), line
 
     # -- texts -----------------------------------------------------------------------------
 
     def _send_line(self, peer: int, line: str) -> None:
         """Send a short line in one message of fixed size."""
-        data = line.encode().ljust(_LINE)
-        assert len(data) == _LINE, line
         self._waiting_on = peer
-        self._host.send([torch.frombuffer(bytearray(data), dtype=torch.uint8)], peer, 0).wait()
+        self._host.send([_written(line)], peer, 0).wait()
 
     def _receive_line(self, peer: int) -> str:
         self._waiting_on = peer
-        data = torch.empty(_LINE, dtype=torch.uint8)
-        self._host.recv([data], peer, 0).wait()
-        return bytes(data.tolist()).decode().rstrip()
+        line = torch.empty(_LINE, dtype=torch.uint8)
+        self._host.recv([line], peer, 0).wait()
+        return _read(line)
 
     def tell(self, rank: int, peer: int, text: str) -> None:
         data = text.encode()
@@ -174,46 +210,51 @@ class P2P:
     # -- messages --------------------------------------------------------------------------
 
     def post(self, rank: int, batch: Sequence[Transfer], values: Values) -> Thunk | None:
+        if self.backend != "nccl":
+            ends = [self._end(t, values) for t in batch]
+            return _in_turn([_give_way, *ends, _give_way] if any(t.outgoing for t in batch) else ends)
         by_peer: dict[int, list[Transfer]] = {}
         for transfer in batch:
             by_peer.setdefault(transfer.peer, []).append(transfer)
-        posts = [self._post_pair(self._pairs[peer], part, values) for peer, part in by_peer.items()]
-        return _in_turn(posts)
+        return _in_turn([self._coalesced(part, values) for part in by_peer.values()])
 
-    def _post_pair(self, pair: _Pair, batch: list[Transfer], values: Values) -> Thunk:
-        """The thunk that posts what goes over one pair; as one coalesced operation where the backend has that."""
-        ends = [self._sender(pair, t, values) if t.outgoing else self._receiver(pair, t) for t in batch]
-        if self.backend != "nccl":
-            return _in_turn(ends)
+    def _coalesced(self, batch: list[Transfer], values: Values) -> Thunk:
+        """The thunk that posts what goes over the one communicator of a pair as one operation."""
+        line, ends = self._line(batch[0]), [self._end(t, values) for t in batch]
         pending, tags = self._pending, [t.tag for t in batch]
 
         def post_coalesced() -> None:
-            pair.group._start_coalescing()
+            line.group._start_coalescing()
             for end in ends:
                 end()
-            work = pair.group._end_coalescing()
+            work = line.group._end_coalescing()
             for tag in tags:
                 pending[tag] = [work], pending[tag][1]
 
         return post_coalesced
 
-    def _sender(self, pair: _Pair, transfer: Transfer, values: Values) -> Thunk:
-        tag, pending, peer, wire = transfer.tag, self._pending, pair.peer, _wire(transfer)
+    def _end(self, transfer: Transfer, values: Values) -> Thunk:
+        return self._sender(transfer, values) if transfer.outgoing else self._receiver(transfer)
+
+    def _sender(self, transfer: Transfer, values: Values) -> Thunk:
+        line = self._line(transfer)
+        tag, pending, peer, wire = transfer.tag, self._pending, line.peer, _wire(transfer)
 
         def send() -> None:
             tensors = wire([t.contiguous() for t in values.pop(tag)])
-            pending[tag] = [pair.group.send([t], peer, 0) for t in tensors], tensors
+            pending[tag] = [line.group.send([t], peer, 0) for t in tensors], tensors
 
         return send
 
-    def _receiver(self, pair: _Pair, transfer: Transfer) -> Thunk:
-        tag, pending, peer, wire = transfer.tag, self._pending, pair.peer, _wire(transfer)
+    def _receiver(self, transfer: Transfer) -> Thunk:
+        line = self._line(transfer)
+        tag, pending, peer, wire = transfer.tag, self._pending, line.peer, _wire(transfer)
         made = [(leaf.shape, leaf.dtype) for leaf in transfer.leaves]
         device = transfer.device
 
         def receive() -> None:
             buffers = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in made]
-            pending[tag] = [pair.group.recv([t], peer, 0) for t in wire(buffers)], buffers
+            pending[tag] = [line.group.recv([t], peer, 0) for t in wire(buffers)], buffers
 
         return receive
 
@@ -298,11 +339,11 @@ class P2P:
 
     def _tear_down(self) -> None:
         """End every communicator: peers that wait on one raise at once. The next step makes new ones."""
-        groups = [self._control, *(pair.group for pair in self._pairs.values())]
-        self._control = None
-        for pair in self._pairs.values():
-            pair.group = None
-        self._pairs.clear()
+        groups = [self._control, *(line.group for line in self._lines.values())]
+        self._control = self._ahead = self._told = None
+        for line in self._lines.values():
+            line.group = None
+        self._lines.clear()
         self._pending.clear()
         if self.backend == "nccl":
             for group in groups:
@@ -334,6 +375,16 @@ def _in_turn(thunks: list[Thunk]) -> Thunk:
             thunk()
 
     return call_all
+
+
+def _written(line: str) -> torch.Tensor:
+    data = line.encode().ljust(_LINE)
+    assert len(data) == _LINE, line
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _read(line: torch.Tensor) -> str:
+    return bytes(line.tolist()).decode().rstrip()
 
 
 def _wire(transfer: Transfer) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from hashlib import sha256
+from itertools import permutations
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from .plan import Serve, Served, Table, bind_table, negotiate, renew
 from .results import Step
 from .serving import Server
 from .thunks import Overlapped
-from .transport import Failure, Tag, Transport
+from .transport import Failure, Route, Tag, Transport
 
 
 class Work(NamedTuple):
@@ -154,7 +155,7 @@ class Session:
                 raise AgreementError(
                     f"the ranks disagree: rank {self.local[0]} has {facts}; rank {rank} has {theirs}; every rank must be given the same"
                 )
-        self.transport.connect(_pairs(self.schedule))
+        self.transport.connect(_routes(self.schedule))
         self.generation = self.transport.generation
 
     def _fill(self, memory: Memory, table: Table, arguments: Arguments) -> None:
@@ -218,9 +219,14 @@ def _given(failure: Failure, table: Table) -> str:
     return ""
 
 
-def _pairs(schedule: Schedule) -> list[tuple[int, int]]:
-    """The pairs of ranks that exchange messages: along edges, and between copies of a stage."""
+def _routes(schedule: Schedule) -> Iterator[Route]:
+    """Where messages travel between ranks: along edges and back, and between the copies of a stage."""
     home = schedule.placement
-    pairs = {(home[a], home[b]) for a, b in schedule.edges}
-    pairs |= {(home[a], home[b]) for group in schedule.copies for a in group for b in group}
-    return sorted({(min(p), max(p)) for p in pairs if p[0] != p[1]})
+    for a, b in schedule.crossing_edges:
+        yield Route("F", home[a], home[b])
+        if not schedule.forward_only:
+            yield Route("B", home[b], home[a])
+    for group in () if schedule.forward_only else schedule.copies:
+        for a, b in permutations(group, 2):
+            if home[a] != home[b]:
+                yield Route("R", home[a], home[b])

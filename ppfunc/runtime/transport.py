@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -30,6 +30,24 @@ class Tag(NamedTuple):
 
 
 Values = dict[Tag, tuple[torch.Tensor, ...]]
+
+
+class Route(NamedTuple):
+    """Messages of one kind from one rank to another.
+
+    Args:
+        direction: as in :class:`Tag`.
+        sender, receiver: two ranks.
+    """
+
+    direction: str
+    sender: int
+    receiver: int
+
+    @property
+    def ranks(self) -> tuple[int, int]:
+        """Both ends."""
+        return self.sender, self.receiver
 
 
 class Transfer(NamedTuple):
@@ -83,8 +101,8 @@ class Transport(Protocol):
     def local_ranks(self, ranks: int) -> tuple[int, ...]:
         """The ranks that live in this process, of a pipeline of ``ranks``; ValueError where the number does not fit."""
 
-    def connect(self, edges: Sequence[tuple[int, int]]) -> None:
-        """Open what the pairs of ranks in ``edges`` need to talk."""
+    def connect(self, routes: Iterable[Route]) -> None:
+        """Open what messages need on these routes; every process names the same ones."""
 
     def share(self, text: str) -> list[str]:
         """The text of every process."""

@@ -4,9 +4,11 @@ Run by torchrun, two ranks or more::
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 tests/benchmarks/step_time.py --schedule 1f1b --width 64
 
-Both run in turn in one process group, in rounds that alternate. Printed are the median step
-times, the median of the ratios round by round (below 1: ppfunc is faster), and the measured over the
-ideal step, which is the simulated makespan with the stages' own measured times.
+Both run in turn in one process group, in rounds that alternate, each rank on a core of its own unless
+``--unbound`` leaves that to the operating system. Printed are the median step times, the median of the
+ratios round by round (below 1: ppfunc is faster), and the measured over the ideal step, which is the
+simulated makespan with the stages' own measured times. ``--compile`` compares programs compiled by
+inductor with the same programs as traced.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ THEIRS = {
 }
 SIZES = {64: (2, 16), 256: (4, 128)}  # width: (sequences, bytes) of a microbatch
 Stage = Callable[[list[gpt.Params], torch.Tensor], torch.Tensor]
+Gradients = dict[int, list[gpt.Params]]  # of the stages of a rank
 
 
 class Blocks(torch.nn.Module):
@@ -63,6 +66,8 @@ def squared(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def main() -> None:
     options = arguments()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    if not options.unbound:
+        bind_to_core()
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     schedule = BUILDERS[options.schedule](ranks, options.microbatches)
@@ -77,34 +82,47 @@ def main() -> None:
     shape = (options.microbatches * sequences, length, options.width)
     inputs, targets = (torch.randn(shape, generator=generator) for _ in range(2))
 
-    ours = pp.value_and_grad(stages, squared, schedule, pp.P2P(), engine=pp.graph)
     batch = pp.microbatch(inputs, options.microbatches), pp.microbatch(targets, options.microbatches)
-    modules = {s: Blocks(stages[s], params[s]) for s in params}
-    step_theirs = their_step(options, schedule, modules, inputs, targets, rank)
 
-    def step_ours() -> dict:
-        return ours(params, *batch)[1]
+    def our_step(engine: pp.Engine) -> Callable[[], Gradients]:
+        step = pp.value_and_grad(stages, squared, schedule, pp.P2P(), engine=engine)
+        return lambda: step(params, *batch)[1]
 
-    agree(step_ours(), step_theirs, modules)
+    if options.compile:
+        names = "compiled", "as traced"
+        step_ours, step_theirs = our_step(pp.graph(compile=True)), our_step(pp.graph)
+    else:
+        names = "ppfunc", "torch"
+        modules = {s: Blocks(stages[s], params[s]) for s in params}
+        step_ours, step_theirs = our_step(pp.graph), their_step(options, schedule, modules, inputs, targets, rank)
+    agree(step_ours(), step_theirs())
     rounds = [(measure(step_ours, options.steps), measure(step_theirs, options.steps)) for _ in range(options.rounds)]
     ideal = ideal_step(stages, schedule, params, inputs[:sequences], targets[:sequences])
     if rank == 0:
         mine, other = median(a for a, _ in rounds), median(b for _, b in rounds)
         print(
-            f"{options.schedule}, {ranks} ranks, width {options.width}: ppfunc {mine * 1e3:.2f} ms, torch {other * 1e3:.2f} ms, "
+            f"{options.schedule}, {ranks} ranks, width {options.width}: {names[0]} {mine * 1e3:.2f} ms, {names[1]} {other * 1e3:.2f} ms, "
             f"ratio {median(a / b for a, b in rounds):.3f}; ideal {ideal * 1e3:.2f} ms, measured over ideal {mine / ideal:.3f}"
         )
     dist.destroy_process_group()
 
 
+def bind_to_core() -> None:
+    """Keep this process, threads of its transports included, on one core, as MPI's launchers do."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schedule", choices=THEIRS, default="1f1b")
+    parser.add_argument("--schedule", choices=BUILDERS, default="1f1b", help=f"against torch: {', '.join(THEIRS)}")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=10, help="steps per round")
+    parser.add_argument("--unbound", action="store_true", help="let the operating system place ranks on cores")
+    parser.add_argument("--compile", action="store_true", help="time compiled programs against the same ones as traced, not against torch")
     return parser.parse_args()
 
 
@@ -115,7 +133,7 @@ def their_step(
     inputs: torch.Tensor,
     targets: torch.Tensor,
     rank: int,
-) -> Callable[[], None]:
+) -> Callable[[], Gradients]:
     """A step of torch's runtime of the same schedule."""
     stages = [PipelineStage(modules[s], s, schedule.stages, torch.device("cpu")) for s in sorted(modules)]
     made = THEIRS[options.schedule]
@@ -123,21 +141,20 @@ def their_step(
     runtime = made(stages[0] if single else stages, options.microbatches, loss_fn=squared)
     first, last = schedule.placement[0] == rank, schedule.placement[-1] == rank
 
-    def step() -> None:
+    def step() -> Gradients:
         for module in modules.values():
             module.zero_grad(set_to_none=True)
         runtime.step(*[inputs] * first, target=targets if last else None, losses=[] if last else None)
+        return {s: [{k: p.grad for k, p in held.items()} for held in module.held] for s, module in modules.items()}
 
     return step
 
 
-def agree(gradients: dict, step_theirs: Callable[[], None], modules: dict[int, Blocks]) -> None:
+def agree(mine: Gradients, others: Gradients) -> None:
     """Both sides have to compute the same gradients, or the comparison means nothing."""
-    step_theirs()
-    for s, module in modules.items():
-        for mine, other in zip(gradients[s], module.held, strict=True):
-            for name, parameter in other.items():
-                torch.testing.assert_close(mine[name], parameter.grad, rtol=1e-4, atol=1e-6)
+    assert mine.keys() == others.keys()
+    for s in mine:
+        torch.testing.assert_close(mine[s], others[s], rtol=1e-4, atol=1e-6)
 
 
 def ideal_step(
