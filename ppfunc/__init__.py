@@ -6,7 +6,7 @@ from typing import Any
 # Loaded when first used, so that schedules can be studied without loading torch.
 _HOMES = {
     "ppfunc.pipeline": ("evaluate", "microbatch", "value_and_grad", "with_skips"),
-    "ppfunc.runtime": ("AgreementError", "Aux", "InProcess", "P2P", "PipelineError"),
+    "ppfunc.runtime": ("AgreementError", "Aux", "InProcess", "P2P", "PipelineError", "interleaved", "two_streams"),
     "ppfunc.stage": ("StageError", "eager", "functional", "graph", "split_sequential", "stage_from_module"),
     "ppfunc.stage.output": ("Output", "Received"),
     "ppfunc.stage.layers": ("stages_from_layers",),

@@ -68,10 +68,11 @@ def value_and_grad(
             them up: every gradient of a parameter gets a leading axis ``m``.
         loss_shape: shape of the loss, where it is not a scalar: several losses, such as those of an ensemble,
             all of which are returned, and the sum of which is differentiated.
-        overlapped: runs the forward and the backward of an ``OVERLAP_F_B`` as one, for instance on two
-            streams: ``overlapped(forward, its arguments, backward, its arguments)`` returns
-            ``(forward(*its arguments), backward(*its arguments))``; both are pure functions on flat
-            tuples, those of :class:`ppfunc.stage.FlatProgram`. In turn where none is given.
+        overlapped: runs the forward and the backward of an ``OVERLAP_F_B`` as one; in turn where none is given.
+            ``interleaved()`` makes them one program, ``two_streams()`` runs them beside each other on CUDA; a
+            function of your own ``overlapped(forward, its arguments, backward, its arguments)`` returns
+            ``(forward(*its arguments), backward(*its arguments))``, both of them pure functions on flat
+            tuples, those of :class:`ppfunc.stage.FlatProgram`.
 
     Returns:
         ``step(params, inputs, targets, *, weights=None, seed=None, side=None, state=None)``, which returns
@@ -123,7 +124,7 @@ def value_and_grad(
 
     ready = _ready(schedule)
     work = Work(
-        "value_and_grad",
+        f"value_and_grad{' of each microbatch' if per_microbatch else ''}{_of_shape(loss_shape)}",
         Server(stages, ready, engine, loss_fn, loss_shape, has_aux=has_aux, return_outputs=False),
         with_targets=True,
         wants_inputs=1 in wanted,
@@ -181,7 +182,7 @@ def evaluate(
 
     ready = _ready(schedule if schedule.forward_only else forward_only(schedule))
     work = Work(
-        f"evaluate{' with outputs' if return_outputs else ''}",
+        f"evaluate{' with outputs' if return_outputs else ''}{_of_shape(loss_shape)}",
         Server(stages, ready, engine, loss_fn, loss_shape, has_aux=has_aux, return_outputs=return_outputs),
         with_targets=loss_fn is not None,
         wants_inputs=False,
@@ -234,6 +235,10 @@ def _step(session: Session, weights: Sequence[float] | torch.Tensor | None) -> C
         return session(Given(params, inputs, targets, side, state, usual if weights is None else weights, seed))
 
     return step
+
+
+def _of_shape(loss_shape: tuple[int, ...]) -> str:
+    return f" with losses of shape {loss_shape}" if loss_shape else ""
 
 
 def _nothing(y: Any, target: Any) -> None:

@@ -58,8 +58,14 @@ class Server:
                 targeted=last and loss_fn is not None,
             )
             self.functions.append(call)
+        self.modes = [fn.mode for fn in stages if hasattr(fn, "mode")]
         self.losing = lasts if loss_fn else set()
         self.lasts = lasts
+
+    def mode(self) -> Hashable:
+        """What the stages depend on beside their arguments: whether modules train, and autocast."""
+        autocast = [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")]
+        return (*autocast, *(mode() for mode in self.modes))
 
     def __call__(
         self,
@@ -83,7 +89,7 @@ class Server:
             StageError: the engine cannot serve it.
             ValueError: it returns what it must not.
         """
-        key = (stage, params, x, constants, device)
+        key = (stage, params, x, constants, device, self.mode())
         if key not in self.programs:
             with suspended():
                 self.programs[key] = self.engine(

@@ -111,10 +111,13 @@ class Session:
 
     def _prepare(self, arguments: Arguments) -> tuple[Bound, Table]:
         """The bound program of this batch's shape; worked out with the peers where it is new."""
-        key = self.transport.begin(self.call, None if arguments.inputs is None else _key(arguments.inputs))
+        call = self.call
+        if len(self.local) < self.schedule.ranks:
+            call += f", weights {sha256(repr(arguments.weights.tolist()).encode()).hexdigest()[:8]}"
+        key = self.transport.begin(call, None if arguments.inputs is None else _key(arguments.inputs))
         if self.generation != self.transport.generation:
             self._open()
-        own = (key, *_local_key(arguments))
+        own = (key, self.work.server.mode(), *_local_key(arguments))
         if own not in self.bound:
             serve = self._serve(arguments)
             if key in self.tables:

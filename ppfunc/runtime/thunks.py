@@ -212,12 +212,14 @@ def move_residuals(memory: Memory, home: Home, stage: int, microbatch: int, targ
     residuals, params, key = memory.residuals, memory.params, (stage, microbatch)
 
     def move() -> None:
+        if not all(isinstance(t, torch.Tensor) for t in residuals[key]):
+            raise TypeError(
+                f"the residuals of stage {stage} cannot be moved: its engine keeps something else than tensors; "
+                f"use the graph engine without cuda_graphs=True, or a schedule without OFFLOAD"
+            )
         stay = {t.untyped_storage().data_ptr() for t in params[stage]}
         residuals[key] = tuple(
-            t.to(target, non_blocking=True)
-            if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in stay
-            else t
-            for t in residuals[key]
+            t if t.untyped_storage().data_ptr() in stay else t.to(target, non_blocking=True) for t in residuals[key]
         )
 
     return move

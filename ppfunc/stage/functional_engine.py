@@ -8,7 +8,10 @@ from typing import Any
 import torch
 
 from .abstract import DATA_DEPENDENT
+from .advice import with_advice
 from .boundary import settled
+from .eager_engine import eager
+from .errors import StageError
 from .example import Example, Leaves
 from .primals import Primals
 from .program import FlatProgram, Gradients, StageProgram, stage_program
@@ -44,8 +47,10 @@ def functional(
     seen = Example.of(example, device)
     known = learn(fn, seen, example, DATA_DEPENDENT, has_aux=has_aux, name=name)
     flat = _flat(Primals(fn, seen, known, has_aux, name))
-    instead = "use the eager engine, which uses torch.autograd.grad"
-    known = require_gradient(flat, known, seen, example, name=name, by="torch.func", instead=instead)
+    try:
+        known = require_gradient(flat, known, seen, example, name=name, by="torch.func", instead="use the eager engine")
+    except StageError as refusal:
+        raise with_advice(refusal, (eager,), fn, example, has_aux=has_aux, name=name, device=device) from refusal.__cause__
     return stage_program(flat, seen, known, has_aux=has_aux, residual_bytes=None)
 
 

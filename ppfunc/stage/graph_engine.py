@@ -9,13 +9,17 @@ from typing import Any
 import torch
 
 from .abstract import outline
+from .advice import with_advice
+from .captured import captured
+from .eager_engine import eager
 from .errors import StageError
 from .example import Example
+from .functional_engine import functional
 from .primals import Primals
 from .program import Engine, FlatProgram, StageProgram, stage_program
 from .tracing.clean import clean
-from .tracing.cut import Parts, residual_bytes
-from .tracing.emit import emit
+from .tracing.cut import Part, Parts, residual_bytes
+from .tracing.emit import Recipe, emit
 from .tracing.joint import Joint, trace
 from .tracing.remat import Remat, cut_for
 
@@ -29,6 +33,7 @@ def graph(
     device: torch.device | str | None = None,
     remat: Remat = "none",
     compile: bool = False,
+    cuda_graphs: bool = False,
 ) -> StageProgram | Engine:
     """An engine, the default one: traces forward and backward once, and runs what it cut from the trace.
 
@@ -45,10 +50,14 @@ def graph(
             but the inputs; a predicate on operators; or the most bytes to be kept.
         compile: whether each program is compiled by inductor (``torch.compile``) when it first
             runs. Results then agree within rounding, no longer bitwise.
+        cuda_graphs: whether each program is captured as a CUDA graph for every microbatch in flight, which
+            holds its memory as long as the program lives, and for each stage a copy of its parameters.
+            The bits stay the same. Residuals then cannot be offloaded.
 
     Raises:
         StageError: control flow or shapes depend on values, the gradient cannot be traced, the
-            backward draws random numbers, or tensors of a subclass are involved.
+            backward draws random numbers, tensors of a subclass are involved, or CUDA graphs are
+            wanted where the stage does not compute on CUDA.
 
     >>> program = graph(lambda w, x: (w * x).sin(), (torch.ones(2), torch.zeros(2)))
     >>> print(program.flat.backward_weight.__doc__)
@@ -61,23 +70,36 @@ def graph(
     <BLANKLINE>
     """
     if fn is None or example is None:
-        return partial(graph, remat=remat, compile=compile)
+        return partial(graph, remat=remat, compile=compile, cuda_graphs=cuda_graphs)
     seen = Example.of(example, device)
     if seen.subclasses:
         reason = f"its example has tensors of the types {', '.join(seen.subclasses)}, which are not traced"
         raise StageError(name, reason, "use the eager engine")
-    known = outline(fn, seen, has_aux=has_aux, name=name)
-    joint = clean(trace(Primals(fn, seen, known, has_aux, name), seen, known, name))
+    if cuda_graphs and seen.device.type != "cuda":
+        reason = f"it computes on the device {seen.device}, and CUDA graphs are for CUDA alone"
+        raise StageError(name, reason, "put its parameters on a CUDA device, or leave out cuda_graphs=True")
+    try:
+        known = outline(fn, seen, has_aux=has_aux, name=name)
+        joint = clean(trace(Primals(fn, seen, known, has_aux, name), seen, known, name))
+    except StageError as refusal:
+        if "engine" not in refusal.instead:
+            raise
+        raise with_advice(refusal, (functional, eager), fn, example, has_aux=has_aux, name=name, device=device) from refusal.__cause__
     parts = cut_for(joint, remat, name)
     size = residual_bytes(joint, parts.residuals)
-    return stage_program(_emit(parts, joint, name, compile), seen, known, has_aux=has_aux, residual_bytes=size)
+    flat = _emit(parts, joint, name, compile)
+    if cuda_graphs:
+        flat = captured(flat, seen, known.y)
+    return stage_program(flat, seen, known, has_aux=has_aux, residual_bytes=size)
 
 
 def _emit(parts: Parts, joint: Joint, name: str, compile: bool) -> FlatProgram:
-    make = partial(emit, constants=joint.constants, compile=compile)
+    def make(part: Part, function: str, names: tuple[str, ...], settle: tuple[str, ...] = ()) -> Callable[..., Any]:
+        return emit(Recipe(part, names, joint.constants, f"{name} {function}", settle, compile))
+
     return FlatProgram(
-        make(parts.forward, ("params", "x", "consts"), title=f"{name} forward", settle=("x", "consts")),
-        make(parts.backward, ("residuals", "gy"), title=f"{name} backward", settle=("gy",)),
-        make(parts.backward_input, ("residuals", "gy"), title=f"{name} backward_input", settle=("gy",)),
-        make(parts.backward_weight, ("rest",), title=f"{name} backward_weight"),
+        make(parts.forward, "forward", ("params", "x", "consts"), ("x", "consts")),
+        make(parts.backward, "backward", ("residuals", "gy"), ("gy",)),
+        make(parts.backward_input, "backward_input", ("residuals", "gy"), ("gy",)),
+        make(parts.backward_weight, "backward_weight", ("rest",)),
     )

@@ -29,7 +29,7 @@ class ModuleStage(NamedTuple):
 
 
 def stage_from_module(module: nn.Module) -> ModuleStage:
-    """The pure function that ``module`` computes in its present mode (training or evaluation).
+    """The pure function that ``module`` computes, in the mode (training or evaluation) that it has when a step begins.
 
     A tuple ``x`` becomes positional arguments, a dictionary with texts as keys keyword arguments,
     anything else the one argument; a side input becomes further arguments in the same way. A parameter
@@ -74,7 +74,9 @@ def stage_from_module(module: nn.Module) -> ModuleStage:
         # The call leaves in ``tensors`` what a module has put in the place of a buffer.
         return Output(y, state={name: tensors[name].detach() for name in state})
 
-    return ModuleStage(stateful if state else plain, params, state)
+    fn = stateful if state else plain
+    fn.mode = lambda: tuple(m.training for m in module.modules())  # a step traces anew where it changes
+    return ModuleStage(fn, params, state)
 
 
 def split_sequential(module: nn.Sequential | nn.ModuleList, boundaries: Sequence[int]) -> list[nn.Sequential]:

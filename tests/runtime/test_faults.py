@@ -216,10 +216,12 @@ def disagree(rank, ranks, kind):
     if kind == "shape" and rank:
         inputs = inputs[:, :2]
     make = pp.evaluate if kind == "call" and rank else pp.value_and_grad
-    return caught(make([stage] * ranks, squared, schedule, transport), {rank: params[rank]}, inputs, targets)
+    options = {"weights": [0.1, 0.2, 0.3, 0.4]} if kind == "weights" and rank else {}
+    options |= {"per_microbatch": True} if kind == "apart" and rank else {}
+    return caught(make([stage] * ranks, squared, schedule, transport, **options), {rank: params[rank]}, inputs, targets)
 
 
-@pytest.mark.parametrize("kind", ["microbatches", "schedule", "shape", "call"])
+@pytest.mark.parametrize("kind", ["microbatches", "schedule", "shape", "call", "weights", "apart"])
 def test_ranks_that_disagree_are_told_so(two, kind):
     for rank, (name, text, seconds) in enumerate(two(disagree, kind)):
         assert name == ("PipelineError" if rank == 0 else "AgreementError")

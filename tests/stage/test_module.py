@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import ppfunc as pp
 from ppfunc.stage import StageError, graph, split_sequential, stage_from_module
 
 
@@ -105,3 +106,29 @@ def test_a_parameter_that_requires_no_gradient_is_frozen():
 def test_boundaries_out_of_order_or_range(boundaries):
     with pytest.raises(ValueError, match="ascending positions between 0 and 3"):
         split_sequential(nn.ModuleList([nn.ReLU() for _ in range(3)]), boundaries)
+
+
+def test_a_step_follows_the_mode_of_the_module():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
+    fn, params, _ = pp.stage_from_module(module)
+    step = pp.value_and_grad([fn], lambda y, t: (y - t).square().mean(), pp.gpipe(1, 2))
+    x, target = torch.randn(2, 4, 3), torch.randn(2, 4, 3)
+    trained, _ = step({0: params}, x, target, seed=(0, 0))
+    module.eval()
+    evaluated, _ = step({0: params}, x, target, seed=(0, 0))
+    with torch.no_grad():
+        torch.testing.assert_close(evaluated, (module(x) - target).square().mean())
+    module.train()
+    assert torch.equal(step({0: params}, x, target, seed=(0, 0))[0], trained)
+    assert not torch.equal(trained, evaluated)
+
+
+def test_a_step_follows_autocast():
+    step = pp.value_and_grad([lambda w, x: x @ w], lambda y, t: (y - t).square().mean(), pp.gpipe(1, 2))
+    w, x, target = (torch.randn(2, 3, 3) for _ in range(3))
+    plain, _ = step({0: w[0]}, x, target)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded, _ = step({0: w[0]}, x, target)
+    assert not torch.equal(plain, rounded)
+    assert torch.equal(step({0: w[0]}, x, target)[0], plain)

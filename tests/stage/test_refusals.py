@@ -82,8 +82,11 @@ def test_who_serves_what(engine, kind, args):
         return y, *program.backward(residuals, torch.ones_like(y))
 
     if engine not in servers:
-        with pytest.raises(StageError, match=r"^stage 3: .* Instead: .*\.$"):
+        with pytest.raises(StageError, match=r"^stage 3: .* Instead: .*\.$") as refused:
             gradients()
+        named = {other for other in ENGINES if f"use the {other.__name__} engine" in refused.value.instead}
+        assert named <= servers
+        assert named or engine is not graph or not servers
         return
     w, x = (t.clone().requires_grad_() for t in args)
     torch.manual_seed(1)

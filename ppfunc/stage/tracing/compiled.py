@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
 from .cut import Part
@@ -31,7 +32,8 @@ def compiled(
     )
     outputs = tuple(dict.fromkeys(n for results in part.results for n in results if n in body))
     module = _module(part, inputs, outputs, constants)
-    examples = [n.meta["val"] for n in inputs]
+    with FakeTensorMode():  # one for all: the arguments may come from two traces
+        examples = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in (n.meta["val"] for n in inputs)]
     ready: list[Callable[..., Any]] = []
 
     def call(*tensors: torch.Tensor) -> Any:
@@ -51,6 +53,7 @@ def _module(
     copies |= {n: graph.get_attr(n.target) for n in used}
     for node in part.body:
         copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node].meta = {}  # of the mode of its trace
     graph.output(tuple(copies[n] for n in outputs))
     assert all(map(is_tensor, outputs))
     return GraphModule({n.target: constants[n.target] for n in used}, graph)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
@@ -17,19 +17,8 @@ from .donate import donations, written_over
 from .operators import is_element
 
 
-def emit(
-    part: Part,
-    names: tuple[str, ...],
-    constants: dict[str, torch.Tensor],
-    title: str,
-    *,
-    settle: tuple[str, ...] = (),
-    compile: bool = False,
-) -> Callable[..., Any]:
-    """Make a function of a part; its source is its docstring.
-
-    Every value is let go right after its last use, and its memory given on where that can be; except
-    under a transform of torch.func, which cannot follow a tensor that is written over.
+class Recipe(NamedTuple):
+    """What a function is made of.
 
     Args:
         part: what to compute.
@@ -39,28 +28,42 @@ def emit(
         settle: names of the arguments whose tensors may come with any strides.
         compile: whether the body is one function compiled by inductor.
     """
-    taken = {} if compile else donations(part)
-    writer = _Writer(part, constants, taken)
+
+    part: Part
+    names: tuple[str, ...]
+    constants: dict[str, torch.Tensor]
+    title: str
+    settle: tuple[str, ...] = ()
+    compile: bool = False
+
+
+def emit(recipe: Recipe) -> Callable[..., Any]:
+    """Make a function of a part of a trace; its source is its docstring, and it carries its ``recipe``.
+
+    Every value is let go right after its last use, and its memory given on where that can be; except
+    under a transform of torch.func, which cannot follow a tensor that is written over.
+    """
+    taken = {} if recipe.compile else donations(recipe.part)
+    writer = _Writer(recipe.part, recipe.constants, taken)
     if taken:
-        plain = _function(_Writer(part, constants, {}), names, title, settle, compile=False)
-        writer.otherwise(plain, names)
-    return _function(writer, names, title, settle, compile)
+        writer.otherwise(_function(_Writer(recipe.part, recipe.constants, {}), recipe), recipe.names)
+    return _function(writer, recipe)
 
 
-def _function(writer: _Writer, names: tuple[str, ...], title: str, settle: tuple[str, ...], compile: bool) -> Callable[..., Any]:
+def _function(writer: _Writer, recipe: Recipe) -> Callable[..., Any]:
     """Write the function and make it."""
-    part, constants = writer.part, writer.constants
-    writer.unpack(names, settle)
-    if compile and part.body:
-        writer.call_compiled(*compiled(part, constants))
+    part, title = recipe.part, recipe.title
+    writer.unpack(recipe.names, recipe.settle)
+    if recipe.compile and part.body:
+        writer.call_compiled(*compiled(part, recipe.constants))
     else:
         for node in part.body:
             writer.call(node)
-    source = writer.source(title, names)
+    source = writer.source(title, recipe.names)
     scope = dict(writer.objects)
     exec(builtins.compile(source, f"<{title}>", "exec"), scope)  # the source was written right here
     function = scope[title.split()[-1]]
-    function.__doc__ = source
+    function.__doc__, function.recipe = source, recipe
     return function
 
 

@@ -1,0 +1,206 @@
+"""CUDA graphs: the programs of a stage recorded once for every microbatch in flight, and replayed.
+
+A graph works in the memory in which it was recorded. That memory belongs to slots: a slot holds
+one microbatch from its forward to the end of its backward, so its residuals stay where they are,
+and there are as many slots as microbatches were ever in flight at once.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from .example import Example, Leaves
+from .program import FlatProgram, Gradients
+from .signature import LeafSignature, Signature
+
+# Runs a function in memory that stays, and returns its results with what runs it again in the same memory.
+Record = Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]
+
+
+def cuda_recorder(device: torch.device) -> Record:
+    """Records CUDA graphs on ``device``; those of one recorder share their memory, and run in the order of their recording.
+
+    References:
+        torch.cuda.graph; CUDA C++ Programming Guide, "CUDA Graphs".
+    """
+    pool = torch.cuda.graph_pool_handle()
+    generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+
+    def record(run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        drawn = generator.get_state()
+        with torch.cuda.device(device):
+            beside = torch.cuda.Stream()
+            beside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(beside):
+                run()  # opens libraries and compiles kernels, which a recording cannot hold
+            torch.cuda.current_stream().wait_stream(beside)
+            graph = torch.cuda.CUDAGraph()
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # a program may consist of views
+                # The threads of NCCL go on asking for events meanwhile.
+                with torch.cuda.graph(graph, pool=pool, stream=beside, capture_error_mode="thread_local"):
+                    results = run()
+        generator.set_state(drawn)
+        return results, graph.replay
+
+    return record
+
+
+def captured(
+    flat: FlatProgram,
+    example: Example,
+    y: Signature,
+    recorder: Callable[[torch.device], Record] = cuda_recorder,
+) -> FlatProgram:
+    """The same program, each of its functions recorded when it first runs in a slot, and from then on replayed.
+
+    Arguments are copied into the memory of the slot and results out of it, so that both belong to
+    whom they belong to without recording; residuals stay in it and are handed around as the lease
+    of the slot, which ends with its last reference. Parameters are copied when they are others than
+    those of the call before.
+
+    Args:
+        flat: whose shapes do not depend on values.
+        example: what goes into it.
+        y: signature of the output, for the cotangents.
+        recorder: makes what records in one slot.
+    """
+    lend = _Homes(example, y, recorder).lend
+
+    def forward(params: Leaves, x: Leaves, consts: Leaves) -> tuple[Leaves, tuple[Any, ...]]:
+        _refuse_transforms()
+        lease = lend(params)
+        slot = lease.slot
+        _fill(slot.x + slot.consts, x + consts)
+        outputs, _ = slot.run("forward", flat.forward, lease.home.params, slot.x, slot.consts)
+        return _fresh(outputs), (lease,)
+
+    def backward(residuals: tuple[Any, ...], gy: Leaves) -> tuple[Gradients, Gradients]:
+        (lease,) = residuals
+        slot = lease.slot
+        _fill(slot.gy, gy)
+        gparams, gx = slot.run("backward", flat.backward, slot.results["forward"][1], slot.gy)
+        return _fresh(gparams), _fresh(gx)
+
+    def backward_input(residuals: tuple[Any, ...], gy: Leaves) -> tuple[Gradients, tuple[Any, ...]]:
+        (lease,) = residuals
+        slot = lease.slot
+        _fill(slot.gy, gy)
+        gx, _ = slot.run("backward_input", flat.backward_input, slot.results["forward"][1], slot.gy)
+        return _fresh(gx), (lease,)
+
+    def backward_weight(rest: tuple[Any, ...]) -> Gradients:
+        (lease,) = rest
+        slot = lease.slot
+        return _fresh(slot.run("backward_weight", flat.backward_weight, slot.results["backward_input"][1]))
+
+    return FlatProgram(forward, backward, backward_input, backward_weight)
+
+
+class _Slot:
+    """The memory of one microbatch in flight, and what was recorded in it."""
+
+    def __init__(self, example: Example, y: Signature, record: Record) -> None:
+        def empty(leaves: Sequence[LeafSignature]) -> Leaves:
+            return tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device=example.device) for leaf in leaves)
+
+        self.x, self.consts = empty(example.x.leaves), empty(example.const_leaves)
+        self.gy = empty([leaf for leaf in y.leaves if leaf.grad])
+        self.record = record
+        self.results: dict[str, Any] = {}
+        self._replays: dict[str, Callable[[], None]] = {}
+
+    def run(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """The results of ``function(*arguments)``, in memory of this slot that the next run of the same name writes over."""
+        if name not in self._replays:
+            self.results[name], self._replays[name] = self.record(partial(function, *arguments))
+        self._replays[name]()
+        return self.results[name]
+
+
+class _Home:
+    """A copy of parameters, and the slots whose recordings read it."""
+
+    def __init__(self, params: Leaves) -> None:
+        self.params = params
+        self.free: list[_Slot] = []
+        self.lent = 0
+        self._copied: list[tuple[weakref.ref[torch.Tensor], int | None]] = []
+
+    def holds(self, params: Leaves) -> bool:
+        """Whether these are the tensors that it was filled from, unchanged."""
+        return len(self._copied) == len(params) and all(
+            seen() is t and version == _version(t) for (seen, version), t in zip(self._copied, params, strict=True)
+        )
+
+    def fill(self, params: Leaves) -> None:
+        _fill(self.params, params)
+        self._copied = [(weakref.ref(t), _version(t)) for t in params]
+
+
+class _Lease:
+    """A slot in use; it is free again with the end of the last reference to this."""
+
+    def __init__(self, home: _Home, slot: _Slot) -> None:
+        self.home, self.slot = home, slot
+        home.lent += 1
+
+    def __del__(self) -> None:
+        self.home.lent -= 1
+        self.home.free.append(self.slot)
+
+
+class _Homes:
+    """One home for every stage that shares the program; which stage has which does not matter."""
+
+    def __init__(self, example: Example, y: Signature, recorder: Callable[[torch.device], Record]) -> None:
+        self.example, self.y, self.recorder = example, y, recorder
+        self.homes: list[_Home] = []  # the one that was used last comes last
+
+    def lend(self, params: Leaves) -> _Lease:
+        """A free slot of the home of these parameters."""
+        home = next((h for h in self.homes if h.holds(params)), None)
+        if home is None:
+            home = next((h for h in self.homes if not h.lent), None) or self._new_home()
+            home.fill(params)
+        self.homes.remove(home)
+        self.homes.append(home)
+        slot = home.free.pop() if home.free else _Slot(self.example, self.y, self.recorder(self.example.device))
+        return _Lease(home, slot)
+
+    def _new_home(self) -> _Home:
+        home = _Home(self.example.make()[0])
+        self.homes.append(home)
+        return home
+
+
+def _fill(static: Leaves, given: Leaves) -> None:
+    if static:
+        torch._foreach_copy_(static, given)
+
+
+def _fresh(results: Gradients) -> Gradients:
+    """Copies that belong to the caller."""
+    sources = [t for t in results if t is not None]
+    copies = [torch.empty_like(t) for t in sources]
+    _fill(copies, sources)
+    taken = iter(copies)
+    return tuple(None if t is None else next(taken) for t in results)
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    """Counts the writes into a tensor; None where nobody counts."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _refuse_transforms() -> None:
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise RuntimeError(
+            "got a stage captured in CUDA graphs under a torch.func transform, which cannot follow a replay; use the functional engine"
+        )

@@ -1,0 +1,58 @@
+"""Two programs as one: the operators of a forward and of a backward in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from heapq import merge
+
+import torch
+from torch.fx import Graph, Node
+
+from .cut import Part
+from .emit import Recipe
+
+
+def interleave(first: Recipe, second: Recipe) -> Recipe:
+    """The recipe of a function that takes the arguments of both and returns the results of both.
+
+    Equivalent to: ``lambda *a: (*first(*a[:n]), *second(*a[n:]))``, the operators of each in their
+    order and spread over those of the other.
+
+    Args:
+        first, second: of functions that share no name of an argument.
+    """
+    both = Graph()
+    constants: dict[str, torch.Tensor] = {}
+    one, two = (_copied(both, recipe, constants) for recipe in (first, second))
+    part = Part(one.arguments + two.arguments, tuple(_in_turn(one, two)), one.results + two.results)
+    title = f"{first.title} and {second.title} together"
+    return Recipe(part, first.names + second.names, constants, title, first.settle + second.settle, first.compile or second.compile)
+
+
+def _copied(both: Graph, recipe: Recipe, constants: dict[str, torch.Tensor]) -> Part:
+    """The part in another graph, where its values have names of their own; its constants join the others."""
+    part = recipe.part
+    copies: dict[Node, Node] = {}
+
+    def copy(node: Node) -> Node:
+        if node not in copies:
+            copies[node] = both.node_copy(node, copy)
+            if node.op == "get_attr":
+                copies[node].target = f"constant{len(constants)}"
+                constants[copies[node].target] = recipe.constants[node.target]
+        return copies[node]
+
+    return Part(
+        tuple(tuple(map(copy, nodes)) for nodes in part.arguments),
+        tuple(map(copy, part.body)),
+        tuple(tuple(n and copy(n) for n in nodes) for nodes in part.results),
+    )
+
+
+def _in_turn(one: Part, two: Part) -> Iterator[Node]:
+    """Both bodies as one, each operator as far on its way as those beside it are on theirs."""
+    bodies = [
+        [((n + 0.5) / len(part.body), which, n, node) for n, node in enumerate(part.body)]
+        for which, part in enumerate((one, two))
+    ]
+    return (node for *_, node in merge(*bodies, key=lambda entry: entry[:3]))

@@ -1,0 +1,117 @@
+"""Pairs of a forward and a backward run as one."""
+
+from __future__ import annotations
+
+import optree
+import pytest
+import torch
+
+import ppfunc as pp
+from ppfunc.runtime.overlap import interleaved as make_interleaved
+
+D = 6
+engines = pytest.mark.parametrize("engine", [pp.graph, pp.graph(remat="full")], ids=["graph", "remat"])
+SCHEDULES = {"dualpipev": lambda: pp.dualpipev(2, 6), "dualpipe": lambda: pp.dualpipe(2, 6)}
+every = pytest.mark.parametrize("name", SCHEDULES)
+
+
+def block(params, x):
+    h = torch.nn.functional.layer_norm(x["h"], (D,), params["scale"])
+    h = torch.nn.functional.gelu(h @ params["w"]) + torch.full_like(h, 0.5) * torch.tensor(2.0)
+    return {"h": h + x["h"], "seen": x["seen"] + 1}
+
+
+def loss_fn(y, target):
+    return (y["h"] - target).square().mean()
+
+
+def problem(schedule):
+    generator = torch.Generator().manual_seed(0)
+    params = {
+        s: {"w": torch.randn(D, D, generator=generator, dtype=torch.float64), "scale": torch.rand(D, generator=generator, dtype=torch.float64)}
+        for s in range(schedule.stages)
+    }
+    for group in schedule.copies:
+        params.update(dict.fromkeys(group, params[group[0]]))
+    m = schedule.microbatches
+    h, targets = (torch.randn(m, 3, D, generator=generator, dtype=torch.float64) for _ in range(2))
+    return params, {"h": h, "seen": torch.zeros(m, dtype=torch.int64)}, targets
+
+
+def run(schedule, engine, overlapped, device="cpu"):
+    stages = [block] * len(schedule.chains[0].stages)
+    arguments = optree.tree_map(lambda t: t.to(device), problem(schedule))
+    return pp.value_and_grad(stages, loss_fn, schedule, engine=engine, overlapped=overlapped)(*arguments)
+
+
+def same_bits(a, b):
+    return all(map(torch.equal, optree.tree_leaves(a), optree.tree_leaves(b)))
+
+
+@engines
+@every
+def test_interleaved_gives_the_same_bits(engine, name):
+    schedule = SCHEDULES[name]()
+    assert same_bits(run(schedule, engine, pp.interleaved()), run(schedule, engine, None))
+
+
+@pytest.mark.filterwarnings("ignore")  # of inductor
+def test_interleaved_compiled_agrees():
+    schedule = pp.dualpipev(2, 6)
+    compiled = run(schedule, pp.graph(compile=True), pp.interleaved())
+    for mine, wanted in zip(optree.tree_leaves(compiled), optree.tree_leaves(run(schedule, pp.graph, None)), strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-14)
+
+
+def test_operators_of_both_stand_in_turn():
+    """Seen in the source of the merged program: products of the forward among those of the backward."""
+    params = tuple(torch.randn(D, D) for _ in range(4))
+
+    def deep(params, x):
+        for w in params:
+            x = (x @ w).sin()
+        return x
+
+    flat = pp.graph(deep, (params, torch.randn(3, D))).flat
+    x, gy = torch.randn(3, D), torch.randn(3, D)
+    sources = []
+    together = make_interleaved()
+
+    def watched(forward, arguments, backward, others):
+        made = together(forward, arguments, backward, others)
+        [functions] = [cell.cell_contents for cell in together.__closure__]
+        sources.append(functions[forward][backward].__doc__)
+        return made
+
+    with torch.no_grad():
+        _, residuals = flat.forward(params, (x,), ())
+        (outputs, kept), gradients = watched(flat.forward, (params, (x,), ()), flat.backward, (residuals, (gy,)))
+        wanted, others = flat.forward(params, (x,), ())
+        assert same_bits(outputs, wanted)
+        assert same_bits(gradients, flat.backward(kept, (gy,)))
+    lines = sources[0].splitlines()
+    sines = [n for n, line in enumerate(lines) if ".sin(" in line]
+    cosines = [n for n, line in enumerate(lines) if ".cos(" in line]
+    assert len(sines) == len(cosines) == 4
+    assert cosines[0] < sines[-1]
+    assert sines[0] < cosines[-1]
+
+
+@pytest.mark.parametrize("engine", [pp.functional, pp.eager], ids=["functional", "eager"])
+def test_interleaved_refuses_what_is_not_traced(engine):
+    with pytest.raises(pp.PipelineError, match=r"not traced: use the graph engine"):
+        run(pp.dualpipev(2, 6), engine, pp.interleaved())
+
+
+def test_two_streams_are_refused_on_the_cpu():
+    with pytest.raises(pp.PipelineError, match=r"compute on cpu; leave out overlapped="):
+        run(pp.dualpipev(2, 6), pp.graph, pp.two_streams())
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("engine", [pp.graph, pp.graph(cuda_graphs=True), pp.functional], ids=["graph", "captured", "functional"])
+@every
+def test_two_streams_give_the_same_bits(engine, name):
+    schedule = SCHEDULES[name]()
+    for _ in range(3):
+        assert same_bits(run(schedule, engine, pp.two_streams(), "cuda"), run(schedule, engine, None, "cuda"))
