@@ -124,7 +124,7 @@ def value_and_grad(
 
     ready = _ready(schedule)
     work = Work(
-        f"value_and_grad{' of each microbatch' if per_microbatch else ''}{_of_shape(loss_shape)}",
+        f"value_and_grad{' of each microbatch' if per_microbatch else ''}{' and inputs' if 1 in wanted else ''}{_of_shape(loss_shape)}",
         Server(stages, ready, engine, loss_fn, loss_shape, has_aux=has_aux, return_outputs=False),
         with_targets=True,
         wants_inputs=1 in wanted,

@@ -321,6 +321,64 @@ def test_gradients_per_sample(name, engine):
     assert grads[0]["count"].shape == (M, B, 2)
 
 
+def stacked_three(tree):
+    return optree.tree_map(lambda t: torch.stack([t, t * 2, t]), tree)
+
+
+# Each over a transport, with the parameters and the tangents of the stages that a process holds.
+OVER = {
+    "jvp": lambda given, schedule, transport, params, tangents: pp.jvp(given.stages, loss_fn, schedule, transport)(
+        params, tangents, given.inputs, given.targets
+    ),
+    "hvp": lambda given, schedule, transport, params, tangents: pp.hvp(given.stages, loss_fn, schedule, transport)(
+        params, tangents, given.inputs, given.targets
+    ),
+    "gnvp": lambda given, schedule, transport, params, tangents: pp.gnvp(given.stages, loss_fn, schedule, transport)(
+        params, tangents, given.inputs, given.targets
+    ),
+    "per_sample_grad": lambda given, schedule, transport, params, _: pp.per_sample_grad(
+        given.stages, loss_fn, schedule, transport, samples=B
+    )(params, given.inputs, given.targets),
+    "ensemble": lambda given, schedule, transport, params, _: pp.value_and_grad(
+        *pp.ensemble(given.stages, loss_fn), schedule, transport, loss_shape=(3,)
+    )(stacked_three(params), given.inputs, given.targets),
+    "saliency": lambda given, schedule, transport, params, _: pp.value_and_grad(
+        given.stages, loss_fn, schedule, transport, argnums=(0, 1)
+    )(params, given.inputs, given.targets),
+}
+
+
+def same_as_in_process(rank, ranks, transform, name):
+    schedule = SCHEDULES[name]()
+    given, held = problem(schedule), schedule.stages_of(rank)
+    want = OVER[transform](given, schedule, pp.InProcess(), given.params, given.tangents)
+    params, tangents = ({s: tree[s] for s in held} for tree in (given.params, given.tangents))
+    got = OVER[transform](given, schedule, pp.P2P(timeout=30), params, tangents)
+    return len(list(equal_parts(got, want, held)))
+
+
+def equal_parts(got, want, held):
+    """Every tensor of ``got``, which has the stages of one rank, and nothing of the inputs where that is not the first."""
+    if got is None or isinstance(got, torch.Tensor):
+        if got is not None:
+            assert torch.equal(got, want)
+            yield got
+    elif isinstance(got, dict):
+        if all(isinstance(key, int) for key in got):
+            assert set(got) == set(held)
+        for key in got:
+            yield from equal_parts(got[key], want[key], held)
+    else:
+        for mine, other in zip(got, want, strict=True):
+            yield from equal_parts(mine, other, held)
+
+
+@pytest.mark.parametrize("name", ["zb_h1", "zbv", "dualpipe"])
+@pytest.mark.parametrize("transform", OVER)
+def test_two_processes_give_the_bits_of_one(two, transform, name):
+    assert min(two(same_as_in_process, transform, name)) >= 2
+
+
 def test_norms_and_clipping_take_any_leaves():
     grads = {"w": torch.zeros(2, 3, 5, dtype=torch.bfloat16), "z": 2j * torch.ones(2, 3), "n": torch.zeros(2, 3, 4).int()}
     square = pp.square_norms(grads)

@@ -16,7 +16,7 @@ from .batch import Batch
 from .calls import BATCH, Leaves
 from .memory import Memory
 from .plan import Served, Table
-from .transport import Tag, Transport
+from .transport import Tag, Thunk, Transfer, Transport
 
 
 class Aux(NamedTuple):
@@ -84,17 +84,37 @@ class Step(NamedTuple):
     def input_gradients(self) -> Any:
         """The gradients of the batch, in its form; None where this process holds no first stage."""
         batch = self.arguments.inputs
-        rows: dict[int, Any] = {}
-        for chain in self.schedule.chains:
-            first = chain.stages[0]
-            if first in self.arguments.homes:
-                for m in chain.microbatches:
-                    found = iter(self.memory.values.pop(Tag("B", first, BATCH, m), ()))
-                    rows[m] = _like(batch, m, found)
-        if not rows:
+        firsts = {chain.stages[0]: chain.microbatches for chain in self.schedule.chains}
+        here = [first for first in firsts if first in self.arguments.homes]
+        if not here:
             return None
-        made = [rows[m] for m in sorted(rows)]
+        rows = {m: self.memory.values.pop(Tag("B", first, BATCH, m), ()) for first in here for m in firsts[first]}
+        if len(here) < len(firsts):
+            rows |= self._rows_of_other_chains(rows, firsts, here)
+        made = [_like(batch, m, iter(rows.get(m, ()))) for m in range(self.schedule.microbatches)]
         return made if batch.listed else _stacked(made)
+
+    def _rows_of_other_chains(self, rows: dict[int, Leaves], firsts: dict[int, range], here: list[int]) -> dict[int, Leaves]:
+        """Exchange gradients of the inputs with the processes where the other chains begin."""
+        homes, values = self.schedule.placement, self.memory.values
+        ends = []
+        for own in here:
+            device = self.arguments.homes[own].device
+            for other in firsts.keys() - set(here):
+                for m in (*firsts[own], *firsts[other]):
+                    outgoing = m in firsts[own]
+                    tag = Tag("R", own, other, m) if outgoing else Tag("R", other, own, m)
+                    leaves = tuple(leaf for leaf in self.arguments.inputs.signatures[m].leaves if leaf.grad)
+                    if leaves:
+                        ends.append((homes[own], Transfer(outgoing, tag, homes[other], leaves, device)))
+                    if leaves and outgoing:
+                        values[tag] = rows[m]
+        ends.sort(key=lambda end: end[1].tag)
+        for rank in sorted({rank for rank, _ in ends}):
+            _do(self.transport.post(rank, [t for r, t in ends if r == rank], values))
+        for rank, transfer in ends:
+            _do(self.transport.release(rank, transfer, values) if transfer.outgoing else self.transport.arrive(rank, transfer, values))
+        return {t.tag.microbatch: values.pop(t.tag) for _, t in ends if not t.outgoing}
 
     def outputs(self) -> Any:
         """What the last stages of this process returned; None where it holds none."""
@@ -126,6 +146,11 @@ class Step(NamedTuple):
                 if signature is which(served):
                     yield signature.unflatten(leaves[start:stop])
                 start = stop
+
+
+def _do(thunk: Thunk | None) -> None:
+    if thunk is not None:
+        thunk()
 
 
 def _like(batch: Batch, microbatch: int, gradients: Iterator[torch.Tensor]) -> Any:
