@@ -6,7 +6,6 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
 from functools import partial
 
 import torch
@@ -15,13 +14,13 @@ import torch.distributed as dist
 from ppfunc.schedule.formats.text import parse_instruction
 from ppfunc.stage import LeafSignature
 
-from .errors import AgreementError, PipelineError
+from .control import Control
+from .errors import PipelineError
+from .meeting import Meeting
 from .transport import Failure, Route, Tag, Thunk, Transfer, Values
 
 # Dtypes that every backend can carry; anything else travels as its bytes.
 _PLAIN = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
-_LINE = 1024  # bytes of a control message
-_FIRST = 1  # tag of the line that begins a step
 # Lets threads of gloo's run that wait for this core; they would wait until it has computed for a millisecond. Before a
 # send they have to note that its receive is posted, or it takes another round trip; after it, to take in what it delivers.
 _give_way: Thunk = getattr(os, "sched_yield", partial(time.sleep, 0))
@@ -61,22 +60,15 @@ class P2P:
         self._user_group = group if group is not None else dist.group.WORLD
         if self._user_group is dist.GroupMember.NON_GROUP_MEMBER:
             raise RuntimeError("P2P got a process group of which this process is not a member")
-        self.rank = dist.get_rank(self._user_group)
-        self.size = dist.get_world_size(self._user_group)
-        self.backend = dist.get_backend(self._user_group)
-        self.timeout = timedelta(seconds=timeout) if timeout is not None else dist.distributed_c10d.default_pg_timeout
-        store = self._user_group.get_group_store()
-        # The n-th transport that each rank makes over a group is the same transport.
-        number = store.add(f"ppfunc/transports/{self.rank}", 1)
-        self._store = dist.PrefixStore(f"ppfunc/{number}", store)
-        self.generation = 0
-        self._calls = self._shared = 0
-        self._control: dist.ProcessGroup | None = None
+        self._meeting = Meeting(self._user_group, timeout)
+        self.rank, self.size, self.backend = self._meeting.rank, self._meeting.size, self._meeting.backend
+        self._control = Control(self._meeting)
         self._lines: dict[str, _Line] = {}
-        self._waiting_on: int | None = None
         self._pending: dict[Tag, tuple[list[dist.Work], list[torch.Tensor]]] = {}
-        self._ahead: tuple[dist.Work, torch.Tensor] | None = None
-        self._told: tuple[dist.Work, torch.Tensor] | None = None
+
+    @property
+    def generation(self) -> int:
+        return self._meeting.generation
 
     # -- beginnings ------------------------------------------------------------------------
 
@@ -93,7 +85,7 @@ class P2P:
             name = self._name(route)
             if self.rank in route.ranks and name not in self._lines:
                 above = self.rank == max(route.ranks)
-                self._lines[name] = _Line(self._open(name, int(above), 2), int(not above))
+                self._lines[name] = _Line(self._meeting.open(name, int(above), 2), int(not above))
 
     def _name(self, route: Route) -> str:
         """The name of the communicator that messages of a route take, the same at both ends."""
@@ -105,107 +97,17 @@ class P2P:
         ends = (self.rank, transfer.peer) if transfer.outgoing else (transfer.peer, self.rank)
         return self._lines[self._name(Route(transfer.tag.direction, *ends))]
 
-    def _open(self, name: str, rank: int, size: int, backend: str | None = None) -> dist.ProcessGroup:
-        """A communicator of its own, known to no registry: it ends when it is let go."""
-        backend = backend or self.backend
-        store = dist.PrefixStore(f"{self.generation}/{name}", self._store)
-        if backend == "gloo":
-            return dist.ProcessGroupGloo(store, rank, size, self.timeout)
-        if backend == "nccl":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = self.timeout
-            return dist.ProcessGroupNCCL(store, rank, size, options)
-        raise ValueError(f"the process group has the backend {backend!r}; P2P knows 'gloo' and 'nccl'")
-
-    @property
-    def _host(self) -> dist.ProcessGroup:
-        """The control group, opened once every rank is there."""
-        if self._control is None:
-            self._store.set(f"{self.generation}/here/{self.rank}", "")
-            for peer in range(self.size):
-                self._wait_for(f"{self.generation}/here/{peer}", f"rank {peer} to begin")
-            self._control = self._open("control", self.rank, self.size, "gloo")
-        return self._control
-
     def share(self, text: str) -> list[str]:
-        self._shared += 1
-        place = f"{self.generation}/shared/{self._shared}"
-        self._store.set(f"{place}/{self.rank}", text)
-        return [self._wait_for(f"{place}/{peer}", f"rank {peer} to share what it knows") for peer in range(self.size)]
-
-    def _wait_for(self, key: str, what: str) -> str:
-        """The value of ``key`` in the store; a peer's failure ends the wait."""
-        end = time.monotonic() + self.timeout.total_seconds()
-        pause = 0.001
-        while not self._store.check([key]):
-            if self._store.check([f"{self.generation}/failure"]):
-                raise ConnectionError("a peer has failed")  # ``fail`` puts its name in
-            if time.monotonic() > end:
-                raise TimeoutError(f"rank {self.rank} waited {self.timeout.total_seconds():g} s for {what}")
-            time.sleep(pause)
-            pause = min(2 * pause, 0.05)
-        return self._store.get(key).decode()
+        return self._control.share(text)
 
     def begin(self, call: str, key: str | None) -> str:
-        if self.size == 1:
-            assert key is not None
-            return key
-        self._calls += 1
-        mine = f"call {self._calls}, {call}"
-        theirs = key
-        if self.rank > 0:
-            told, _, theirs = self._first_line().rpartition("\n")
-            if told != mine or (key is not None and key != theirs):
-                raise AgreementError(
-                    f"the ranks disagree on the step that begins: rank {self.rank} has {mine}: {key or 'no inputs'}, "
-                    f"rank {self.rank - 1} has {told}: {theirs}; every rank must make the same calls, with the same "
-                    f"schedule and with batches of the same shapes"
-                )
-        if theirs is None:
-            raise ValueError("inputs: got None on rank 0, which tells the others their shapes; give it the inputs, whoever holds the first stage")
-        if self.rank + 1 < self.size:
-            line = _written(f"{mine}\n{theirs}")
-            self._told = self._host.send([line], self.rank + 1, _FIRST), line  # kept until the next; nobody waits for it
-        return theirs
-
-    def _first_line(self) -> str:
-        """What the rank before says at the beginning of a step.
-
-        The next one is received ahead of its time: a send whose receive is posted is one message, any other is three.
-        """
-        peer = self.rank - 1
-        work, line = self._ahead or self._receive_first(peer)
-        self._waiting_on = peer
-        work.wait()
-        self._ahead = self._receive_first(peer)
-        return _read(line)
-
-    def _receive_first(self, peer: int) -> tuple[dist.Work, torch.Tensor]:
-        line = torch.empty(_LINE, dtype=torch.uint8)
-        return self._host.recv([line], peer, _FIRST), line
-
-    # -- texts -----------------------------------------------------------------------------
-
-    def _send_line(self, peer: int, line: str) -> None:
-        """Send a short line in one message of fixed size."""
-        self._waiting_on = peer
-        self._host.send([_written(line)], peer, 0).wait()
-
-    def _receive_line(self, peer: int) -> str:
-        self._waiting_on = peer
-        line = torch.empty(_LINE, dtype=torch.uint8)
-        self._host.recv([line], peer, 0).wait()
-        return _read(line)
+        return self._control.begin(call, key)
 
     def tell(self, rank: int, peer: int, text: str) -> None:
-        data = text.encode()
-        self._send_line(peer, str(len(data)))
-        self._host.send([torch.frombuffer(bytearray(data), dtype=torch.uint8)], peer, 0).wait()
+        self._control.tell(peer, text)
 
     def hear(self, rank: int, peer: int) -> str:
-        data = torch.empty(int(self._receive_line(peer)), dtype=torch.uint8)
-        self._host.recv([data], peer, 0).wait()
-        return bytes(data.tolist()).decode()
+        return self._control.hear(peer)
 
     # -- messages --------------------------------------------------------------------------
 
@@ -259,11 +161,11 @@ class P2P:
         return receive
 
     def arrive(self, rank: int, transfer: Transfer, values: Values) -> Thunk | None:
-        tag, pending, peer = transfer.tag, self._pending, transfer.peer
+        tag, pending, peer, meeting = transfer.tag, self._pending, transfer.peer, self._meeting
 
         def arrive() -> None:
             works, tensors = pending.pop(tag)
-            self._waiting_on = peer
+            meeting.waiting_on = peer
             for work in works:
                 work.wait()
             values[tag] = tuple(tensors)
@@ -271,10 +173,10 @@ class P2P:
         return arrive
 
     def release(self, rank: int, transfer: Transfer, values: Values) -> Thunk | None:
-        tag, pending, peer = transfer.tag, self._pending, transfer.peer
+        tag, pending, peer, meeting = transfer.tag, self._pending, transfer.peer, self._meeting
 
         def release() -> None:
-            self._waiting_on = peer
+            meeting.waiting_on = peer
             for work in pending.pop(tag)[0]:
                 work.wait()
 
@@ -292,12 +194,13 @@ class P2P:
             for tensor in tensors:
                 dist.broadcast(tensor, root, group=self._user_group)
             return tensors
-        self._waiting_on = owner if self.rank != owner else None
+        self._meeting.waiting_on = owner if self.rank != owner else None
+        host = self._control.group
         if self.rank == owner:
-            works = [self._host.send([t], r, 0) for r in range(self.size) if r != owner for t in tensors]
+            works = [host.send([t], r, 0) for r in range(self.size) if r != owner for t in tensors]
         else:
             tensors = tuple(torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in leaves)
-            works = [self._host.recv([t], owner, 0) for t in tensors]
+            works = [host.recv([t], owner, 0) for t in tensors]
         for work in works:
             work.wait()
         return tensors
@@ -305,9 +208,9 @@ class P2P:
     # -- failures --------------------------------------------------------------------------
 
     def fail(self, failure: Failure) -> BaseException:
-        late = _timed_out(failure.cause) and self._waiting_on is not None
+        late = _timed_out(failure.cause) and self._meeting.waiting_on is not None
         if late:
-            failure = failure._replace(context=f"; it waited for rank {self._waiting_on}, which has not answered")
+            failure = failure._replace(context=f"; it waited for rank {self._meeting.waiting_on}, which has not answered")
         first = self._first_failure(failure)
         self._tear_down()
         if first is not None:
@@ -322,16 +225,14 @@ class P2P:
         A rank publishes before it tears down what its peers wait on, so a lost connection
         without a publication is a lost process.
         """
-        lost = _connection_lost(failure.cause) and self._waiting_on is not None
+        missed = self._meeting.waiting_on
+        lost = _connection_lost(failure.cause) and missed is not None
         rank, position, instruction, reason = failure.rank, failure.position, failure.instruction, failure.reason
         if lost:
             where = "" if instruction is None else f" (rank {failure.rank} was at {instruction}, step {position})"
-            rank, position, instruction, reason = self._waiting_on, None, None, f"its process is gone or out of reach{where}"
+            rank, position, instruction, reason = missed, None, None, f"its process is gone or out of reach{where}"
         mine = json.dumps([rank, position, instruction and str(instruction), reason])
-        try:
-            first = self._store.compare_set(f"{self.generation}/failure", "", mine).decode()
-        except dist.DistError:
-            first = mine  # the process that served the store may be the one that is gone
+        first = self._meeting.first_failure(mine)
         if first == mine and not lost:
             return None
         rank, position, text, reason = json.loads(first)
@@ -339,18 +240,16 @@ class P2P:
 
     def _tear_down(self) -> None:
         """End every communicator: peers that wait on one raise at once. The next step makes new ones."""
-        groups = [self._control, *(line.group for line in self._lines.values())]
-        self._control = self._ahead = self._told = None
+        groups = [line.group for line in self._lines.values()]
+        self._control = Control(self._meeting)
         for line in self._lines.values():
             line.group = None
         self._lines.clear()
         self._pending.clear()
         if self.backend == "nccl":
             for group in groups:
-                if group is not None:
-                    group.abort()
-        self.generation += 1
-        self._calls = self._shared = 0
+                group.abort()
+        self._meeting.move_on()
 
 
 def _connection_lost(cause: BaseException) -> bool:
@@ -375,16 +274,6 @@ def _in_turn(thunks: list[Thunk]) -> Thunk:
             thunk()
 
     return call_all
-
-
-def _written(line: str) -> torch.Tensor:
-    data = line.encode().ljust(_LINE)
-    assert len(data) == _LINE, line
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _read(line: torch.Tensor) -> str:
-    return bytes(line.tolist()).decode().rstrip()
 
 
 def _wire(transfer: Transfer) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:

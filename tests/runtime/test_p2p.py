@@ -220,14 +220,14 @@ def in_batches(rank, ranks, name):
     schedule = SCHEDULES[name](ranks)
     params, inputs, targets = problem(schedule)
     transport = pp.P2P(timeout=30)
-    opened, made = transport._open, []
+    opened, made = transport._meeting.open, []
 
     def open_batched(place, own, size, backend=None):
         group = opened(place, own, size, "gloo")
         made.append(group if backend == "gloo" else Coalescing(group))
         return made[-1]
 
-    transport.backend, transport._open = "nccl", open_batched
+    transport.backend, transport._meeting.open = "nccl", open_batched
     stages = [stage] * len(schedule.chains[0].stages)
     held = {s: params[s] for s in schedule.stages_of(rank)}
     loss, _ = pp.value_and_grad(stages, loss_fn, schedule, transport)(held, inputs, targets)

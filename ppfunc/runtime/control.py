@@ -1,0 +1,106 @@
+"""Small facts between processes, over gloo on the host: which step begins, and texts."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from .errors import AgreementError
+from .meeting import Meeting
+
+_LINE = 1024  # bytes of a short message
+_FIRST = 1  # tag of the line that begins a step
+
+
+class Control:
+    """The control messages of one transport, until a failure; then another one takes over."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting = meeting
+        self._group: dist.ProcessGroup | None = None
+        self._calls = self._shared = 0
+        self._ahead: tuple[dist.Work, torch.Tensor] | None = None
+        self._told: tuple[dist.Work, torch.Tensor] | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The communicator of all ranks, opened once every rank is there."""
+        if self._group is None:
+            meeting = self._meeting
+            meeting.write(f"here/{meeting.rank}", "")
+            for peer in range(meeting.size):
+                meeting.read(f"here/{peer}", f"rank {peer} to begin")
+            self._group = meeting.open("control", meeting.rank, meeting.size, "gloo")
+        return self._group
+
+    def share(self, text: str) -> list[str]:
+        """The text of every rank."""
+        self._shared += 1
+        place, meeting = f"shared/{self._shared}", self._meeting
+        meeting.write(f"{place}/{meeting.rank}", text)
+        return [meeting.read(f"{place}/{peer}", f"rank {peer} to share what it knows") for peer in range(meeting.size)]
+
+    def begin(self, call: str, key: str | None) -> str:
+        """Begin a step, as :meth:`~ppfunc.runtime.transport.Transport.begin`: a line passed on from rank to rank."""
+        rank, size = self._meeting.rank, self._meeting.size
+        if size == 1:
+            assert key is not None
+            return key
+        self._calls += 1
+        mine = f"call {self._calls}, {call}"
+        theirs = key
+        if rank > 0:
+            told, _, theirs = self._first_line(rank - 1).rpartition("\n")
+            if told != mine or (key is not None and key != theirs):
+                raise AgreementError(
+                    f"the ranks disagree on the step that begins: rank {rank} has {mine}: {key or 'no inputs'}, "
+                    f"rank {rank - 1} has {told}: {theirs}; every rank must make the same calls, with the same "
+                    f"schedule and with batches of the same shapes"
+                )
+        if theirs is None:
+            raise ValueError("inputs: got None on rank 0, which tells the others their shapes; give it the inputs, whoever holds the first stage")
+        if rank + 1 < size:
+            line = _written(f"{mine}\n{theirs}")
+            self._told = self.group.send([line], rank + 1, _FIRST), line  # kept until the next; nobody waits for it
+        return theirs
+
+    def _first_line(self, peer: int) -> str:
+        """What the rank before says at the beginning of a step.
+
+        The next one is received ahead of its time: a send whose receive is posted is one message, any other is three.
+        """
+        work, line = self._ahead or self._receive_first(peer)
+        self._meeting.waiting_on = peer
+        work.wait()
+        self._ahead = self._receive_first(peer)
+        return _read(line)
+
+    def _receive_first(self, peer: int) -> tuple[dist.Work, torch.Tensor]:
+        line = torch.empty(_LINE, dtype=torch.uint8)
+        return self.group.recv([line], peer, _FIRST), line
+
+    def tell(self, peer: int, text: str) -> None:
+        """Send a text of any length."""
+        self._meeting.waiting_on = peer
+        data = text.encode()
+        for part in (_written(str(len(data))), torch.frombuffer(bytearray(data), dtype=torch.uint8)):
+            self.group.send([part], peer, 0).wait()
+
+    def hear(self, peer: int) -> str:
+        """Receive the next text that ``peer`` tells."""
+        self._meeting.waiting_on = peer
+        line = torch.empty(_LINE, dtype=torch.uint8)
+        self.group.recv([line], peer, 0).wait()
+        data = torch.empty(int(_read(line)), dtype=torch.uint8)
+        self.group.recv([data], peer, 0).wait()
+        return bytes(data.tolist()).decode()
+
+
+def _written(line: str) -> torch.Tensor:
+    data = line.encode().ljust(_LINE)
+    assert len(data) == _LINE, line
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _read(line: torch.Tensor) -> str:
+    return bytes(line.tolist()).decode().rstrip()
