@@ -8,7 +8,8 @@ Both run in turn in one process group, in rounds that alternate, each rank on a 
 ``--unbound`` leaves that to the operating system. Printed are the median step times, the median of the
 ratios round by round (below 1: ppfunc is faster), and the measured over the ideal step, which is the
 simulated makespan with the stages' own measured times. ``--compile`` compares programs compiled by
-inductor with the same programs as traced.
+inductor with the same programs as traced, ``--cuda-graphs`` those captured as CUDA graphs.
+``--device cuda`` takes a GPU per rank; on one GPU, ``--nproc-per-node 1 --schedule interleaved_1f1b``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,9 +68,13 @@ def squared(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def main() -> None:
     options = arguments()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    if not options.unbound:
+    device = torch.device(options.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    elif not options.unbound:
         bind_to_core()
-    dist.init_process_group("gloo")
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     schedule = BUILDERS[options.schedule](ranks, options.microbatches)
     sequences, length = SIZES.get(options.width, SIZES[256])
@@ -77,10 +83,10 @@ def main() -> None:
     cuts = [options.blocks * s // schedule.stages for s in range(schedule.stages + 1)]
     runs = [range(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
     stages = [gpt.stage([model[k] for k in run]) for run in runs]
-    params = {s: gpt.initialise(model, runs[s], seed=0) for s in schedule.stages_of(rank)}
+    params = {s: gpt.initialise(model, runs[s], seed=0, device=device) for s in schedule.stages_of(rank)}
     generator = torch.Generator().manual_seed(0)
     shape = (options.microbatches * sequences, length, options.width)
-    inputs, targets = (torch.randn(shape, generator=generator) for _ in range(2))
+    inputs, targets = (torch.randn(shape, generator=generator).to(device) for _ in range(2))
 
     batch = pp.microbatch(inputs, options.microbatches), pp.microbatch(targets, options.microbatches)
 
@@ -88,9 +94,10 @@ def main() -> None:
         step = pp.value_and_grad(stages, squared, schedule, pp.P2P(), engine=engine)
         return lambda: step(params, *batch)[1]
 
-    if options.compile:
-        names = "compiled", "as traced"
-        step_ours, step_theirs = our_step(pp.graph(compile=True)), our_step(pp.graph)
+    if options.compile or options.cuda_graphs:
+        names = " and ".join(["compiled"] * options.compile + ["captured"] * options.cuda_graphs), "as traced"
+        step_ours = our_step(pp.graph(compile=options.compile, cuda_graphs=options.cuda_graphs))
+        step_theirs = our_step(pp.graph)
     else:
         names = "ppfunc", "torch"
         modules = {s: Blocks(stages[s], params[s]) for s in params}
@@ -122,7 +129,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=10, help="steps per round")
     parser.add_argument("--unbound", action="store_true", help="let the operating system place ranks on cores")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--compile", action="store_true", help="time compiled programs against the same ones as traced, not against torch")
+    parser.add_argument("--cuda-graphs", action="store_true", help="likewise for programs captured as CUDA graphs")
     return parser.parse_args()
 
 
@@ -135,7 +144,7 @@ def their_step(
     rank: int,
 ) -> Callable[[], Gradients]:
     """A step of torch's runtime of the same schedule."""
-    stages = [PipelineStage(modules[s], s, schedule.stages, torch.device("cpu")) for s in sorted(modules)]
+    stages = [PipelineStage(modules[s], s, schedule.stages, inputs.device) for s in sorted(modules)]
     made = THEIRS[options.schedule]
     single = issubclass(made, theirs.PipelineScheduleSingle)
     runtime = made(stages[0] if single else stages, options.microbatches, loss_fn=squared)
@@ -182,21 +191,26 @@ def stage_times(program: object, example: tuple, repeats: int = 30) -> tuple[flo
     flat = program.flat
     held, x, *rest = example
     arguments = tuple(v for p in held for _, v in sorted(p.items())), (x,), tuple(rest)
-    gy = tuple(torch.ones(leaf.shape) for leaf in program.y.leaves)
+    gy = tuple(torch.ones(leaf.shape, device=x.device) for leaf in program.y.leaves)
+    wait = torch.cuda.synchronize if x.device.type == "cuda" else lambda: None
     rows = []
     for _ in range(repeats):
-        moments = [time.perf_counter()]
+        times = []
+
+        def timed(function: Callable[..., Any], *given: Any, times: list[float] = times) -> Any:
+            wait()
+            start = time.perf_counter()
+            made = function(*given)
+            wait()
+            times.append(time.perf_counter() - start)
+            return made
+
+        _, residuals = timed(flat.forward, *arguments)
+        timed(flat.backward, residuals, gy)
         _, residuals = flat.forward(*arguments)
-        moments.append(time.perf_counter())
-        _, split = flat.forward(*arguments)
-        between = time.perf_counter()
-        flat.backward(residuals, gy)
-        moments.append(time.perf_counter() - between + moments[-1])
-        begin = time.perf_counter()
-        _, late = flat.backward_input(split, gy)
-        middle = time.perf_counter()
-        flat.backward_weight(late)
-        rows.append((moments[1] - moments[0], moments[2] - moments[1], middle - begin, time.perf_counter() - middle))
+        _, late = timed(flat.backward_input, residuals, gy)
+        timed(flat.backward_weight, late)
+        rows.append(times)
     return tuple(median(column) for column in zip(*rows, strict=True))
 
 
