@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import socket
 import traceback
 from collections.abc import Callable, Iterator
@@ -28,13 +29,29 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    marked = [item for item in items if item.get_closest_marker("cuda")]
-    if marked:
-        import torch
+    _skip(items, "cuda", "no CUDA device", _has_cuda)
+    _skip(items, "compiler", "no C++ compiler", _has_compiler)
+    for item in items:
+        if item.get_closest_marker("compiler"):
+            item.add_marker(pytest.mark.filterwarnings("ignore"))  # those of inductor
 
-        if not torch.cuda.is_available():
-            for item in marked:
-                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+def _skip(items: list[pytest.Item], marker: str, reason: str, available: Callable[[], bool]) -> None:
+    """Skip what is marked where what it needs is absent."""
+    marked = [item for item in items if item.get_closest_marker(marker)]
+    if marked and not available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _has_compiler() -> bool:
+    return any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++"))))
 
 
 Job = tuple[str, str, tuple]

@@ -55,7 +55,7 @@ def test_interleaved_gives_the_same_bits(engine, name):
     assert same_bits(run(schedule, engine, pp.interleaved()), run(schedule, engine, None))
 
 
-@pytest.mark.filterwarnings("ignore")  # of inductor
+@pytest.mark.compiler
 def test_interleaved_compiled_agrees():
     schedule = pp.dualpipev(2, 6)
     compiled = run(schedule, pp.graph(compile=True), pp.interleaved())

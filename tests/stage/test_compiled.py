@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from ppfunc.stage import graph
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = pytest.mark.compiler
 
 
 def stage(p, x, scale):

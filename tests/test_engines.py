@@ -1,0 +1,75 @@
+"""Every engine under every schedule: the same random numbers and the same gradients."""
+
+from __future__ import annotations
+
+import optree
+import pytest
+import torch
+import torch.nn.functional as F
+
+import ppfunc as pp
+from ppfunc.schedule import BUILDERS
+from ppfunc.schedule.passes import insert_offloads, split_backward
+
+D = 6
+SEED = (3, 1)
+TRAINING = [name for name, builder in BUILDERS.items() if not builder(2, 4).forward_only]
+EXACT = {
+    "remat": pp.graph(remat="full"),
+    "remat of some": pp.graph(remat=lambda operator: "gelu" in str(operator)),
+    "remat to a budget": pp.graph(remat=500),
+    "functional": pp.functional,
+    "eager": pp.eager,
+}
+every = pytest.mark.parametrize("name", TRAINING)
+
+
+def stage(params, x):
+    return F.dropout(F.gelu(x @ params["w"]), 0.25) + x
+
+
+def squared(y, target):
+    return (y - target).square().mean()
+
+
+def run(schedule, engine, seed=SEED):
+    generator = torch.Generator().manual_seed(0)
+    stages = len(schedule.chains[0].stages)
+    params = {s: {"w": torch.randn(D, D, generator=generator, dtype=torch.float64)} for s in range(stages)}
+    for group in schedule.copies:
+        params.update(dict.fromkeys(group, params[group[0]]))
+    inputs, targets = (torch.randn(schedule.microbatches, 3, D, generator=generator, dtype=torch.float64) for _ in range(2))
+    return pp.value_and_grad([stage] * stages, squared, schedule, engine=engine)(params, inputs, targets, seed=seed)
+
+
+def same_bits(a, b):
+    return all(map(torch.equal, optree.tree_leaves(a), optree.tree_leaves(b)))
+
+
+@every
+@pytest.mark.parametrize("engine", EXACT)
+def test_engines_draw_the_same_numbers_and_agree(name, engine):
+    schedule = BUILDERS[name](2, 4)
+    (loss, grads), (want, wanted) = run(schedule, EXACT[engine]), run(schedule, pp.graph)
+    if "remat" in engine:
+        assert same_bits((loss, grads), (want, wanted))
+    for mine, other in zip(optree.tree_leaves((loss, grads)), optree.tree_leaves((want, wanted)), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-14)
+    assert run(schedule, EXACT[engine], (3, 2))[0] != loss
+
+
+@every
+def test_offload_and_split_backwards_change_nothing(name):
+    schedule = BUILDERS[name](2, 4)
+    wanted = run(schedule, pp.graph)
+    assert same_bits(run(insert_offloads(schedule), pp.graph), wanted)
+    assert same_bits(run(split_backward(schedule), pp.graph), wanted)
+
+
+@pytest.mark.compiler
+@every
+def test_compiled_programs_agree(name):
+    schedule = BUILDERS[name](2, 4)
+    compiled, plain = run(schedule, pp.graph(compile=True)), run(schedule, pp.graph)
+    for mine, other in zip(optree.tree_leaves(compiled), optree.tree_leaves(plain), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
