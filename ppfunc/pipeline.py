@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ppfunc.runtime import InProcess, Session, Transport, microbatch
+from ppfunc.runtime import InProcess, Session, Transport, interleaved, microbatch, two_streams
 from ppfunc.runtime.arguments import Given, read_weights
 from ppfunc.runtime.gradients import Stack, Sum
 from ppfunc.runtime.results import Step
@@ -17,7 +17,12 @@ from ppfunc.runtime.serving import Loss, Server, Stage
 from ppfunc.runtime.session import Work
 from ppfunc.runtime.thunks import Overlapped
 from ppfunc.schedule import Op, Schedule, check
-from ppfunc.schedule.passes import append_tail, forward_only, place_communication, remove_communication
+from ppfunc.schedule.passes import (
+    append_tail,
+    forward_only,
+    place_communication,
+    remove_communication,
+)
 from ppfunc.stage import Engine, graph
 from ppfunc.stage.module import ModuleStage
 
@@ -110,7 +115,39 @@ def value_and_grad(
     >>> loss, grads[0], grads[1]
     (tensor(2.5000), tensor(15.), tensor(10.))
     """
-    _require(stages, loss_fn, schedule, transport, engine)
+    session = training_session(
+        stages,
+        loss_fn,
+        schedule,
+        transport,
+        engine=engine,
+        argnums=argnums,
+        has_aux=has_aux,
+        per_microbatch=per_microbatch,
+        loss_shape=loss_shape,
+        overlapped=overlapped,
+    )
+    return _step(session, weights)
+
+
+def training_session(
+    stages: Sequence[Stage],
+    loss_fn: Loss,
+    schedule: Schedule,
+    transport: Transport | None,
+    *,
+    engine: Engine,
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+    per_microbatch: bool = False,
+    loss_shape: tuple[int, ...] = (),
+    overlapped: Overlapped | None = None,
+    call: str = "value_and_grad",
+) -> Session:
+    """What is behind :func:`value_and_grad`, under another name where ``call`` says so."""
+    require(stages, loss_fn, schedule, transport, engine, loss_shape)
+    if overlapped is not None and (not callable(overlapped) or overlapped in (interleaved, two_streams)):
+        raise TypeError(f"overlapped: got {_short(overlapped)}, expected a function, such as ppfunc.interleaved() or ppfunc.two_streams()")
     if schedule.forward_only:
         raise ValueError(f"the schedule {schedule.name!r} has no backward; use ppfunc.evaluate, or a schedule for training")
     wanted = argnums if isinstance(argnums, tuple) else (argnums,)
@@ -124,7 +161,7 @@ def value_and_grad(
 
     ready = _ready(schedule)
     work = Work(
-        f"value_and_grad{' of each microbatch' if per_microbatch else ''}{' and inputs' if 1 in wanted else ''}{_of_shape(loss_shape)}",
+        f"{call}{' of each microbatch' if per_microbatch else ''}{' and inputs' if 1 in wanted else ''}{_of_shape(loss_shape)}",
         Server(stages, ready, engine, loss_fn, loss_shape, has_aux=has_aux, return_outputs=False),
         with_targets=True,
         wants_inputs=1 in wanted,
@@ -132,7 +169,7 @@ def value_and_grad(
         finish=finish,
         together=overlapped,
     )
-    return _step(Session(ready, InProcess() if transport is None else transport, work), weights)
+    return Session(ready, InProcess() if transport is None else transport, work)
 
 
 def evaluate(
@@ -170,7 +207,33 @@ def evaluate(
     >>> step({0: torch.tensor(2.0), 1: torch.tensor(3.0)}, torch.tensor([1.0, 2.0]))
     tensor([ 6., 12.])
     """
-    _require(stages, loss_fn or _nothing, schedule, transport, engine)
+    session = evaluation_session(
+        stages,
+        loss_fn,
+        schedule,
+        transport,
+        return_outputs=return_outputs,
+        engine=engine,
+        has_aux=has_aux,
+        loss_shape=loss_shape,
+    )
+    return _step(session, weights)
+
+
+def evaluation_session(
+    stages: Sequence[Stage],
+    loss_fn: Loss | None,
+    schedule: Schedule,
+    transport: Transport | None,
+    *,
+    return_outputs: bool,
+    engine: Engine,
+    has_aux: bool = False,
+    loss_shape: tuple[int, ...] = (),
+    call: str = "evaluate",
+) -> Session:
+    """What is behind :func:`evaluate`, under another name where ``call`` says so."""
+    require(stages, loss_fn or _nothing, schedule, transport, engine, loss_shape)
     if loss_fn is None and not return_outputs and not has_aux:
         raise ValueError("evaluate got neither a loss function nor return_outputs=True; it would return nothing")
 
@@ -182,14 +245,14 @@ def evaluate(
 
     ready = _ready(schedule if schedule.forward_only else forward_only(schedule))
     work = Work(
-        f"evaluate{' with outputs' if return_outputs else ''}{_of_shape(loss_shape)}",
+        f"{call}{' with outputs' if return_outputs else ''}{_of_shape(loss_shape)}",
         Server(stages, ready, engine, loss_fn, loss_shape, has_aux=has_aux, return_outputs=return_outputs),
         with_targets=loss_fn is not None,
         wants_inputs=False,
         gradients=Sum,
         finish=finish,
     )
-    return _step(Session(ready, InProcess() if transport is None else transport, work), weights)
+    return Session(ready, InProcess() if transport is None else transport, work)
 
 
 def with_skips(schedule: Schedule, skips: Sequence[tuple[int, int]]) -> Schedule:
@@ -206,6 +269,8 @@ def with_skips(schedule: Schedule, skips: Sequence[tuple[int, int]]) -> Schedule
     >>> with_skips(gpipe(ranks=3, microbatches=2), [(0, 2)]).skips
     ((0, 2),)
     """
+    if not all(isinstance(edge, tuple | list) and len(edge) == 2 for edge in skips):
+        raise TypeError(f"skips: got {_short(skips)}, expected a list of pairs (source, destination)")
     for source, destination in skips:
         chain = next((c.stages for c in schedule.chains if source in c.stages and destination in c.stages), None)
         if chain is None or chain.index(destination) < chain.index(source) + 2:
@@ -214,7 +279,7 @@ def with_skips(schedule: Schedule, skips: Sequence[tuple[int, int]]) -> Schedule
                 f"the destination after the neighbour of the source"
             )
     bare = remove_communication(schedule) if schedule.ops & {Op.SEND_F, Op.RECV_F} else schedule
-    return replace(bare, skips=tuple(skips))
+    return replace(bare, skips=tuple((source, destination) for source, destination in skips))
 
 
 def _step(session: Session, weights: Sequence[float] | torch.Tensor | None) -> Callable[..., Any]:
@@ -232,7 +297,7 @@ def _step(session: Session, weights: Sequence[float] | torch.Tensor | None) -> C
         side: Mapping[int, Any] | None = None,
         state: Mapping[int, Any] | None = None,
     ) -> Any:
-        return session(Given(params, inputs, targets, side, state, usual if weights is None else weights, seed))
+        return session(lambda: Given(params, inputs, targets, side, state, usual if weights is None else weights, seed))
 
     return step
 
@@ -245,7 +310,7 @@ def _nothing(y: Any, target: Any) -> None:
     """Stands for a loss function where none is wanted."""
 
 
-def _require(stages: Any, loss_fn: Any, schedule: Any, transport: Any, engine: Any) -> None:
+def require(stages: Any, loss_fn: Any, schedule: Any, transport: Any, engine: Any, loss_shape: Any = ()) -> None:
     """Raise where something else than expected was given in the place of an argument."""
     if not isinstance(schedule, Schedule):
         raise TypeError(f"schedule: got {_short(schedule)}, expected a schedule, such as ppfunc.one_f_one_b(ranks=4, microbatches=8)")
@@ -260,6 +325,8 @@ def _require(stages: Any, loss_fn: Any, schedule: Any, transport: Any, engine: A
         raise TypeError(f"loss_fn: got {_short(loss_fn)}, expected a function loss(y, target) -> scalar")
     if not callable(engine):
         raise TypeError(f"engine: got {_short(engine)}, expected ppfunc.graph, ppfunc.functional or ppfunc.eager")
+    if not isinstance(loss_shape, tuple) or not all(isinstance(n, int) for n in loss_shape):
+        raise TypeError(f"loss_shape: got {_short(loss_shape)}, expected a tuple of integers, such as (3,) for an ensemble of three")
     if transport is not None and (isinstance(transport, type) or not hasattr(transport, "local_ranks")):
         raise TypeError(f"transport: got {_short(transport)}, expected one such as ppfunc.InProcess() or ppfunc.P2P(group)")
 

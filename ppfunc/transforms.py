@@ -8,8 +8,10 @@ from typing import Any
 import optree
 import torch
 
-from ppfunc.pipeline import Loss, Stage, evaluate, value_and_grad
+from ppfunc.pipeline import evaluation_session, require, training_session
 from ppfunc.runtime import Transport
+from ppfunc.runtime.arguments import Given, read_weights
+from ppfunc.runtime.serving import Loss, Stage
 from ppfunc.schedule import Schedule
 from ppfunc.stage import Engine, graph
 from ppfunc.stage.signature import differentiable
@@ -24,8 +26,12 @@ from ppfunc.stage.transforms import (
     per_sample_loss,
     sloping,
 )
+from ppfunc.stage.transforms.tangents import flatten_tangents
 
 __all__ = ["gnvp", "hvp", "jvp", "per_sample_grad"]
+
+Weights = Sequence[float] | torch.Tensor | None
+Seed = tuple[int, int] | None
 
 
 def jvp(
@@ -35,7 +41,8 @@ def jvp(
     transport: Transport | None = None,
     *,
     engine: Engine = graph,
-    weights: Sequence[float] | torch.Tensor | None = None,
+    weights: Weights = None,
+    has_aux: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
     """A function that runs the stages forward and differentiates along a direction on the way.
 
@@ -44,7 +51,7 @@ def jvp(
         torch.func.jvp(loss, (params,), (tangents,))
 
     Args:
-        stages, schedule, transport, engine, weights: as in :func:`ppfunc.evaluate`.
+        stages, schedule, transport, engine, weights, has_aux: as in :func:`ppfunc.evaluate`.
         loss_fn: ``loss(y, target) -> scalar``; None to differentiate the outputs.
 
     Returns:
@@ -52,7 +59,8 @@ def jvp(
         as in :func:`ppfunc.evaluate`. ``tangents`` is ``{stage: tree}`` like ``params``, with None for
         leaves or trees that do not move, integers among them; likewise ``input_tangents``, wanted where
         ``inputs`` are. It returns ``(loss, slope)`` on every rank; without a loss function
-        ``(outputs, tangents of the outputs)`` on the rank of the last stage, ``(None, None)`` elsewhere.
+        ``(outputs, tangents of the outputs)`` on the rank of the last stage, ``(None, None)`` elsewhere;
+        with ``has_aux``, the pair of this and ``aux``.
 
     >>> from ppfunc import gpipe
     >>> step = jvp([lambda w, x: w * x] * 2, None, gpipe(ranks=2, microbatches=1))
@@ -60,12 +68,19 @@ def jvp(
     >>> step(params, tangents, torch.tensor([5.0]))
     (tensor([30.]), tensor([15.]))
     """
-    duals = [dual(fn) for fn in stages]
-    given = {"engine": engine, "weights": weights}
-    if loss_fn is None:
-        run = evaluate(duals, None, schedule, transport, return_outputs=True, **given)
-    else:
-        run = evaluate(duals, dual_loss(loss_fn), schedule, transport, loss_shape=(2,), **given)
+    require(stages, loss_fn if loss_fn is not None else dual, schedule, transport, engine)
+    session = evaluation_session(
+        [dual(fn) for fn in stages],
+        None if loss_fn is None else dual_loss(loss_fn),
+        schedule,
+        transport,
+        return_outputs=loss_fn is None,
+        engine=engine,
+        has_aux=has_aux,
+        loss_shape=(2,),
+        call="jvp",
+    )
+    usual = read_weights(weights, schedule.microbatches)
 
     def step(
         params: Mapping[int, Any],
@@ -74,14 +89,23 @@ def jvp(
         targets: Any = None,
         *,
         input_tangents: Any = None,
-        **options: Any,
+        weights: Weights = None,
+        seed: Seed = None,
+        side: Mapping[int, Any] | None = None,
+        state: Mapping[int, Any] | None = None,
     ) -> tuple[Any, Any]:
-        made = run(_pairs(params, tangents), _moving(inputs, input_tangents), targets, **options)
+        def given() -> Given:
+            moving = _moving(inputs, input_tangents)
+            return Given(_pairs(params, tangents), moving, targets, side, state, usual if weights is None else weights, seed)
+
+        made, *aux = session(given) if has_aux else (session(given),)
         if loss_fn is not None:
-            return tuple(made.unbind())
-        if isinstance(made, list):
-            return [y for y, _ in made], [ty for _, ty in made]
-        return (None, None) if made is None else made
+            made = tuple(made.unbind())
+        elif isinstance(made, list):
+            made = [y for y, _ in made], [ty for _, ty in made]
+        elif made is None:
+            made = None, None
+        return (made, *aux) if has_aux else made
 
     return step
 
@@ -93,7 +117,8 @@ def hvp(
     transport: Transport | None = None,
     *,
     engine: Engine = graph,
-    weights: Sequence[float] | torch.Tensor | None = None,
+    weights: Weights = None,
+    has_aux: bool = False,
 ) -> Callable[..., tuple[tuple[torch.Tensor, torch.Tensor], tuple[dict[int, Any], dict[int, Any]]]]:
     """A function that multiplies the Hessian of the loss, in the parameters of all stages, by a vector: in one pass.
 
@@ -103,12 +128,13 @@ def hvp(
         grads, products = torch.func.jvp(torch.func.grad(loss), (params,), (tangents,))
 
     Args:
-        stages, loss_fn, schedule, transport, engine, weights: as in :func:`ppfunc.value_and_grad`.
+        stages, loss_fn, schedule, transport, engine, weights, has_aux: as in :func:`ppfunc.value_and_grad`.
 
     Returns:
         ``step(params, tangents, inputs, targets, ...) -> ((loss, slope), (grads, products))``, the keywords
         as in :func:`ppfunc.value_and_grad`. ``tangents`` is the vector, ``{stage: tree}`` like ``params``,
-        with None for zeros; ``grads`` and ``products`` have the structure of ``params``.
+        with None for zeros; ``grads`` and ``products`` have the structure of ``params``. With ``has_aux``,
+        ``((loss, slope), aux)`` comes in the place of ``(loss, slope)``.
 
     References:
         Pearlmutter, Fast exact multiplication by the Hessian, 1994.
@@ -120,17 +146,39 @@ def hvp(
     >>> grads, products
     ({0: tensor(36.), 1: tensor(24.)}, {0: tensor(18.), 1: tensor(24.)})
     """
-    run = value_and_grad(
-        [sloping(fn) for fn in stages], hessian_loss(loss_fn), schedule, transport, engine=engine, weights=weights, loss_shape=(2,)
+    require(stages, loss_fn, schedule, transport, engine)
+    session = training_session(
+        [sloping(fn) for fn in stages],
+        hessian_loss(loss_fn),
+        schedule,
+        transport,
+        engine=engine,
+        has_aux=has_aux,
+        loss_shape=(2,),
+        call="hvp",
     )
+    usual = read_weights(weights, schedule.microbatches)
 
     def step(
-        params: Mapping[int, Any], tangents: Mapping[int, Any], inputs: Any, targets: Any = None, **options: Any
+        params: Mapping[int, Any],
+        tangents: Mapping[int, Any],
+        inputs: Any,
+        targets: Any = None,
+        *,
+        weights: Weights = None,
+        seed: Seed = None,
+        side: Mapping[int, Any] | None = None,
+        state: Mapping[int, Any] | None = None,
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[dict[int, Any], dict[int, Any]]]:
-        moved = {stage: _with_zeros(params[stage], tangent) for stage, tangent in tangents.items()}
-        values, made = run(_pairs(params, moved), _moving(inputs, None), targets, **options)
+        def given() -> Given:
+            moving = None if inputs is None else _unmoved(inputs)
+            return Given(_pairs(params, tangents), moving, targets, side, state, usual if weights is None else weights, seed)
+
+        values, made = session(given)
+        values, *aux = values if has_aux else (values,)
         grads = {stage: _complete(gradient, params[stage]) for stage, (_, gradient) in made.items()}
-        return tuple(values.unbind()), (grads, {stage: product for stage, (product, _) in made.items()})
+        values = tuple(values.unbind())
+        return (values, *aux) if has_aux else values, (grads, {stage: product for stage, (product, _) in made.items()})
 
     return step
 
@@ -142,7 +190,8 @@ def gnvp(
     transport: Transport | None = None,
     *,
     engine: Engine = graph,
-    weights: Sequence[float] | torch.Tensor | None = None,
+    weights: Weights = None,
+    has_aux: bool = False,
 ) -> Callable[..., tuple[tuple[torch.Tensor, torch.Tensor], dict[int, Any]]]:
     """A function that multiplies the Gauss-Newton matrix of the loss, in the parameters of all stages, by a vector: in one pass.
 
@@ -154,11 +203,12 @@ def gnvp(
         products = torch.func.vjp(model, params)[1](h)
 
     Args:
-        stages, loss_fn, schedule, transport, engine, weights: as in :func:`ppfunc.value_and_grad`.
+        stages, loss_fn, schedule, transport, engine, weights, has_aux: as in :func:`ppfunc.value_and_grad`.
 
     Returns:
         ``step(params, tangents, inputs, targets, ...) -> ((loss, curvature), products)``; arguments as of
         :func:`hvp`. The curvature is that along the vector, the inner product of it with ``products``.
+        A stage with an auxiliary loss is refused: there is no Gauss-Newton matrix of a sum of such losses.
 
     References:
         Schraudolph, Fast curvature matrix-vector products for second-order gradient descent, 2002.
@@ -169,15 +219,38 @@ def gnvp(
     >>> step(params, tangents, torch.ones(1), torch.ones(1))[1]
     {0: tensor(18.), 1: tensor(12.)}
     """
-    run = value_and_grad(
-        [held_dual(fn) for fn in stages], gauss_newton_loss(loss_fn), schedule, transport, engine=engine, weights=weights, loss_shape=(2,)
+    require(stages, loss_fn, schedule, transport, engine)
+    session = training_session(
+        [held_dual(fn) for fn in stages],
+        gauss_newton_loss(loss_fn),
+        schedule,
+        transport,
+        engine=engine,
+        has_aux=has_aux,
+        loss_shape=(2,),
+        call="gnvp",
     )
+    usual = read_weights(weights, schedule.microbatches)
 
     def step(
-        params: Mapping[int, Any], tangents: Mapping[int, Any], inputs: Any, targets: Any = None, **options: Any
+        params: Mapping[int, Any],
+        tangents: Mapping[int, Any],
+        inputs: Any,
+        targets: Any = None,
+        *,
+        weights: Weights = None,
+        seed: Seed = None,
+        side: Mapping[int, Any] | None = None,
+        state: Mapping[int, Any] | None = None,
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], dict[int, Any]]:
-        values, made = run(_pairs(params, tangents), _moving(inputs, None), targets, **options)
-        return tuple(values.unbind()), {stage: product for stage, (product, _) in made.items()}
+        def given() -> Given:
+            moving = None if inputs is None else _unmoved(inputs)
+            return Given(_pairs(params, tangents), moving, targets, side, state, usual if weights is None else weights, seed)
+
+        values, made = session(given)
+        values, *aux = values if has_aux else (values,)
+        values = tuple(values.unbind())
+        return (values, *aux) if has_aux else values, {stage: product for stage, (product, _) in made.items()}
 
     return step
 
@@ -205,8 +278,8 @@ def per_sample_grad(
         randomness: ``"different"`` for stages that draw random numbers, or ``"same"``.
 
     Returns:
-        ``step(params, inputs, targets, ...) -> (loss, grads)``: the mean loss of the samples, and the
-        gradients ``{stage: tree}`` with leading axes [m, b]. Their norms over all stages, and the sum
+        ``step(params, inputs, targets, *, seed=None, side=None) -> (loss, grads)``: the mean loss of the
+        samples (they have no weights, and their stages no state), and the gradients ``{stage: tree}`` with leading axes [m, b]. Their norms over all stages, and the sum
         of clipped ones: :func:`ppfunc.square_norms`, :func:`ppfunc.clipped_sum`.
 
     >>> from ppfunc import gpipe
@@ -215,48 +288,99 @@ def per_sample_grad(
     >>> step(params, torch.tensor([[1.0, 2.0, 3.0]]), torch.zeros(1, 3))
     (tensor(12.), {0: tensor([[3., 6., 9.]]), 1: tensor([[2., 4., 6.]])})
     """
+    require(stages, loss_fn, schedule, transport, engine)
+    if not isinstance(samples, int) or samples < 1:
+        raise ValueError(f"samples: got {samples!r}, expected the number of samples in a microbatch, an integer of at least 1")
     losses = per_sample_loss(loss_fn)
-    run = value_and_grad(
+    session = training_session(
         [per_sample(fn, randomness=randomness) for fn in stages],
         lambda y, target: losses(y, target).sum(),
         schedule,
         transport,
         engine=engine,
-        weights=[1.0] * schedule.microbatches,
         per_microbatch=True,
+        call=f"per_sample_grad of {samples} samples",
     )
+    ones = read_weights([1.0] * schedule.microbatches, schedule.microbatches)
 
-    def step(params: Mapping[int, Any], inputs: Any, targets: Any = None, **options: Any) -> tuple[torch.Tensor, dict[int, Any]]:
-        loss, grads = run({stage: for_samples(tree, samples) for stage, tree in params.items()}, inputs, targets, **options)
+    def step(
+        params: Mapping[int, Any],
+        inputs: Any,
+        targets: Any = None,
+        *,
+        seed: Seed = None,
+        side: Mapping[int, Any] | None = None,
+    ) -> tuple[torch.Tensor, dict[int, Any]]:
+        def given() -> Given:
+            for name, batch in {"inputs": inputs, "targets": targets, **{f"side[{s}]": b for s, b in (side or {}).items()}}.items():
+                _require_samples(batch, samples, name)
+            copies = {stage: for_samples(tree, samples) for stage, tree in _stages(params, "params").items()}
+            return Given(copies, inputs, targets, side, None, ones, seed)
+
+        loss, grads = session(given)
         return loss / (samples * schedule.microbatches), grads
 
     return step
 
 
-def _pairs(params: Mapping[int, Any], tangents: Mapping[int, Any]) -> dict[int, tuple[Any, Any]]:
+def _stages(trees: Any, name: str) -> Mapping[int, Any]:
+    if not isinstance(trees, Mapping):
+        raise TypeError(f"{name}: got {type(trees).__name__}, expected a dictionary {{stage: tree}}")
+    return trees
+
+
+def _pairs(params: Any, tangents: Any) -> dict[int, tuple[Any, Any]]:
+    """Every tree of parameters with its tangents, zeros where none are given: what moves may change from step to step."""
+    params, tangents = _stages(params, "params"), _stages(tangents, "tangents")
     if set(params) != set(tangents):
-        raise ValueError(f"got tangents of the stages {sorted(tangents)} for parameters of the stages {sorted(params)}; give a tree, or None, for each")
-    return {stage: (tree, tangents[stage]) for stage, tree in params.items()}
+        raise ValueError(
+            f"tangents: got the stages {list(tangents)} for parameters of the stages {list(params)}; give a tree, or None, for each"
+        )
+    return {stage: (tree, _with_zeros(tree, tangents[stage], f"params[{stage}]")) for stage, tree in params.items()}
 
 
 def _moving(inputs: Any, tangents: Any) -> Any:
-    """The batch with its tangents, in the form of the batch."""
+    """The batch with its tangents, zeros where none are given, in the form of the batch."""
     if inputs is None:
         return None
     if not isinstance(inputs, list):
-        return inputs, tangents
+        return inputs, _with_zeros(inputs, tangents, "inputs")
     rows = [None] * len(inputs) if tangents is None else tangents
-    return list(zip(inputs, rows, strict=True))
+    if not isinstance(rows, list) or len(rows) != len(inputs):
+        got = f"a list of {len(rows)}" if isinstance(rows, list) else type(rows).__name__
+        raise ValueError(f"input_tangents: got {got}, expected a list of {len(inputs)}, as the inputs are")
+    return [(x, _with_zeros(x, row, f"inputs[{i}]")) for i, (x, row) in enumerate(zip(inputs, rows, strict=True))]
 
 
-def _with_zeros(params: Any, tangents: Any) -> Any:
-    """The tangents with zeros for None where there could be a tangent: their gradient is wanted."""
-    def fill(leaf: torch.Tensor, tangent: torch.Tensor | None) -> torch.Tensor | None:
-        return torch.zeros_like(leaf) if tangent is None and differentiable(leaf.dtype) else tangent
+def _unmoved(inputs: Any) -> Any:
+    """The batch with None for tangents, in the form of the batch."""
+    return [(x, None) for x in inputs] if isinstance(inputs, list) else (inputs, None)
 
-    leaves, treedef = optree.tree_flatten(params)
-    given = (None,) * len(leaves) if tangents is None else treedef.flatten_up_to(tangents)
-    return treedef.unflatten(map(fill, leaves, given))
+
+def _with_zeros(primal: Any, tangents: Any, name: str) -> Any:
+    """The tangents with zeros for None where there could be a tangent."""
+    leaves, treedef = optree.tree_flatten(primal)
+    given = flatten_tangents(primal, tangents, name)
+    return treedef.unflatten(
+        torch.zeros_like(leaf) if tangent is None and differentiable(leaf.dtype) else tangent
+        for leaf, tangent in zip(leaves, given, strict=True)
+    )
+
+
+def _require_samples(batch: Any, samples: int, name: str) -> None:
+    """Raise where a leaf of a batch has not ``samples`` rows in every microbatch."""
+    axis = 0 if isinstance(batch, list) else 1
+    for accessor, leaf in zip(*_named(batch), strict=True):
+        if isinstance(leaf, torch.Tensor) and (leaf.ndim <= axis or leaf.shape[axis] != samples):
+            raise ValueError(
+                f"{name}{accessor.codify('')}: got the shape {list(leaf.shape)}, expected {samples} samples in axis {axis}, "
+                f"as samples={samples} says; every leaf has them"
+            )
+
+
+def _named(tree: Any) -> tuple[list[Any], list[Any]]:
+    leaves, treedef = optree.tree_flatten(tree)
+    return optree.treespec_accessors(treedef), leaves
 
 
 def _complete(gradients: Any, params: Any) -> Any:

@@ -309,3 +309,43 @@ def test_parameters_of_any_strides(engine):
         compare([stage] * 2, squared, pp.gpipe(2, 3), held, inputs, targets, engine)
         step(held, inputs, targets)
     assert optree.tree_all(optree.tree_map(torch.equal, step(params, inputs, targets), expected))
+
+
+def test_what_the_loss_function_does_wrong_is_told_as_its_own():
+    params, inputs, targets = problem(2, 2)
+    for loss_fn, told in [
+        (lambda y: y.sum(), r"takes 1 positional argument.*raised by the loss function, which is called as loss\(y, target\)"),
+        (lambda y, t: 1.0, r"the loss function returned 1.0 of type float, expected a tensor; return a scalar tensor"),
+        (lambda y, t: (y.sum(), y), r"of type tuple, expected a tensor; .*metrics"),
+        (lambda y, t: None, r"the loss function returned None"),
+    ]:
+        with pytest.raises(pp.StageError, match=told):
+            pp.value_and_grad([dense] * 2, loss_fn, pp.gpipe(2, 2))(params, inputs, targets)
+
+
+def test_steps_run_in_inference_mode():
+    params, inputs, targets = problem(2, 2)
+    stages, schedule = [dense] * 2, pp.gpipe(2, 2)
+    wanted = pp.value_and_grad(stages, squared, schedule)(params, inputs, targets)
+    with torch.inference_mode():
+        loss = pp.evaluate(stages, squared, schedule)(params, inputs, targets)
+        made = pp.value_and_grad(stages, squared, schedule)(params, inputs, targets)
+    assert torch.equal(loss, wanted[0])
+    assert all(map(torch.equal, optree.tree_leaves(made), optree.tree_leaves(wanted)))
+    assert not loss.is_inference()
+
+
+def test_autocast_may_change_what_travels():
+    params, inputs, targets = problem(2, 2, torch.float32)
+    step = pp.value_and_grad([lambda p, x: x @ p["w"]] * 2, squared, pp.gpipe(2, 2))
+    plain, _ = step(params, inputs, targets)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded, _ = step(params, inputs, targets)
+    assert rounded != plain
+    assert step(params, inputs, targets)[0] == plain
+
+
+def test_an_overlapped_function_that_is_none_is_refused():
+    for wrong in ("interleaved", pp.interleaved, pp.two_streams):
+        with pytest.raises(TypeError, match=r"expected a function, such as ppfunc.interleaved\(\)"):
+            pp.value_and_grad([dense] * 4, squared, pp.dualpipev(2, 4), overlapped=wrong)

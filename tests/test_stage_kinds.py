@@ -260,6 +260,23 @@ def test_gradients_of_each_microbatch_with_copies():
         assert torch.equal(rows[s]["w"], rows[4 + s]["w"])
 
 
+def test_skip_connections_of_copies_have_the_numbers_of_the_originals():
+    def skipping(p, x):
+        y = dense(p, x)
+        return pp.Output(y, skips={2: y.sin(), 3: x})
+
+    stages = [skipping, dense, lambda p, r: dense(p, r.x + r.skips[0]), lambda p, r: dense(p, r.x + r.skips[0])]
+    generator = torch.Generator().manual_seed(3)
+    params = {s: {"w": torch.randn(D, D, generator=generator, dtype=torch.float64)} for s in range(4)}
+    inputs, targets = (torch.randn(8, 3, D, generator=generator, dtype=torch.float64) for _ in range(2))
+    copied = pp.with_skips(pp.dualpipe(4, 8), [(0, 2), (0, 3), (4, 6), (4, 7)])
+    loss, grads = pp.value_and_grad(stages, squared, copied)(params | {4 + s: params[s] for s in range(4)}, inputs, targets)
+    want, wanted = pp.value_and_grad(stages, squared, pp.with_skips(pp.gpipe(4, 8), [(0, 2), (0, 3)]))(params, inputs, targets)
+    torch.testing.assert_close(loss, want, rtol=1e-12, atol=1e-14)
+    for s in range(4):
+        torch.testing.assert_close(grads[s]["w"], wanted[s]["w"], rtol=1e-12, atol=1e-14)
+
+
 @both
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_an_overlapped_function_of_the_callers(engine, ranks):

@@ -405,12 +405,12 @@ def test_tangents_that_do_not_fit_are_refused():
     good = {"w": torch.ones(2), "n": None}
     step(params, {0: good}, torch.ones(1, 2), torch.ones(1, 2))
     for wrong, told in [
-        ({**good, "w": torch.ones(3)}, r"tangent of params\['w'\]: got torch.float32\[3\], expected torch.float32\[2\]"),
+        ({**good, "w": torch.ones(3)}, r"tangent of params\[0\]\['w'\]: got torch.float32\[3\], expected torch.float32\[2\]"),
         ({**good, "w": torch.ones(2).double()}, r"got torch.float64\[2\], expected torch.float32\[2\]"),
         ({**good, "n": torch.ones(2).int()}, "expected None: torch.int32 has no tangents"),
         ({"w": torch.ones(2)}, "got the structure"),
     ]:
-        with pytest.raises(pp.StageError, match=told):
+        with pytest.raises(ValueError, match=told):
             step(params, {0: wrong}, torch.ones(1, 2), torch.ones(1, 2))
-    with pytest.raises(ValueError, match=r"tangents of the stages \[\]"):
+    with pytest.raises(ValueError, match=r"tangents: got the stages \[\]"):
         step(params, {}, torch.ones(1, 2), torch.ones(1, 2))

@@ -129,7 +129,7 @@ def read_weights(weights: Sequence[float] | torch.Tensor | None, microbatches: i
 def _seed(seed: Any) -> tuple[int, int] | None:
     if seed is None:
         return None
-    if isinstance(seed, tuple) and len(seed) == 2 and all(isinstance(n, Integral) for n in seed):
+    if isinstance(seed, tuple | list) and len(seed) == 2 and all(isinstance(n, Integral) for n in seed):
         return int(seed[0]), int(seed[1])
     raise TypeError(f"seed: got {reprlib.repr(seed)}, expected (seed, step), two integers")
 

@@ -21,6 +21,7 @@ class Control:
         self._calls = self._shared = 0
         self._ahead: tuple[dist.Work, torch.Tensor] | None = None
         self._told: tuple[dist.Work, torch.Tensor] | None = None
+        self._texts: list[tuple[int, dist.Work, torch.Tensor]] = []
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -34,11 +35,16 @@ class Control:
         return self._group
 
     def share(self, text: str) -> list[str]:
-        """The text of every rank."""
+        """The text of every rank, once every rank has heard what was told before."""
         self._shared += 1
         place, meeting = f"shared/{self._shared}", self._meeting
         meeting.write(f"{place}/{meeting.rank}", text)
-        return [meeting.read(f"{place}/{peer}", f"rank {peer} to share what it knows") for peer in range(meeting.size)]
+        shared = [meeting.read(f"{place}/{peer}", f"rank {peer} to share what it knows") for peer in range(meeting.size)]
+        for peer, work, _ in self._texts:
+            meeting.waiting_on = peer
+            work.wait()
+        self._texts.clear()
+        return shared
 
     def begin(self, call: str, key: str | None) -> str:
         """Begin a step, as :meth:`~ppfunc.runtime.transport.Transport.begin`: a line passed on from rank to rank."""
@@ -54,8 +60,8 @@ class Control:
             if told != mine or (key is not None and key != theirs):
                 raise AgreementError(
                     f"the ranks disagree on the step that begins: rank {rank} has {mine}: {key or 'no inputs'}, "
-                    f"rank {rank - 1} has {told}: {theirs}; every rank must make the same calls, with the same "
-                    f"schedule and with batches of the same shapes"
+                    f"rank {rank - 1} has {told}: {theirs}; every rank must make the same calls of the same step "
+                    f"functions, with the same schedule and with batches of the same shapes"
                 )
         if theirs is None:
             raise ValueError("inputs: got None on rank 0, which tells the others their shapes; give it the inputs, whoever holds the first stage")
@@ -80,11 +86,10 @@ class Control:
         return self.group.recv([line], peer, _FIRST), line
 
     def tell(self, peer: int, text: str) -> None:
-        """Send a text of any length."""
-        self._meeting.waiting_on = peer
+        """Send a text of any length, without waiting until it is heard: two ranks may tell each other at once."""
         data = text.encode()
         for part in (_written(str(len(data))), torch.frombuffer(bytearray(data), dtype=torch.uint8)):
-            self.group.send([part], peer, 0).wait()
+            self._texts.append((peer, self.group.send([part], peer, 0), part))
 
     def hear(self, peer: int) -> str:
         """Receive the next text that ``peer`` tells."""

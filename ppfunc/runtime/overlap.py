@@ -42,7 +42,7 @@ def interleaved() -> Overlapped:
 def _recipe(program: Program) -> Recipe:
     if not hasattr(program, "recipe"):
         raise TypeError(
-            "interleaved() got a stage that is not traced: use the graph engine without cuda_graphs=True, or two_streams()"
+            "interleaved() got a stage that is not traced: use the graph engine without cuda_graphs=True, or leave out overlapped="
         )
     return program.recipe
 

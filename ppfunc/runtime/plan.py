@@ -97,7 +97,9 @@ def negotiate(schedule: Schedule, transport: Transport, serve: Serve, first: Cal
             if source == BATCH:
                 edges[source, stage] = [first(m) for m in microbatches]
             elif home[source] not in local:
-                edges[source, stage] = _read(transport.hear(home[stage], home[source]))
+                while (source, stage) not in edges:  # a rank tells of its edges in the order in which its own stages come
+                    edge, signatures = _read(transport.hear(home[stage], home[source]))
+                    edges[edge] = signatures
         columns = [edges.pop((source, stage)) for source in sources]
         for m, *parts in zip(microbatches, *columns, strict=True):
             received[stage, m] = tuple(parts)
@@ -107,7 +109,7 @@ def negotiate(schedule: Schedule, transport: Transport, serve: Serve, first: Cal
             if home[sink] in local:
                 edges[stage, sink] = found
             else:
-                transport.tell(home[stage], home[sink], _write(found))
+                transport.tell(home[stage], home[sink], _write((stage, sink), found))
     return Table(received, served, _share_losses(transport, served))
 
 
@@ -133,17 +135,18 @@ def _share_losses(transport: Transport, served: Mapping[Key, Served]) -> dict[in
     return dict(sorted(found.items()))
 
 
-def _write(signatures: Sequence[Signature]) -> str:
-    """One signature per microbatch, each distinct one written once."""
+def _write(edge: tuple[int, int], signatures: Sequence[Signature]) -> str:
+    """One signature per microbatch of an edge, each distinct one written once."""
     distinct = list(dict.fromkeys(signatures))
     index = {signature: n for n, signature in enumerate(distinct)}
-    return json.dumps({"signatures": [s.to_json() for s in distinct], "microbatches": [index[s] for s in signatures]})
+    return json.dumps({"edge": edge, "signatures": [s.to_json() for s in distinct], "microbatches": [index[s] for s in signatures]})
 
 
-def _read(text: str) -> list[Signature]:
+def _read(text: str) -> tuple[tuple[int, int], list[Signature]]:
     table = json.loads(text)
     distinct = [Signature.from_json(s) for s in table["signatures"]]
-    return [distinct[n] for n in table["microbatches"]]
+    source, sink = table["edge"]
+    return (source, sink), [distinct[n] for n in table["microbatches"]]
 
 
 def renew(schedule: Schedule, table: Table, serve: Serve) -> Table:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
 
 from ppfunc.schedule import Schedule
 from ppfunc.stage import Engine, Signature, StageProgram
-from ppfunc.stage.output import canonical, children
+from ppfunc.stage.module import mode_of
+from ppfunc.stage.output import Output, Received, canonical, children
 
 from .outside import suspended
 from .plan import Served, sinks_of
@@ -24,9 +26,32 @@ def per_stage(stages: Sequence[Stage], schedule: Schedule) -> list[Stage]:
     if len(stages) == schedule.stages:
         return list(stages)
     if len(stages) == own and schedule.copies:
-        return [stages[next(n for n, group in enumerate(schedule.copies) if s in group)] for s in range(schedule.stages)]
+        originals = {s: n for n, group in enumerate(schedule.copies) for s in group}
+        shared = [stages[originals[s]] for s in range(schedule.stages)]
+        return [_renumbered(fn, originals, schedule, s) for s, fn in enumerate(shared)] if schedule.skips else shared
     expected = f"{own} or {schedule.stages}" if schedule.copies else str(schedule.stages)
     raise ValueError(f"got {len(stages)} stages, the schedule {schedule.name!r} has {expected}")
+
+
+def _renumbered(fn: Stage, originals: dict[int, int], schedule: Schedule, stage: int) -> Stage:
+    """The function of a copied stage, which calls the stages of its skip connections by the numbers of the originals."""
+    own = {originals[s]: s for chain in schedule.chains if stage in chain.stages for s in chain.stages}
+
+    @wraps(fn)
+    def renumbered(params: Any, x: Any, *consts: Any) -> Any:
+        if isinstance(x, Received):
+            x = x._replace(skips={originals[s]: part for s, part in x.skips.items()})
+        out = fn(params, x, *consts)
+        if isinstance(out, Output) and out.skips:
+            out = out._replace(skips={own.get(s, s): part for s, part in out.skips.items()})
+        return out
+
+    return renumbered
+
+
+def autocast() -> Hashable:
+    """Which autocast is on."""
+    return tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
 
 
 class Server:
@@ -58,14 +83,13 @@ class Server:
                 targeted=last and loss_fn is not None,
             )
             self.functions.append(call)
-        self.modes = [fn.mode for fn in stages if hasattr(fn, "mode")]
+        self.modes = [mode for mode in map(mode_of, stages) if mode is not None]
         self.losing = lasts if loss_fn else set()
         self.lasts = lasts
 
     def mode(self) -> Hashable:
         """What the stages depend on beside their arguments: whether modules train, and autocast."""
-        autocast = [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")]
-        return (*autocast, *(mode() for mode in self.modes))
+        return (autocast(), *(mode() for mode in self.modes))
 
     def __call__(
         self,

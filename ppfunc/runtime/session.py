@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from hashlib import sha256
 from itertools import permutations
@@ -24,9 +24,12 @@ from .memory import Memory
 from .outside import transforming
 from .plan import Serve, Served, Table, bind_table, negotiate, renew
 from .results import Step
-from .serving import Server
+from .serving import Server, autocast
 from .thunks import Overlapped
 from .transport import Failure, Route, Tag, Transport
+
+
+_BEFORE = "; run before: "
 
 
 class Work(NamedTuple):
@@ -66,17 +69,23 @@ class Session:
         self.local = transport.local_ranks(schedule.ranks)
         self.stages = tuple(s for s, r in enumerate(schedule.placement) if r in self.local)
         self.generation: int | None = None
-        self.tables: dict[str, Table] = {}
+        self.tables: dict[tuple[str, Hashable], Table] = {}
         self.bound: dict[tuple, tuple[Bound, Table]] = {}
 
-    def __call__(self, given: Given) -> Any:
+    def __call__(self, given: Callable[[], Given]) -> Any:
         """Run one step; on any failure tell the peers.
+
+        Args:
+            given: gathers the arguments; what it raises is told like everything else.
 
         Raises:
             PipelineError: an instruction failed, here or on another rank.
             AgreementError: the ranks were given different programs or batches.
             ValueError, TypeError: the arguments do not fit the schedule.
         """
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                return self(given)
         memory = None
         try:
             if transforming() and len(self.local) < self.schedule.ranks:
@@ -84,7 +93,7 @@ class Session:
                     "got a step under a torch.func transform, whose ranks are in several processes, where the transform "
                     "would end at each message; run it with InProcess(), or use ppfunc.jvp, hvp, gnvp, ensemble or per_sample_grad"
                 )
-            arguments = read_arguments(given, self.schedule, self.stages, self.work.with_targets)
+            arguments = read_arguments(given(), self.schedule, self.stages, self.work.with_targets)
             if self.work.wants_inputs and arguments.inputs is not None:
                 arguments = arguments._replace(inputs=arguments.inputs.differentiable())
             bound, table = self._prepare(arguments)
@@ -113,22 +122,35 @@ class Session:
         """The bound program of this batch's shape; worked out with the peers where it is new."""
         call = self.call
         if len(self.local) < self.schedule.ranks:
-            call += f", weights {sha256(repr(arguments.weights.tolist()).encode()).hexdigest()[:8]}"
-        key = self.transport.begin(call, None if arguments.inputs is None else _key(arguments.inputs))
-        if self.generation != self.transport.generation:
+            weights = arguments.weights.tolist()
+            told = ", ".join(f"{w:.4g}" for w in weights)
+            call += f", weights {told if len(told) <= 60 else told[:57] + '...'} {sha256(repr(weights).encode()).hexdigest()[:8]}"
+        agreed = self.generation == self.transport.generation
+        mine = None if arguments.inputs is None else _key(arguments.inputs)
+        key, _, before = self.transport.begin(call, mine and f"{mine}{self._before(mine, agreed)}").partition(_BEFORE)
+        if self._before(key, agreed) != _BEFORE + before:
+            raise AgreementError(
+                f"the ranks disagree on the step that begins: whether it has run with these shapes before, rank 0 says {before}, "
+                f"rank {self.local[0]} does not; every rank must call the same step function, under the same autocast"
+            )
+        if not agreed:
             self._open()
         own = (key, self.work.server.mode(), *_local_key(arguments))
         if own not in self.bound:
             serve = self._serve(arguments)
-            if key in self.tables:
-                table = renew(self.schedule, self.tables[key], serve)
+            if (key, autocast()) in self.tables:
+                table = renew(self.schedule, self.tables[key, autocast()], serve)
             else:
                 inputs = arguments.inputs
                 table = negotiate(self.schedule, self.transport, serve, lambda m: inputs.signatures[m])
-                self.tables[key] = table
+                self.tables[key, autocast()] = table
             bound = bind_table(self.schedule, self.transport, arguments.homes, table, self.work.gradients, self.work.together)
             self.bound[own] = bound, table
         return self.bound[own]
+
+    def _before(self, key: str, agreed: bool) -> str:
+        """Says whether the ranks have agreed on this shape of the batch before, which all of them have or none."""
+        return _BEFORE + ("yes" if agreed and (key, autocast()) in self.tables else "no")
 
     def _serve(self, arguments: Arguments) -> Serve:
         """Serves the stages of this process with the arguments of this call."""

@@ -114,7 +114,7 @@ class Transport(Protocol):
         """
 
     def tell(self, rank: int, peer: int, text: str) -> None:
-        """Send a text from ``rank`` to ``peer``."""
+        """Send a text from ``rank`` to ``peer``, without waiting for it; all are heard before the next ``share``."""
 
     def hear(self, rank: int, peer: int) -> str:
         """Receive the next text that ``peer`` sent to ``rank``."""

@@ -117,7 +117,7 @@ def _observe(
             *example.unflatten_consts(groups[2]),
         )
         with watch:
-            out = _call(fn, trees, example, name)
+            out = _call(fn, trees, example, name, watch.abstract)
         (y, y_def), (aux, aux_def) = split_aux(out, has_aux, name)
     _require_unchanged(example, trees, groups, name)
     return Outline(
@@ -127,7 +127,7 @@ def _observe(
     )
 
 
-def _call(fn: Callable[..., Any], trees: tuple[Any, ...], example: Example, name: str) -> Any:
+def _call(fn: Callable[..., Any], trees: tuple[Any, ...], example: Example, name: str, abstract: bool) -> Any:
     """``fn(*trees)``; what it raises becomes an error that says what it was given."""
     try:
         with quiet():
@@ -136,12 +136,10 @@ def _call(fn: Callable[..., Any], trees: tuple[Any, ...], example: Example, name
         raise
     except Exception as error:
         given = [f"x = {example.x}", *(f"const {i} = {c}" for i, c in enumerate(example.consts))]
-        reason = f"it raised {type(error).__name__}: {error}; it was given {', '.join(given)}"
-        instead = (
-            "check that it takes what the stage before it returns, "
-            "and that its parameters have the shapes and dtypes for it"
-        )
-        raise StageError(name, reason, instead) from error
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        zeros = "" if abstract else ", zeros everywhere, by which an engine that does not trace learns what it returns"
+        reason = f"it raised {type(error).__name__}: {error}{notes}; it was given {', '.join(given)}{zeros}"
+        raise StageError(name, reason, "mend what raised this, or what the stage is given: x is what the stage before it returns") from error
 
 
 @contextmanager

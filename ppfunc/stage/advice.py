@@ -1,4 +1,4 @@
-"""Which engine serves a stage that another one refuses: found out by asking them."""
+"""Which engine serves a stage that another one refuses: found out by asking it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .errors import StageError
 
 def with_advice(
     refusal: StageError,
-    others: tuple[Callable[..., Any], ...],
+    other: Callable[..., Any],
     fn: Callable[..., Any],
     example: tuple[Any, ...],
     *,
@@ -20,13 +20,14 @@ def with_advice(
     name: str,
     device: torch.device | str | None,
 ) -> StageError:
-    """The refusal of an engine, naming the first of the others that serves the stage, if one does."""
-    refused = []
-    for engine in others:
-        try:
-            engine(fn, example, has_aux=has_aux, name=name, device=device)
-        except StageError as error:
-            refused.append(f"the {engine.__name__} engine: {error.reason}")
-        else:
-            return StageError(refusal.stage, refusal.reason, f"use the {engine.__name__} engine")
-    return StageError(refusal.stage, f"{refusal.reason}; no engine serves it ({'; '.join(refused)})", "rewrite what is refused")
+    """The refusal of an engine, naming one that serves the stage: ``other``, or one that ``other`` names."""
+    try:
+        other(fn, example, has_aux=has_aux, name=name, device=device)
+    except StageError as error:
+        if error.instead.startswith("use the "):
+            return StageError(refusal.stage, refusal.reason, error.instead)
+        if "engine" not in refusal.instead:
+            return refusal  # it is the stage itself that fails
+        reason = f"{refusal.reason}; the {other.__name__} engine refuses it too: {error.reason}"
+        return StageError(refusal.stage, reason, error.instead)
+    return StageError(refusal.stage, refusal.reason, f"use the {other.__name__} engine")

@@ -45,12 +45,12 @@ def functional(
     tensor([1., 1.])
     """
     seen = Example.of(example, device)
-    known = learn(fn, seen, example, DATA_DEPENDENT, has_aux=has_aux, name=name)
-    flat = _flat(Primals(fn, seen, known, has_aux, name))
     try:
+        known = learn(fn, seen, example, DATA_DEPENDENT, has_aux=has_aux, name=name)
+        flat = _flat(Primals(fn, seen, known, has_aux, name))
         known = require_gradient(flat, known, seen, example, name=name, by="torch.func", instead="use the eager engine")
     except StageError as refusal:
-        raise with_advice(refusal, (eager,), fn, example, has_aux=has_aux, name=name, device=device) from refusal.__cause__
+        raise with_advice(refusal, eager, fn, example, has_aux=has_aux, name=name, device=device) from refusal.__cause__
     return stage_program(flat, seen, known, has_aux=has_aux, residual_bytes=None)
 
 

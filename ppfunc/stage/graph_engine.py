@@ -11,7 +11,6 @@ import torch
 from .abstract import outline
 from .advice import with_advice
 from .captured import captured
-from .eager_engine import eager
 from .errors import StageError
 from .example import Example
 from .functional_engine import functional
@@ -69,7 +68,10 @@ def graph(
         return (mul_3, )
     <BLANKLINE>
     """
-    if fn is None or example is None:
+    if (fn is None) != (example is None):
+        got = fn if example is None else "an example alone"
+        raise TypeError(f"graph got {got!r} and no example; its options have names, as in graph(remat='full') or graph(compile=True)")
+    if fn is None:
         return partial(graph, remat=remat, compile=compile, cuda_graphs=cuda_graphs)
     seen = Example.of(example, device)
     if seen.subclasses:
@@ -82,9 +84,7 @@ def graph(
         known = outline(fn, seen, has_aux=has_aux, name=name)
         joint = clean(trace(Primals(fn, seen, known, has_aux, name), seen, known, name))
     except StageError as refusal:
-        if "engine" not in refusal.instead:
-            raise
-        raise with_advice(refusal, (functional, eager), fn, example, has_aux=has_aux, name=name, device=device) from refusal.__cause__
+        raise with_advice(refusal, functional, fn, example, has_aux=has_aux, name=name, device=device) from refusal.__cause__
     parts = cut_for(joint, remat, name)
     size = residual_bytes(joint, parts.residuals)
     flat = _emit(parts, joint, name, compile)

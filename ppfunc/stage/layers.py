@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..parallel.partition import Partition
+from .module import mode_of
 
 Layer = Callable[..., Any]
 """A pure function ``layer(params, x, *consts) -> y``."""
@@ -73,5 +74,8 @@ def _stage(layers: tuple[Layer, ...], interval: tuple[int, int]) -> Layer:
             x = layer(layer_params, x, *consts)
         return x
 
+    modes = [mode for mode in map(mode_of, layers) if mode is not None]
+    if modes:
+        stage.mode = lambda: tuple(mode() for mode in modes)
     stage.__name__ = stage.__qualname__ = f"layers_{interval[0]}_to_{interval[1]}"
     return stage

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,17 +29,23 @@ class ModuleStage(NamedTuple):
     state: State
 
 
-def stage_from_module(module: nn.Module) -> ModuleStage:
+def stage_from_module(module: nn.Module, *, constants: bool = False) -> ModuleStage:
     """The pure function that ``module`` computes, in the mode (training or evaluation) that it has when a step begins.
 
     A tuple ``x`` becomes positional arguments, a dictionary with texts as keys keyword arguments,
     anything else the one argument; a side input becomes further arguments in the same way. A parameter
     known by two names is listed once, under the first, and gets one gradient; one that requires no
     gradient is frozen: it gets zeros. Buffers go into a step as ``state={stage: state}``, and come back,
-    with ``has_aux=True``, as ``aux.state[stage]``.
+    with ``has_aux=True``, as ``aux.state[stage]``. What else the module reads (numbers in its attributes,
+    which parameters are frozen) is that of the moment in which the stage is made or traced.
 
     Args:
         module: any module; it is not changed, by the call neither.
+        constants: whether the module only reads its buffers (masks, tables of positions, the statistics of a
+            batch norm in evaluation): there is no state then, and a module that writes into one is refused.
+
+    Raises:
+        TypeError: not a module.
 
     References:
         ``torch.func.functional_call``.
@@ -47,9 +54,11 @@ def stage_from_module(module: nn.Module) -> ModuleStage:
     >>> sorted(params), state, fn(params, torch.zeros(5, 3)).shape
     (['bias', 'weight'], {}, torch.Size([5, 2]))
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"got {type(module).__name__}, expected a torch.nn.Module; a function is a stage as it is")
     params = {name: p.detach() for name, p in module.named_parameters()}
     frozen = {name for name, p in module.named_parameters() if not p.requires_grad}
-    state = {name: b.detach() for name, b in module.named_buffers()}
+    state = {} if constants else {name: b.detach() for name, b in module.named_buffers()}
 
     def call(tensors: State, given: tuple[Any, ...]) -> Any:
         args, kwargs = (), {}
@@ -68,15 +77,30 @@ def stage_from_module(module: nn.Module) -> ModuleStage:
     def stateful(params: State, *given: Any) -> Output:
         *given, buffers = given
         if not (isinstance(buffers, dict) and buffers.keys() == state.keys()):
-            raise ValueError(f"the module has the buffers {', '.join(state)}; give them as its state, after x")
+            raise ValueError(
+                f"the module has the buffers {', '.join(state)}, which are its state: give it to the step, state={{stage: state}}, "
+                f"and has_aux=True to get the next one; or, where it only reads them, take stage_from_module(module, constants=True)"
+            )
         tensors = params | {name: b.clone() for name, b in buffers.items()}
         y = call(tensors, given)
         # The call leaves in ``tensors`` what a module has put in the place of a buffer.
-        return Output(y, state={name: tensors[name].detach() for name in state})
+        after = {name: tensors[name].detach() for name in state}
+        if not isinstance(y, Output):
+            return Output(y, state=after)
+        if y.state is not None:
+            raise ValueError("the module has buffers, which are its state, and returns an Output with another state; leave that out")
+        return y._replace(state=after)
 
     fn = stateful if state else plain
     fn.mode = lambda: tuple(m.training for m in module.modules())  # a step traces anew where it changes
     return ModuleStage(fn, params, state)
+
+
+def mode_of(fn: Callable[..., Any]) -> Callable[[], Any] | None:
+    """What tells the mode of the modules in a stage, through ``functools.partial`` and ``functools.wraps``; None without any."""
+    while fn is not None and not hasattr(fn, "mode"):
+        fn = fn.func if isinstance(fn, partial) else getattr(fn, "__wrapped__", None)
+    return fn and fn.mode
 
 
 def split_sequential(module: nn.Sequential | nn.ModuleList, boundaries: Sequence[int]) -> list[nn.Sequential]:
@@ -96,6 +120,10 @@ def split_sequential(module: nn.Sequential | nn.ModuleList, boundaries: Sequence
     >>> [len(part) for part in split_sequential(layers, [1, 1])]
     [1, 0, 2]
     """
+    if not isinstance(module, nn.Sequential | nn.ModuleList):
+        raise TypeError(f"got {type(module).__name__}, expected an nn.Sequential or an nn.ModuleList")
+    if not isinstance(boundaries, Sequence):
+        raise TypeError(f"boundaries: got {boundaries!r}, expected a list, such as [{boundaries!r}]")
     edges = [0, *boundaries, len(module)]
     if any(a > b for a, b in zip(edges, edges[1:], strict=False)):
         raise ValueError(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import optree
+import torch
 
 from .signature import Signature
 
@@ -77,16 +79,34 @@ def canonical(
             out = Output(out)
         given = out.skips or {}
         if set(given) != set(skips):
-            raise ValueError(f"it returns skip connections to the stages {sorted(given)}, the schedule has them to {sorted(skips)}")
+            raise ValueError(
+                f"it returns skip connections to the stages {sorted(given)}, the schedule has them to {sorted(skips)}; "
+                f"declare them by ppfunc.with_skips(schedule, [(source, destination), ...])"
+            )
         loss = out.loss
         if last and loss_fn is not None:
-            main = loss_fn(out.y, target)
+            main = _of_loss_function(loss_fn, out.y, target)
             loss = main if loss is None else main + loss
         carry = None if last else out.y
         outputs = out.y if last and return_outputs else None
         return (carry, tuple(given[s] for s in skips), loss), (outputs, out.metrics, out.state)
 
     return call
+
+
+def _of_loss_function(loss_fn: Callable[[Any, Any], Any], y: Any, target: Any) -> Any:
+    """The loss; its errors are told as those of the loss function."""
+    try:
+        loss = loss_fn(y, target)
+    except Exception as error:
+        error.add_note("raised by the loss function, which is called as loss(y, target)")
+        raise
+    if not isinstance(loss, torch.Tensor):
+        mend = "return the loss alone: what else you want to see can be metrics of the stage, pp.Output(y, metrics=...)"
+        if not isinstance(loss, tuple | list | dict):
+            mend = "return a scalar tensor, without .item() or float()"
+        raise TypeError(f"the loss function returned {reprlib.repr(loss)} of type {type(loss).__name__}, expected a tensor; {mend}")
+    return loss
 
 
 def received_signature(sources: Sequence[int], parts: Sequence[Signature]) -> Signature:

@@ -240,3 +240,90 @@ def test_messages_of_a_step_go_in_one_batch_per_pair(two, name):
     """Each end posts in its own order of operations, and a batch is waited for as a whole."""
     sizes = two(in_batches, name)
     assert max(sizes[0] + sizes[1]) > 1
+
+
+def skipping(rank, ranks, builder, source, destination, kind):
+    """A skip connection over processes against the same in one; the skip has no gradient, or another shape."""
+    schedule = pp.with_skips(getattr(pp, builder)(ranks, 4), [(source, destination)])
+    carried = {"no gradient": lambda y: y.detach(), "another shape": lambda y: y[:1].sum(1)}[kind]
+
+    def middle(p, x):
+        return torch.tanh(x @ p)
+
+    def first(p, x):
+        y = middle(p, x)
+        return pp.Output(y, skips={destination: carried(y)})
+
+    def last(p, received):
+        return middle(p, received.x + received.skips[source].sum())
+
+    stages = [{source: first, destination: last}.get(s, middle) for s in range(len(schedule.chains[0].stages))]
+    generator = torch.Generator().manual_seed(0)
+    params = {s: torch.randn(D, D, generator=generator) for s in range(len(stages))}
+    inputs, targets = (torch.randn(4, 2, D, generator=generator) for _ in range(2))
+
+    def squared(y, target):
+        return (y - target).square().mean()
+
+    held = {s: params[s] for s in schedule.stages_of(rank)}
+    loss, grads = pp.value_and_grad(stages, squared, schedule, pp.P2P(timeout=20))(held, inputs, targets)
+    want, wanted = pp.value_and_grad(stages, squared, schedule)(params, inputs, targets)
+    assert torch.equal(loss, want)
+    assert all(torch.equal(grads[s], wanted[s]) for s in held)
+
+
+@pytest.mark.parametrize("kind", ["no gradient", "another shape"])
+@pytest.mark.parametrize(
+    ("builder", "source", "destination"),
+    [
+        ("zbv", 1, 3),  # the source and the stage before the destination are on one rank, which tells of the source first
+        ("interleaved_zero_bubble", 0, 3),  # both ranks tell each other at once
+        ("looped_bfs", 0, 3),
+    ],
+)
+def test_skip_connections_of_any_route(two, builder, source, destination, kind):
+    two(skipping, builder, source, destination, kind)
+
+
+def used_and_fresh(rank, ranks):
+    schedule = pp.gpipe(ranks, 5)
+    params, inputs, targets = problem(schedule)
+    transport = pp.P2P(timeout=20)
+    used, fresh = (pp.value_and_grad([stage] * ranks, loss_fn, schedule, transport) for _ in range(2))
+    arguments = {rank: params[rank]}, inputs, targets
+    wanted, _ = used(*arguments)
+    with pytest.raises((pp.AgreementError, pp.PipelineError), match="the same step function"):
+        (fresh if rank else used)(*arguments)
+    assert torch.equal(used(*arguments)[0], wanted)
+
+
+def test_a_used_step_against_a_fresh_one_is_told(two):
+    two(used_and_fresh)
+
+
+def transform_with_wrong_arguments(rank, ranks):
+    """What is wrong with the arguments of one rank is told to the other, and the next call is right."""
+    schedule = pp.gpipe(ranks, 4)
+    stages, transport = [lambda w, x: w * x] * ranks, pp.P2P(timeout=20)
+    params, x = {rank: torch.tensor(2.0 + rank)}, torch.ones(4, 2)
+
+    def squared(y, target):
+        return (y - target).square().mean()
+
+    made = {"hvp": pp.hvp, "gnvp": pp.gnvp, "jvp": pp.jvp}
+    steps = {name: make(stages, squared, schedule, transport) for name, make in made.items()}
+    for name, step in steps.items():
+        step(params, {rank: None}, x, x)
+        with pytest.raises((ValueError, pp.PipelineError), match="tangents: got the stages"):
+            step(params, {} if rank else {0: None}, x, x)
+        still = step(params, {rank: None}, x, x)
+        moved = step(params, {rank: torch.ones(()) if rank else None}, x, x)  # other leaves move
+        first, moved = (still, moved) if name == "jvp" else (still[0], moved[0])
+        assert torch.equal(first[0], moved[0])
+        assert first[1] == 0 != moved[1]
+    with pytest.raises((pp.AgreementError, pp.PipelineError), match="hvp.*gnvp|gnvp.*hvp"):
+        steps["gnvp" if rank else "hvp"](params, {rank: None}, x, x)
+
+
+def test_wrong_arguments_of_a_transform_are_told(two):
+    two(transform_with_wrong_arguments)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import nn
 
 import ppfunc as pp
+from ppfunc.parallel.partition import Partition
 from ppfunc.stage import StageError, graph, split_sequential, stage_from_module
 
 
@@ -41,7 +44,7 @@ def test_buffers_come_in_and_go_out_and_the_module_stays_as_it_is():
 
 def test_buffers_that_are_not_given_are_named():
     fn, params, _ = stage_from_module(nn.BatchNorm1d(2))
-    with pytest.raises(StageError, match="has the buffers running_mean, running_var, .* give them as its state"):
+    with pytest.raises(StageError, match="has the buffers running_mean, running_var, .* give it to the step, state="):
         graph(fn, (params, torch.ones(3, 2)))
 
 
@@ -132,3 +135,85 @@ def test_a_step_follows_autocast():
         rounded, _ = step({0: w[0]}, x, target)
     assert not torch.equal(plain, rounded)
     assert torch.equal(step({0: w[0]}, x, target)[0], plain)
+
+
+class Scaled(nn.Module):
+    """Twice as much in training; with a table that it only reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("mask", torch.tensor([1.0, 0.0, 1.0]))
+
+    def forward(self, x):
+        return self.linear(x) * self.mask * (2 if self.training else 1)
+
+
+def squared(y, target):
+    return (y - target).square().mean()
+
+
+WRAPPED = {
+    "partial": lambda fn: pp.value_and_grad([functools.partial(fn)], squared, pp.gpipe(1, 2)),
+    "layers": lambda fn: pp.value_and_grad(pp.stages_from_layers([fn], Partition((0, 1))), squared, pp.gpipe(1, 2)),
+    "ensemble": lambda fn: pp.value_and_grad(*pp.ensemble([fn], squared), pp.gpipe(1, 2), loss_shape=(1,)),
+    "jvp": lambda fn: pp.jvp([fn], squared, pp.gpipe(1, 2)),
+    "hvp": lambda fn: pp.hvp([fn], squared, pp.gpipe(1, 2)),
+    "gnvp": lambda fn: pp.gnvp([fn], squared, pp.gpipe(1, 2)),
+    "per_sample_grad": lambda fn: pp.per_sample_grad([fn], squared, pp.gpipe(1, 2), samples=4),
+}
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_the_mode_is_followed_through_what_is_made_of_a_stage(kind):
+    torch.manual_seed(0)
+    module = Scaled()
+    fn, params, state = pp.stage_from_module(module, constants=True)
+    assert state == {}
+    if kind == "layers":
+        params = (params,)
+    if kind == "ensemble":
+        params = {k: t[None] for k, t in params.items()}
+    tangents = [{0: None}] if kind in ("jvp", "hvp", "gnvp") else []
+    x, target = torch.randn(2, 4, 3), torch.zeros(2, 4, 3)
+    step, losses = WRAPPED[kind](fn), []
+    for training in (True, False, True):
+        module.train(training)
+        made = step({0: params}, *tangents, x, target)
+        first = made[0] if isinstance(made[0], torch.Tensor) else made[0][0]
+        losses.append(first.flatten()[0])
+    torch.testing.assert_close(losses[0], 4 * losses[1])
+    assert torch.equal(losses[0], losses[2])
+
+
+def test_a_module_that_writes_into_a_constant_is_refused():
+    fn, params, _ = pp.stage_from_module(nn.BatchNorm1d(3), constants=True)
+    with pytest.raises(StageError, match="writes into"):
+        graph(fn, (params, torch.randn(4, 3)))
+
+
+def test_a_module_with_buffers_may_return_an_output():
+    class Losing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3)
+
+        def forward(self, x):
+            y = self.norm(x)
+            return pp.Output(y, loss=100 + y.sum(), metrics=y.detach().mean())
+
+    fn, params, state = pp.stage_from_module(Losing())
+    step = pp.value_and_grad([fn], squared, pp.gpipe(1, 2), has_aux=True)
+    (loss, aux), _ = step({0: params}, torch.randn(2, 4, 3), torch.zeros(2, 4, 3), state={0: state})
+    assert loss > 90
+    assert aux.metrics[0].shape == (2,)
+    assert aux.state[0]["norm.num_batches_tracked"] == 2
+
+
+def test_what_is_no_module_is_refused():
+    with pytest.raises(TypeError, match="expected a torch.nn.Module"):
+        stage_from_module(squared)
+    with pytest.raises(TypeError, match=r"such as \[2\]"):
+        split_sequential(nn.Sequential(nn.ReLU()), 2)
+    with pytest.raises(TypeError, match=r"expected an nn.Sequential"):
+        split_sequential(nn.Linear(2, 2), [1])

@@ -234,3 +234,29 @@ def test_new_shapes_are_traced_again_and_known_ones_are_not(args):
     assert engine(fn, (w, x[:1])) is not first
     assert engine(fn, (w, Signature.of(x).without_grad())) is not first
     assert cached(graph)(fn, (w, x)) is not first
+
+
+def test_options_of_the_graph_engine_have_names():
+    for wrong in ("full", True):
+        with pytest.raises(TypeError, match=r"its options have names, as in graph\(remat='full'\)"):
+            graph(wrong)
+
+
+def test_numpy_goes_to_eager():
+    def counted(w, x):
+        return x @ w * float(x.detach().numpy().shape[0])
+
+    for engine in (graph, functional):
+        with pytest.raises(StageError, match="use the eager engine"):
+            engine(counted, (torch.randn(3, 3), torch.randn(2, 3)))
+    eager(counted, (torch.randn(3, 3), torch.randn(2, 3)))
+
+
+def test_a_run_on_zeros_is_told():
+    def careful(w, x):
+        if (x == 0).all():
+            raise ArithmeticError("nothing but zeros")
+        return x @ w
+
+    with pytest.raises(StageError, match="nothing but zeros; it was given .*, zeros everywhere"):
+        functional(careful, (torch.randn(3, 3), torch.randn(2, 3)))

@@ -35,5 +35,14 @@ def batched(fn: Callable[..., Any], args: Sequence[Any], axes: Sequence[bool], r
         structure.append(y_def)
         return y
 
-    y = torch.func.vmap(run, tuple(along), randomness=randomness)(*leaves)
+    if 0 not in along:
+        raise ValueError(
+            "got nothing with a leading axis to go along: a stage of an ensemble without parameters cannot be the first; join it with the next"
+        )
+    try:
+        y = torch.func.vmap(run, tuple(along), randomness=randomness)(*leaves)
+    except RuntimeError as error:
+        if "randomness flag" in str(error):
+            error.add_note('it draws random numbers: pass randomness="different" or "same" to pp.ensemble or pp.per_sample_grad')
+        raise
     return structure[0].unflatten(y)

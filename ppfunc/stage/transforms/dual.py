@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ def dual(fn: Stage) -> Stage:
     (tensor(6.), tensor(3.))
     """
 
+    @wraps(fn)
     def stage(params: Any, x: Any, *consts: Any) -> Any:
         (params, tangents), (x, tx) = params, _unzipped(x)
         y, ty = push(lambda p, a: fn(p, a, *consts), (params, x), (tangents, tx), ("params", "x"))

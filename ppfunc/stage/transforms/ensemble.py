@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ def ensemble(stages: Sequence[Stage], loss_fn: Loss, *, randomness: str = "error
     """
 
     def stage(fn: Stage, first: bool) -> Stage:
+        @wraps(fn)
         def models(params: Any, x: Any, *consts: Any) -> Any:
             return batched(fn, (params, x, *consts), (True, not first, *(False for _ in consts)), randomness)
 

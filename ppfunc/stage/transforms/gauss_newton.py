@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any
 
 import optree
@@ -17,6 +18,7 @@ def held_dual(fn: Stage) -> Stage:
     """As :func:`dual`, with tangents that are constants: no gradient of them is computed or travels back."""
     stage = dual(fn)
 
+    @wraps(fn)
     def held(params: Any, x: Any, *consts: Any) -> Any:
         params, x = (params[0], _held(params[1])), _hold(x)
         return _hold(stage(params, x, *consts))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ def sloping(fn: Stage) -> Stage:
     """As :func:`dual`, with an auxiliary loss of which only the derivative along the direction is differentiated."""
     stage = dual(fn)
 
+    @wraps(fn)
     def sloped(params: Any, x: Any, *consts: Any) -> Any:
         out = stage(params, x, *consts)
         return out._replace(loss=_slope_alone(out.loss)) if isinstance(out, Output) and out.loss is not None else out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any
 
 import optree
@@ -28,6 +29,7 @@ def per_sample(fn: Stage, *, randomness: str = "error") -> Stage:
     def one(params: Any, *sample: Any) -> Any:
         return fn(params, *optree.tree_map(_alone, sample))
 
+    @wraps(fn)
     def stage(params: Any, x: Any, *consts: Any) -> Any:
         return optree.tree_map(_joined, batched(one, (params, x, *consts), (True,) * (2 + len(consts)), randomness))
 
