@@ -3,8 +3,8 @@
     python examples/per_sample.py
 
 A bound on the norm of each sample's gradient, and noise of that size, hide whether a sample was
-there (Abadi et al., 2016). The norm is one over the whole model, so the ranks of a pipeline have
-to add up their parts of its square: the one line below that differs between processes.
+there (Abadi et al., 2016). The norm is one over the whole model, so where the ranks of a pipeline are
+processes they have to add up their parts of its square, and each has to draw noise of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main() -> float:
     params, (inputs, targets) = parameters(), batch()
     schedule = pp.one_f_one_b(ranks=STAGES, microbatches=MICROBATCHES)
     step = pp.per_sample_grad([stage] * STAGES, loss_fn, schedule, samples=BATCH)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(dist.get_rank() if dist.is_initialized() else 0)
 
     def noisy(gradient: torch.Tensor) -> torch.Tensor:
         noise = torch.randn(gradient.shape, generator=generator, dtype=gradient.dtype)

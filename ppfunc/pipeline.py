@@ -93,6 +93,9 @@ def value_and_grad(
         * ``state``: ``{stage: tree}``; a stage's microbatches pass it on from one to the next, in the
           order of the schedule. Nothing is differentiated with respect to side inputs and state.
 
+        A bidirectional schedule has copies of stages (``schedule.copies``): they are given the same parameters
+        under numbers of their own, and get the same gradients, the sum over both.
+
         The loss, a scalar, is returned on every rank. ``grads`` has the structure of ``params``, zeros
         where there is no dependence, and belongs to the caller; the gradients of the inputs have the form
         of the inputs, on ranks of first stages, None elsewhere; for a tuple of ``argnums`` there is a
@@ -197,7 +200,8 @@ def evaluate(
         ``step(params, inputs, targets=None, *, weights=None, seed=None, side=None, state=None)``. It
         returns the loss, on every rank; the outputs, where there is no loss function; ``aux``: or a
         tuple of those that are asked for, in this order. Outputs are a tree with a leading axis ``m``,
-        or a list of ``m`` trees where their shapes differ, on the rank of the last stage and None elsewhere.
+        or a list of ``m`` trees where their shapes differ, on the rank of the last stage and None elsewhere;
+        where two chains end in different processes, each has the rows of its own, in their order.
 
     Raises:
         As :func:`value_and_grad`.
@@ -260,7 +264,9 @@ def with_skips(schedule: Schedule, skips: Sequence[tuple[int, int]]) -> Schedule
 
     Args:
         schedule: any; its communication is placed anew if it has some.
-        skips: ``(source stage, destination stage)`` of each, the source before the destination.
+        skips: ``(source stage, destination stage)`` of each, the source before the destination. The source returns
+            ``Output(y, skips={destination: tree})``, the destination gets ``Received(x, {source: tree})`` in
+            the place of ``x``; functions that copies of stages share use the numbers of the first chain.
 
     Raises:
         ValueError: a stage does not exist, or the destination does not come after the source and its neighbour.

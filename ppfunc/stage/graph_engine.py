@@ -36,6 +36,7 @@ def graph(
 ) -> StageProgram | Engine:
     """An engine, the default one: traces forward and backward once, and runs what it cut from the trace.
 
+    Numbers and tensors that the function reads from elsewhere are those of the moment in which it is traced.
     The programs are straight-line Python on flat tuples; their source is the docstring of the
     functions in ``program.flat``. Whole, or I and W apart, the backward gives the same bits; no
     operator is in two programs; parameters are not copied into the residuals. A program serves the
@@ -46,7 +47,8 @@ def graph(
             engine with these options is returned: ``graph(remat="full")``.
         device: where the stage computes; by default where the first tensor of the example is.
         remat: what the backward computes again instead of keeping it: ``"none"``; ``"full"``, all
-            but the inputs; a predicate on operators; or the most bytes to be kept.
+            but the inputs; a predicate ``(operator) -> bool`` on ``torch._ops.OpOverload``, true for what is
+            computed again; or the most bytes to be kept of one microbatch, its inputs included.
         compile: whether each program is compiled by inductor (``torch.compile``) when it first
             runs. Results then agree within rounding, no longer bitwise.
         cuda_graphs: whether each program is captured as a CUDA graph for every microbatch in flight, which

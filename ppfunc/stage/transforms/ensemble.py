@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..output import Output
 from .batched import batched
 from .dual import Loss, Stage
 
@@ -22,8 +23,10 @@ def ensemble(stages: Sequence[Stage], loss_fn: Loss, *, randomness: str = "error
         step = pp.value_and_grad(*pp.ensemble(stages, loss_fn), schedule, transport, loss_shape=(k,))
         losses, grads = step(params, inputs, targets)
 
+    Side inputs are seen by all models, an auxiliary loss becomes a tensor[k], metrics get the axis k.
+
     Args:
-        stages: one per stage of the model, copies left out.
+        stages: one per stage of the model, copies left out; without state, the first with parameters.
         loss_fn: ``loss(y, target) -> scalar``.
         randomness: ``"different"`` for models that draw each its own random numbers, ``"same"`` for all
             the same ones; by default a stage that draws is refused.
@@ -37,7 +40,10 @@ def ensemble(stages: Sequence[Stage], loss_fn: Loss, *, randomness: str = "error
     def stage(fn: Stage, first: bool) -> Stage:
         @wraps(fn)
         def models(params: Any, x: Any, *consts: Any) -> Any:
-            return batched(fn, (params, x, *consts), (True, not first, *(False for _ in consts)), randomness)
+            out = batched(fn, (params, x, *consts), (True, not first, *(False for _ in consts)), randomness)
+            if isinstance(out, Output) and out.state is not None:
+                raise ValueError("it returns a state, which an ensemble would need k of; take stages without state")
+            return out
 
         return models
 

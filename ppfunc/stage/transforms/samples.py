@@ -8,6 +8,7 @@ from typing import Any
 import optree
 import torch
 
+from ..output import Output
 from ..signature import differentiable
 from .batched import batched
 from .dual import Loss, Stage
@@ -27,7 +28,10 @@ def per_sample(fn: Stage, *, randomness: str = "error") -> Stage:
     """
 
     def one(params: Any, *sample: Any) -> Any:
-        return fn(params, *optree.tree_map(_alone, sample))
+        out = fn(params, *optree.tree_map(_alone, sample))
+        if isinstance(out, Output) and (out.loss, out.metrics, out.state) != (None, None, None):
+            raise ValueError("it returns an auxiliary loss, metrics or a state, of which there are none per sample; return y and skips alone")
+        return out
 
     @wraps(fn)
     def stage(params: Any, x: Any, *consts: Any) -> Any:
@@ -66,8 +70,9 @@ def square_norms(grads: Any) -> torch.Tensor:
     """The square of the norm of every per-sample gradient, over all leaves of ``grads``.
 
     Args:
-        grads: a tree of per-sample gradients, [m, b, ...] each. Where the stages of a model are on
-            several ranks, add up what all of them return before using it.
+        grads: a tree of per-sample gradients, [m, b, ...] each, of every stage once: of a bidirectional
+            schedule, whose copies of a stage all have its gradients, leave the copies out. Where the stages
+            of a model are on several ranks, add up what all of them return before using it.
 
     Returns:
         tensor[m, b].
