@@ -120,11 +120,7 @@ class Session:
 
     def _prepare(self, arguments: Arguments) -> tuple[Bound, Table]:
         """The bound program of this batch's shape; worked out with the peers where it is new."""
-        call = self.call
-        if len(self.local) < self.schedule.ranks:
-            weights = arguments.weights.tolist()
-            told = ", ".join(f"{w:.4g}" for w in weights)
-            call += f", weights {told if len(told) <= 60 else told[:57] + '...'} {sha256(repr(weights).encode()).hexdigest()[:8]}"
+        call = self.call if len(self.local) == self.schedule.ranks else f"{self.call}, {_weights(arguments)}"
         agreed = self.generation == self.transport.generation
         mine = None if arguments.inputs is None else _key(arguments.inputs)
         key, _, before = self.transport.begin(call, mine and f"{mine}{self._before(mine, agreed)}").partition(_BEFORE)
@@ -214,6 +210,13 @@ def _key(inputs: Batch) -> str:
     shown = ", ".join(map(str, distinct))
     shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
     return f"{len(inputs.signatures)} microbatches of {shown} {sha256(text.encode()).hexdigest()[:16]}"
+
+
+def _weights(arguments: Arguments) -> str:
+    """The weights of the microbatches, the same text on every rank that has the same ones."""
+    weights = arguments.weights.tolist()
+    told = ", ".join(f"{w:.4g}" for w in weights)
+    return f"weights {told if len(told) <= 60 else told[:57] + '...'} {sha256(repr(weights).encode()).hexdigest()[:8]}"
 
 
 def _local_key(arguments: Arguments) -> tuple:
