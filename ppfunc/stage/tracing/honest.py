@@ -21,8 +21,27 @@ def _batch_norm(
     return aten._native_batch_norm_legit_no_training.default(x, w, b, mean, var, *rest)
 
 
-HONEST = {aten.native_batch_norm.default: _batch_norm}
-"""Decompositions for a trace; the numbers are computed by the same kernels."""
+def _cudnn_batch_norm(
+    x: Tensor, w: Tensor, b: Tensor | None, mean: Tensor | None, var: Tensor | None, training: bool, *rest: float
+) -> Any:
+    """``cudnn_batch_norm``, which updates ``mean`` and ``var`` in training, by the kernels of torch."""
+    y, *saved = _batch_norm(x, w, b, mean, var, training, *rest)
+    return (y, *(saved if training else (w.new_empty(0), w.new_empty(0))), x.new_empty(0, dtype=torch.uint8))
 
-HIDDEN = {aten.cudnn_batch_norm.default, aten.miopen_batch_norm.default}
+
+def _cudnn_batch_norm_backward(
+    x: Tensor, gy: Tensor, w: Tensor, mean: Tensor | None, var: Tensor | None, m: Tensor, invstd: Tensor, eps: float, _: Tensor
+) -> Any:
+    """Its gradient, which autograd asks for in training only."""
+    return aten.native_batch_norm_backward(gy, x, w, mean, var, m, invstd, True, eps, [True, True, True])
+
+
+HONEST = {
+    aten.native_batch_norm.default: _batch_norm,
+    aten.cudnn_batch_norm.default: _cudnn_batch_norm,
+    aten.cudnn_batch_norm_backward.default: _cudnn_batch_norm_backward,
+}
+"""Decompositions for a trace. The numbers of cuDNN's are those of other kernels, equal within rounding."""
+
+HIDDEN = {aten.miopen_batch_norm.default}
 """Operators that have no honest form: a trace with one of them is refused."""
