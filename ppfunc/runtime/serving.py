@@ -116,9 +116,12 @@ class Server:
         key = (stage, params, x, constants, device, self.mode())
         if key not in self.programs:
             with suspended():
-                self.programs[key] = self.engine(
+                program = self.engine(
                     self.functions[stage], (example(), x, *constants), has_aux=True, name=f"stage {stage}", device=device
                 )
+            if not isinstance(program, StageProgram):
+                raise TypeError(f"engine: it returned an object of type {type(program).__name__} for stage {stage}, expected a StageProgram")
+            self.programs[key] = program
         program = self.programs[key]
         carry, skips, loss = children(program.y)
         outputs, metrics, state = children(program.aux)

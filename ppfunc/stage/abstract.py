@@ -92,6 +92,8 @@ def outline_by_running(
 def data_dependence(error: Exception) -> str:
     """In plain words, why a stage could not be evaluated without values."""
     operator = getattr(error, "func", None) or (error.args[0] if error.args else error)
+    if isinstance(error, UnsupportedOperatorException):
+        return f"what its operator {operator} returns is not known without values (torch.library.register_fake tells torch)"
     what = f"its control flow or its shapes depend on the values of tensors (operator {operator})"
     return f"{what}, so that it cannot be evaluated abstractly"
 
@@ -205,16 +207,14 @@ class _Watch(TorchDispatchMode):
 
     def _judge(self, value: torch.Tensor, written: bool) -> None:
         """Raise if using this tensor, which is not among the arguments, is not pure."""
-        what = f"a tensor of shape {tuple(value.shape)} that is not among its arguments"
         if written and self.abstract:
-            self._reach(f"it is not pure: it writes into {what}", "pass it as state and return the new value")
-        if value.requires_grad and value.is_leaf and torch.is_grad_enabled():
-            self._reach(
-                f"it reads {what} and requires a gradient, which would be lost", "pass it in params, or detach it"
-            )
-
-    def _reach(self, reason: str, instead: str) -> None:
-        raise StageError(self.stage, reason, instead)
+            reason, instead = "it is not pure: it writes into {}", "pass it as state and return the new value"
+        elif value.requires_grad and value.is_leaf and torch.is_grad_enabled():
+            reason, instead = "it reads {} and requires a gradient, which would be lost", "pass it in params, or detach it"
+        else:
+            return
+        sizes = "a nested tensor" if value.is_nested else f"a tensor of shape {tuple(value.shape)}"
+        raise StageError(self.stage, reason.format(f"{sizes} that is not among its arguments"), instead)
 
 
 def _captured(value: Any) -> bool:

@@ -179,14 +179,19 @@ def flatten(tree: Any, name: str = "tree") -> tuple[tuple[torch.Tensor, ...], op
     """The tensors of ``tree`` and its structure.
 
     Raises:
-        TypeError: a leaf is not a tensor; the message gives its path below ``name``.
+        TypeError: a leaf is not a dense tensor; the message gives its path below ``name``.
     """
     leaves, treedef = optree.tree_flatten(tree)
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor):
-            path = optree.treespec_accessors(treedef)[index].codify(name)
-            raise TypeError(
-                f"{path}: got {_SHORT.repr(leaf)} of type {type(leaf).__name__}, expected a tensor; "
-                "bind constants with functools.partial, or make tensors of them"
-            )
+            got, expected = f"{_SHORT.repr(leaf)} of type {type(leaf).__name__}", "a tensor"
+            mend = "bind constants with functools.partial, or make tensors of them"
+        elif leaf.is_nested or leaf.layout is not torch.strided:
+            kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
+            got, expected = f"a {kind} tensor", "a dense one"
+            mend = "carry a padded tensor and the lengths" if leaf.is_nested else "carry its to_dense(), or its parts"
+        else:
+            continue
+        path = optree.treespec_accessors(treedef)[index].codify(name)
+        raise TypeError(f"{path}: got {got}, expected {expected}; {mend}")
     return tuple(leaves), treedef

@@ -87,6 +87,8 @@ def test_what_is_no_schedule_stage_transport_or_engine_is_refused():
         refused("loss_fn: got 'mse'", maker, [stage] * 2, "mse", schedule, error=TypeError)
         refused("transport: got <class .*InProcess()", maker, [stage] * 2, squared, schedule, pp.InProcess, error=TypeError)
         refused("engine: got 'graph'.*ppfunc.graph", maker, [stage] * 2, squared, schedule, engine="graph", error=TypeError)
+    mine = make([stage] * 2, squared, schedule, engine=lambda *args, **options: 3)
+    refused("engine: it returned an object of type int for stage 0, expected a StageProgram", mine, *problem(2, 4), error=TypeError)
     refused("loss_fn: got None", make, [stage] * 2, None, schedule, error=TypeError)
     refused(r"argnums: got \[0\]", make, [stage] * 2, squared, schedule, argnums=[0])
 

@@ -260,3 +260,32 @@ def test_a_run_on_zeros_is_told():
 
     with pytest.raises(StageError, match="nothing but zeros; it was given .*, zeros everywhere"):
         functional(careful, (torch.randn(3, 3), torch.randn(2, 3)))
+
+
+NOT_DENSE = {
+    "sparse": (lambda w, x: (x @ w).to_sparse(), "got a sparse_coo tensor, expected a dense one; carry its to_dense"),
+    "jagged": (lambda w, x: torch.nested.nested_tensor([x, x[:1]], layout=torch.jagged), "got a nested tensor, .* padded"),
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
+@pytest.mark.parametrize("kind", NOT_DENSE)
+def test_only_dense_tensors_cross_a_boundary(engine, kind):
+    fn, message = NOT_DENSE[kind]
+    with pytest.raises((TypeError, StageError), match=message if engine is eager or kind == "sparse" else "stage 1"):
+        engine(fn, (torch.ones(2, 2), torch.ones(2, 2)), name="stage 1")
+    with pytest.raises(TypeError, match=message):
+        engine(lambda w, x: x @ w, (torch.ones(2, 2), fn(torch.ones(2, 2), torch.ones(2, 2))), name="stage 1")
+
+
+def test_nested_tensors_within_a_stage_are_for_the_eager_engine():
+    def fn(w, x):
+        return torch.nested.to_padded_tensor(torch.nested.nested_tensor([x, x[:1]]), 0.0)[0] @ w
+
+    example = (torch.ones(2, 2), torch.ones(2, 2))
+    with pytest.raises(StageError, match="is not known without values .* Instead: use the eager engine"):
+        graph(fn, example)
+    program = eager(fn, example)
+    y, residuals = program.forward(*example)
+    gw, _ = program.backward(residuals, torch.ones_like(y))
+    assert torch.equal(gw, torch.full((2, 2), 2.0))
