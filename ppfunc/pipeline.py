@@ -88,7 +88,7 @@ def value_and_grad(
           ``m`` trees, which may differ in shape. A rank that does not hold the last stage may pass None
           for the targets; one that does not hold the first, and is not rank 0, None for the inputs.
         * ``weights``: those of this step, where they differ from step to step; needed where losses are.
-        * ``seed``: ``(seed, step)``, two integers, for stages that draw random numbers.
+        * ``seed``: ``(seed, step)``, two integers, for stages that draw random numbers; the same on every rank.
         * ``side``: ``{stage: batch}``, side inputs of stages of this process, as the inputs are given.
         * ``state``: ``{stage: tree}``; a stage's microbatches pass it on from one to the next, in the
           order of the schedule. Nothing is differentiated with respect to side inputs and state.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import reprlib
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from hashlib import sha256
@@ -120,7 +121,7 @@ class Session:
 
     def _prepare(self, arguments: Arguments) -> tuple[Bound, Table]:
         """The bound program of this batch's shape; worked out with the peers where it is new."""
-        call = self.call if len(self.local) == self.schedule.ranks else f"{self.call}, {_weights(arguments)}"
+        call = self.call if len(self.local) == self.schedule.ranks else f"{self.call}, {_terms(arguments)}"
         agreed = self.generation == self.transport.generation
         mine = None if arguments.inputs is None else _key(arguments.inputs)
         key, _, before = self.transport.begin(call, mine and f"{mine}{self._before(mine, agreed)}").partition(_BEFORE)
@@ -212,11 +213,12 @@ def _key(inputs: Batch) -> str:
     return f"{len(inputs.signatures)} microbatches of {shown} {sha256(text.encode()).hexdigest()[:16]}"
 
 
-def _weights(arguments: Arguments) -> str:
-    """The weights of the microbatches, the same text on every rank that has the same ones."""
+def _terms(arguments: Arguments) -> str:
+    """The weights of the microbatches and the seed, the same text on every rank that has the same ones."""
     weights = arguments.weights.tolist()
     told = ", ".join(f"{w:.4g}" for w in weights)
-    return f"weights {told if len(told) <= 60 else told[:57] + '...'} {sha256(repr(weights).encode()).hexdigest()[:8]}"
+    told = told if len(told) <= 60 else f"{told[:57]}..."
+    return f"weights {told} {sha256(repr(weights).encode()).hexdigest()[:8]}, seed {reprlib.repr(arguments.seed)}"
 
 
 def _local_key(arguments: Arguments) -> tuple:

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -220,15 +221,17 @@ def disagree(rank, ranks, kind):
     make = pp.evaluate if kind == "call" and rank else pp.value_and_grad
     options = {"weights": [0.1, 0.2, 0.3, 0.4]} if kind == "weights" and rank else {}
     options |= {"per_microbatch": True} if kind == "apart" and rank else {}
-    return caught(make([stage] * ranks, squared, schedule, transport, **options), {rank: params[rank]}, inputs, targets)
+    step = partial(make([stage] * ranks, squared, schedule, transport, **options), seed=(7, rank if kind == "seed" else 0))
+    return caught(step, {rank: params[rank]}, inputs, targets)
 
 
-@pytest.mark.parametrize("kind", ["microbatches", "schedule", "shape", "call", "weights", "apart"])
+@pytest.mark.parametrize("kind", ["microbatches", "schedule", "shape", "call", "weights", "apart", "seed"])
 def test_ranks_that_disagree_are_told_so(two, kind):
     for rank, (name, text, seconds) in enumerate(two(disagree, kind)):
         assert name == ("PipelineError" if rank == 0 else "AgreementError")
         assert "disagree" in text
         assert kind != "shape" or ("float32[3,4]" in text and "float32[2,4]" in text)
+        assert kind != "seed" or ("seed (7, 0)" in text and "seed (7, 1)" in text)
         assert seconds < SOON
 
 
