@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from itertools import filterfalse
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +16,8 @@ from torch import Tensor, nn
 from .output import Output
 
 State = dict[str, Tensor]
+
+_CONTAINERS = {dict, OrderedDict, defaultdict, list, set}
 
 
 class ModuleStage(NamedTuple):
@@ -40,7 +46,8 @@ def stage_from_module(module: nn.Module, *, constants: bool = False) -> ModuleSt
     which parameters are frozen) is that of the moment in which the stage is made or traced.
 
     Args:
-        module: any module; it is not changed, by the call neither.
+        module: any module; it is not changed, by the call neither: an attribute that it sets in a call, and what it
+            puts into a dictionary, a list or a set that is one, is gone afterwards.
         constants: whether the module only reads its buffers (masks, tables of positions, the statistics of a
             batch norm in evaluation): there is no state then, and a module that writes into one is refused.
 
@@ -59,6 +66,7 @@ def stage_from_module(module: nn.Module, *, constants: bool = False) -> ModuleSt
     params = {name: p.detach() for name, p in module.named_parameters()}
     frozen = {name for name, p in module.named_parameters() if not p.requires_grad}
     state = {} if constants else {name: b.detach() for name, b in module.named_buffers()}
+    shared = _further_places(module, {*params, *state})
 
     def call(tensors: State, given: tuple[Any, ...]) -> Any:
         args, kwargs = (), {}
@@ -69,7 +77,10 @@ def stage_from_module(module: nn.Module, *, constants: bool = False) -> ModuleSt
                 args += x if type(x) is tuple else (x,)
         for name in frozen:
             tensors[name] = tensors[name].detach()
-        return torch.func.functional_call(module, tensors, args, kwargs)
+        for place, name in shared.items():
+            tensors[place] = tensors[name]
+        with _kept(module):
+            return torch.func.functional_call(module, tensors, args, kwargs, tie_weights=False)
 
     def plain(params: State, *given: Any) -> Any:
         return call(dict(params), given)
@@ -94,6 +105,47 @@ def stage_from_module(module: nn.Module, *, constants: bool = False) -> ModuleSt
     fn = stateful if state else plain
     fn.mode = lambda: tuple(m.training for m in module.modules())  # a step traces anew where it changes
     return ModuleStage(fn, params, state)
+
+
+def _further_places(module: nn.Module, names: set[str]) -> dict[str, str]:
+    """Where else in the module the tensors of these names are, each place once, however often its submodule is listed.
+
+    >>> a, b = nn.Linear(2, 2), nn.Linear(2, 2)
+    >>> b.weight = a.weight
+    >>> _further_places(nn.Sequential(a, b, b), {"0.weight", "0.bias", "1.bias"})
+    {'1.weight': '0.weight'}
+    """
+    places = [
+        (f"{prefix}.{name}".lstrip("."), tensor)
+        for prefix, part in module.named_modules()
+        for name, tensor in (*part._parameters.items(), *part._buffers.items())
+    ]
+    first = {id(tensor): place for place, tensor in places if place in names}
+    return {place: first[id(tensor)] for place, tensor in places if place not in names and id(tensor) in first}
+
+
+@contextmanager
+def _kept(module: nn.Module) -> Iterator[None]:
+    """Puts the attributes of the module and of its parts back as they were, with what is in plain containers among them."""
+    parts = [vars(part) for part in module.modules()]
+    containers = [value for attributes in parts for value in attributes.values() if type(value) in _CONTAINERS]
+    filled = [(values, values.copy()) for values in (*parts, *filter(None, containers))]
+    empty = list(filterfalse(None, containers))  # most of them, so that they are looked at together
+    try:
+        yield
+    finally:
+        for now, before in filled:
+            if not _same(now, before):
+                now.clear()
+                (now.extend if isinstance(now, list) else now.update)(before)
+        for now in filter(None, empty):
+            now.clear()
+
+
+def _same(now: Any, before: Any) -> bool:
+    """Whether two containers hold the same objects in the same order."""
+    alike = len(now) == len(before) and all(map(is_, now, before))
+    return alike and (not isinstance(now, dict) or all(map(is_, now.values(), before.values())))
 
 
 def mode_of(fn: Callable[..., Any]) -> Callable[[], Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import pytest
@@ -10,7 +11,9 @@ from torch import nn
 
 import ppfunc as pp
 from ppfunc.parallel.partition import Partition
-from ppfunc.stage import StageError, graph, split_sequential, stage_from_module
+from ppfunc.stage import StageError, eager, functional, graph, split_sequential, stage_from_module
+
+ENGINES = [graph, functional, eager]
 
 
 def test_gradients_of_a_chain_of_module_stages_are_those_of_the_whole():
@@ -90,6 +93,66 @@ def test_a_shared_parameter_is_listed_once_with_one_gradient():
     torch.testing.assert_close(
         gparams["0.weight"], torch.autograd.grad(module(x).sum(), a.weight)[0], rtol=1e-12, atol=1e-12
     )
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
+def test_a_submodule_listed_twice_stays_as_it_is(engine):
+    torch.manual_seed(0)
+    layer, norm = nn.Linear(3, 3).double(), nn.BatchNorm1d(3).double()
+    module, alone = nn.Sequential(layer, norm, nn.Tanh(), layer, norm), copy.deepcopy(nn.Sequential(layer, norm, nn.Tanh(), layer, norm))
+    own = {id(t): t.detach().clone() for t in (*module.parameters(), *module.buffers())}
+    fn, params, state = stage_from_module(module)
+    assert list(params) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    step = pp.value_and_grad([fn], squared, pp.gpipe(1, 2), engine=engine, has_aux=True)
+    x, target = torch.randn(2, 4, 3, dtype=torch.float64), torch.randn(2, 4, 3, dtype=torch.float64)
+    for _ in range(2):
+        (loss, aux), grads = step({0: params}, x, target, state={0: state})
+        assert all(torch.equal(t.detach(), own[id(t)]) for t in (*module.parameters(), *module.buffers()))
+    want = sum(squared(alone(a), t) for a, t in zip(x, target, strict=True)) / 2
+    torch.testing.assert_close(loss, want.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(list(grads[0].values()), list(torch.autograd.grad(want, list(alone.parameters()))), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(aux.state[0], dict(alone.named_buffers()), rtol=1e-12, atol=1e-12)
+
+
+class Caching(nn.Module):
+    """Keeps what it makes wherever it can: attributes, buffers, containers, flags."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("table", None, persistent=False)
+        self.positions, self.tables, self.seen, self.lengths = None, {}, [], {0}
+
+    def forward(self, x):
+        if self.positions is None:
+            self.positions = torch.arange(3.0).cos()
+            self.table = self.positions + 1
+            self.tables[len(x)] = self.linear.weight.sin()
+            self.extra = True
+        self.seen.append(x)
+        self.lengths.add(len(x))
+        self.linear.training = False
+        return self.linear(x) * self.positions * self.table @ self.tables[len(x)]
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
+def test_what_a_module_keeps_in_a_call_is_gone_afterwards(engine):
+    torch.manual_seed(0)
+    module, alone = Caching(), Caching()
+    alone.load_state_dict(module.state_dict())
+    module.tables["mine"] = kept = torch.ones(1)
+    fn, params, _ = stage_from_module(module, constants=True)
+    step = pp.value_and_grad([fn], squared, pp.gpipe(1, 2), engine=engine)
+    for length in (4, 5):
+        x, target = torch.randn(2, length, 3), torch.randn(2, length, 3)
+        loss, grads = step({0: params}, x, target)
+        want = sum(squared(copy.deepcopy(alone)(a), t) for a, t in zip(x, target, strict=True)) / 2
+        torch.testing.assert_close(loss, want.detach())
+        assert type(grads[0]["linear.weight"]) is torch.Tensor
+    assert module.positions is module.table is None
+    assert module.seen == [] and module.lengths == {0} and not hasattr(module, "extra")
+    assert list(module.tables) == ["mine"] and module.tables["mine"] is kept
+    assert module.linear.training and "table" in module._buffers
 
 
 def test_a_parameter_that_requires_no_gradient_is_frozen():
