@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -16,6 +18,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .errors import StageError
@@ -33,12 +36,14 @@ class Outline(NamedTuple):
             parameters or of ``x``.
         aux: signature of the auxiliary output, no leaf of which carries a gradient.
         draws: how many operators drew from a random generator.
+        generators: whether it hands a generator to an operator.
         known: whether it always takes the path that was seen.
     """
 
     y: Signature
     aux: Signature
     draws: int
+    generators: bool = False
     known: bool = True
 
     @property
@@ -55,7 +60,8 @@ def abstract(fn: Callable[..., Any], params: Any, x: Any, *consts: Any) -> Signa
         params, x, consts: trees of tensors, or signatures.
 
     Raises:
-        StageError: the control flow or the shapes depend on values, or the stage changes its arguments.
+        StageError: the control flow or the shapes depend on values, the stage changes its arguments, keeps a
+            tensor that it makes, or draws from a generator that it does not make.
         TypeError: a leaf is not a tensor.
 
     >>> f = lambda w, x: {"y": x @ w, "n": x.argmax()}
@@ -71,9 +77,13 @@ def outline(fn: Callable[..., Any], example: Example, *, has_aux: bool = False, 
     Raises:
         StageError: as :func:`abstract`.
     """
+
+    def observe(watch: _Watch) -> Outline:
+        with without_values():
+            return _observe(fn, example, example.make(), has_aux, watch)
+
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            return _observe(fn, example, example.make(), has_aux, name)
+        return _settled(observe, name, abstract=True)
     except DATA_DEPENDENT as error:
         raise StageError(name, data_dependence(error), "use the functional engine, which runs any Python") from error
 
@@ -85,8 +95,21 @@ def outline_by_running(
 
     Another path may draw random numbers, so where this one drew none it is not known whether the stage does.
     """
-    result = _observe(fn, seen, stand_ins(example, seen.device), has_aux, name)
-    return result._replace(known=False)
+
+    def observe(watch: _Watch) -> Outline:
+        return _observe(fn, seen, stand_ins(example, seen.device), has_aux, watch)
+
+    return _settled(observe, name, abstract=False)._replace(known=False)
+
+
+@contextmanager
+def without_values() -> Iterator[None]:
+    """Within it, tensors are made without values; one that outlives it can be told, and does not mix with others."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        try:
+            yield
+        finally:
+            mode.over, mode.allow_non_fake_inputs = True, False
 
 
 def data_dependence(error: Exception) -> str:
@@ -98,15 +121,32 @@ def data_dependence(error: Exception) -> str:
     return f"{what}, so that it cannot be evaluated abstractly"
 
 
+def _settled(observe: Callable[[_Watch], Outline], name: str, *, abstract: bool) -> Outline:
+    """What is observed of a stage that keeps nothing, and draws from no generator that it does not make in each call."""
+    watch = _Watch(name, abstract)
+    found = observe(watch)
+    watch.require_nothing_kept()
+    if found.generators:
+        with _Generators() as given:
+            observe(_Watch(name, abstract))
+        if given.foreign():
+            raise StageError(
+                name,
+                "it draws from a torch.Generator of its own, whose numbers depend on the order in which microbatches run",
+                "draw from the default generator, which seed=(seed, step) settles",
+            )
+    return found
+
+
 def _observe(
-    fn: Callable[..., Any], example: Example, tensors: tuple[Leaves, Leaves, Leaves], has_aux: bool, name: str
+    fn: Callable[..., Any], example: Example, tensors: tuple[Leaves, Leaves, Leaves], has_aux: bool, watch: _Watch
 ) -> Outline:
     wanted = (
         tuple(differentiable(leaf.dtype) for leaf in example.params.leaves),
         tuple(leaf.grad for leaf in example.x.leaves),
         (False,) * len(tensors[2]),
     )
-    watch = _Watch(name, abstract=isinstance(next(iter(sum(tensors, ())), None), FakeTensor))
+    name = watch.stage
     with torch.enable_grad():
         # Clones, so that a stage may try to change its arguments and be told so in our words.
         groups = tuple(
@@ -118,14 +158,17 @@ def _observe(
             example.x.unflatten(groups[1]),
             *example.unflatten_consts(groups[2]),
         )
+        watch.note(groups[1] + groups[2])  # the parameters may stay: layers keep lists of theirs
         with watch:
             out = _call(fn, trees, example, name, watch.abstract)
         (y, y_def), (aux, aux_def) = split_aux(out, has_aux, name)
+    watch.require_values(y + aux)
     _require_unchanged(example, trees, groups, name)
     return Outline(
         Signature(y_def, tuple(_leaf(t, t.requires_grad) for t in y)),
         Signature(aux_def, tuple(_leaf(t, False) for t in aux)),
         watch.draws,
+        watch.generators,
     )
 
 
@@ -186,11 +229,12 @@ def _require_unchanged(example: Example, trees: tuple[Any, ...], groups: tuple[L
 
 
 class _Watch(TorchDispatchMode):
-    """Sees every operator that a stage calls: random ones, and those that reach outside the arguments."""
+    """Sees every operator that a stage calls: random ones, those that reach outside the arguments, and what outlives the call."""
 
     def __init__(self, stage: str, abstract: bool) -> None:
         super().__init__()
-        self.stage, self.abstract, self.draws = stage, abstract, 0
+        self.stage, self.abstract, self.draws, self.generators = stage, abstract, 0, False
+        self.made: list[weakref.ref[torch.Tensor]] = []
 
     supports_higher_order_operators = True
 
@@ -199,11 +243,33 @@ class _Watch(TorchDispatchMode):
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
         self.draws += draws(func, args, kwargs)
+        given = optree.tree_leaves((args, kwargs))
+        self.require_values(given)
+        self.generators |= any(isinstance(g, torch.Generator) for g in given)
         if func is not torch.ops.aten.detach.default:
             for argument, value in zip(func._schema.arguments, args, strict=False):
                 if _captured(value):
                     self._judge(value, argument.alias_info is not None and argument.alias_info.is_write)
-        return func(*args, **kwargs)
+        made = func(*args, **kwargs)
+        self.note(optree.tree_leaves(made))
+        return made
+
+    def note(self, tensors: Iterable[Any]) -> None:
+        """Remember tensors without values, which must not outlive the evaluation."""
+        self.made += [weakref.ref(t) for t in tensors if isinstance(t, FakeTensor)]
+
+    def require_values(self, given: Iterable[Any]) -> None:
+        """Raise if a tensor among these is of an evaluation that is over."""
+        for value in given:
+            if isinstance(value, FakeTensor) and getattr(value.fake_mode, "over", False):
+                reason = f"it reads a tensor without values ({_told(value)}), left in a cache by an earlier evaluation of shapes"
+                raise StageError(self.stage, reason, _ANEW)
+
+    def require_nothing_kept(self) -> None:
+        """Raise if a tensor without values is still there."""
+        if kept := _alive(self.made):
+            reason = f"it keeps a tensor beyond its call ({_told(kept[-1])}), which has no values where only shapes are evaluated"
+            raise StageError(self.stage, reason, f"{_ANEW}; what you want to see of a stage can be a metric")
 
     def _judge(self, value: torch.Tensor, written: bool) -> None:
         """Raise if using this tensor, which is not among the arguments, is not pure."""
@@ -215,6 +281,36 @@ class _Watch(TorchDispatchMode):
             return
         sizes = "a nested tensor" if value.is_nested else f"a tensor of shape {tuple(value.shape)}"
         raise StageError(self.stage, reason.format(f"{sizes} that is not among its arguments"), instead)
+
+
+class _Generators(TorchFunctionMode):
+    """Sees the generators that are given to functions, as the objects that the stage has: operators get wrappers of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[weakref.ref[torch.Generator]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += [weakref.ref(g) for g in optree.tree_leaves((args, kwargs)) if isinstance(g, torch.Generator)]
+        return func(*args, **(kwargs or {}))
+
+    def foreign(self) -> bool:
+        """Whether one has outlived the call, and is not one that a step seeds; or none was seen."""
+        return not self.seen or not {torch.default_generator, *torch.cuda.default_generators}.issuperset(_alive(self.seen))
+
+
+_ANEW = "compute it anew in every call; or, where it is a cache, empty it, and fill it by a call of the stage on tensors of these shapes"
+
+
+def _told(tensor: torch.Tensor) -> str:
+    return str(_leaf(tensor, True)).removesuffix(" no grad")
+
+
+def _alive(references: list[weakref.ref[Any]]) -> list[Any]:
+    """What is still there, in order, cycles that nobody reaches aside."""
+    if any(r() is not None for r in references):
+        gc.collect()
+    return [found for r in references if (found := r()) is not None]
 
 
 def _captured(value: Any) -> bool:

@@ -57,8 +57,8 @@ def graph(
 
     Raises:
         StageError: control flow or shapes depend on values, the gradient cannot be traced, the
-            backward draws random numbers, tensors of a subclass are involved, or CUDA graphs are
-            wanted where the stage does not compute on CUDA.
+            backward draws random numbers, an operator is given a generator, tensors of a subclass are
+            involved, or CUDA graphs are wanted where the stage does not compute on CUDA.
 
     >>> program = graph(lambda w, x: (w * x).sin(), (torch.ones(2), torch.zeros(2)))
     >>> print(program.flat.backward_weight.__doc__)
@@ -84,6 +84,8 @@ def graph(
         raise StageError(name, reason, "put its parameters on a CUDA device, or leave out cuda_graphs=True")
     try:
         known = outline(fn, seen, has_aux=has_aux, name=name)
+        if known.generators:
+            raise StageError(name, "it hands a torch.Generator to an operator, which is not traced", "use the functional engine")
         joint = clean(trace(Primals(fn, seen, known, has_aux, name), seen, known, name))
     except StageError as refusal:
         raise with_advice(refusal, functional, fn, example, has_aux=has_aux, name=name, device=device) from refusal.__cause__

@@ -7,9 +7,8 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from .abstract import DATA_DEPENDENT, Outline, outline, outline_by_running
+from .abstract import DATA_DEPENDENT, Outline, outline, outline_by_running, without_values
 from .errors import StageError
 from .example import Example, stand_ins
 from .program import FlatProgram
@@ -53,7 +52,7 @@ def require_gradient(
     Raises:
         StageError: it refuses.
     """
-    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) if known.known else nullcontext():
+    with torch.no_grad(), without_values() if known.known else nullcontext():
         try:
             outputs, residuals = flat.forward(*(seen.make() if known.known else stand_ins(example, seen.device)))
             gy = tuple(torch.ones_like(t) for t, leaf in zip(outputs, known.y.leaves, strict=False) if leaf.grad)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -289,3 +291,96 @@ def test_nested_tensors_within_a_stage_are_for_the_eager_engine():
     y, residuals = program.forward(*example)
     gw, _ = program.backward(residuals, torch.ones_like(y))
     assert torch.equal(gw, torch.full((2, 2), 2.0))
+
+
+@pytest.fixture
+def table():
+    """A helper that keeps what it makes."""
+
+    @functools.lru_cache
+    def lower(n):
+        return torch.ones(n, n, dtype=torch.float64).tril()
+
+    return lower
+
+
+KEEPING = {
+    "cache": lambda table: lambda w, x: table(3) @ w * x.sum(),
+    "cache of an intermediate": lambda table: (lambda kept: lambda w, x: kept.setdefault(0, x @ w) + x @ w)({}),
+    "list of inputs": lambda table: (lambda kept: lambda w, x: kept.append(x) or x @ w)([]),
+    "cycle": lambda table: (lambda kept: lambda w, x: kept.append([kept, x @ w]) or x @ w)([]),
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
+@pytest.mark.parametrize("kind", KEEPING)
+def test_a_stage_that_keeps_a_tensor_is_refused(engine, kind, table, args):
+    with pytest.raises(StageError, match=r"stage 2: it keeps a tensor beyond its call \(float64\[.,3\]\), .* compute it anew in every call"):
+        engine(KEEPING[kind](table), args, name="stage 2")
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
+def test_a_cache_left_by_an_evaluation_is_not_read_and_one_with_values_is(engine, table, args):
+    def fn(w, x):
+        return x @ w @ table(3)
+
+    def asks(w, x):
+        y = x @ w @ table(3)
+        return y if y.sum() > -99 else x
+
+    with pytest.raises(StageError, match="keeps a tensor"):
+        abstract(fn, *args)
+    for stage in (fn, asks, lambda w, x: table(3)):
+        with pytest.raises(StageError, match=r"stage 2.* it reads a tensor without values \(float64\[3,3\]\), left in a cache"):
+            engine(stage, args, name="stage 2")
+    table.cache_clear()
+    with pytest.raises(StageError, match=r"stage 2.* it reads a tensor without values"):
+        engine(asks, args, name="stage 2")  # which fills the cache before it asks for a value
+    table.cache_clear()
+    want = fn(*args)
+    assert torch.equal(engine(fn, args).forward(*args)[0], want)
+
+
+@pytest.mark.parametrize("engine", [functional, eager], ids=lambda e: e.__name__)
+def test_a_program_that_runs_does_not_read_a_cache_without_values(engine, table, args):
+    def fn(w, x):
+        return x @ w @ table(3)
+
+    fn(*args)
+    program = engine(fn, args)
+    table.cache_clear()
+    with pytest.raises(StageError, match="keeps a tensor"):
+        abstract(fn, *args)
+    with pytest.raises(AssertionError, match="FakeTensor"):
+        program.forward(*args)
+
+
+def test_what_a_cycle_lets_go_of_is_not_kept(args):
+    def fn(w, x):
+        cycle = [x @ w]
+        cycle.append(cycle)
+        return cycle[0] * 2
+
+    for engine in ENGINES:
+        engine(fn, args)
+
+
+OWN = torch.Generator()
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
+def test_a_generator_of_its_own_must_be_made_in_the_call(engine, args):
+    with pytest.raises(StageError, match="stage 2: .*draws from a torch.Generator of its own, .* Instead: draw from the default generator"):
+        engine(lambda w, x: x @ w + torch.rand(2, 3, generator=OWN), args, name="stage 2")
+    with pytest.raises(StageError, match="stage 2: .*draws from a torch.Generator of its own"):
+        engine(lambda w, x: x @ w * torch.empty(2, 3).normal_(generator=OWN) + float(x.sum()), args, name="stage 2")
+
+    def fn(w, x):
+        return x @ w + torch.rand(2, 3, generator=torch.Generator().manual_seed(3), dtype=x.dtype)
+
+    if engine is graph:
+        with pytest.raises(StageError, match="it hands a torch.Generator to an operator, .* Instead: use the functional engine"):
+            engine(fn, args)
+    else:
+        assert torch.equal(engine(fn, args).forward(*args)[0], fn(*args))
+        engine(lambda w, x: x @ w + torch.rand(2, 3, generator=torch.default_generator), args)
