@@ -57,11 +57,14 @@ def functional(
 def _flat(stage: Primals) -> FlatProgram:
     def forward(params: Leaves, x: Leaves, consts: Leaves) -> tuple[Leaves, tuple[Any, ...]]:
         x, consts = settled(x), settled(consts)
+        if not torch.is_grad_enabled():
+            params, x, consts = _constant(params), _constant(x), _constant(consts)
         primals = stage.primals(params, x)
         run = stage.with_others(params, x, consts)
         if not (stage.y_at and any(primals)):
             return run(*primals)[1], (stage.no_gradients,)
-        _, pull, outputs = torch.func.vjp(run, *primals, has_aux=True)
+        with torch.enable_grad():  # some operators keep what their backward needs only where it is on below the transform, too
+            _, pull, outputs = torch.func.vjp(run, *primals, has_aux=True)
         return outputs, (pull,)
 
     def backward(residuals: tuple[Any, ...], gy: Leaves) -> tuple[Gradients, Gradients]:
@@ -78,3 +81,8 @@ def _flat(stage: Primals) -> FlatProgram:
         return rest
 
     return FlatProgram(forward, backward, backward_input, backward_weight)
+
+
+def _constant(leaves: Leaves) -> Leaves:
+    """Nothing is recorded of them outside of a transform."""
+    return tuple(t.detach() if t.requires_grad else t for t in leaves)

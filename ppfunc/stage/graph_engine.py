@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -86,7 +87,9 @@ def graph(
         known = outline(fn, seen, has_aux=has_aux, name=name)
         if known.generators:
             raise StageError(name, "it hands a torch.Generator to an operator, which is not traced", "use the functional engine")
-        joint = clean(trace(Primals(fn, seen, known, has_aux, name), seen, known, name))
+        # Inductor cannot tell how much the recurrent layers of oneDNN keep; without it they are traced as plain operators.
+        with torch.backends.mkldnn.flags(enabled=False) if compile else nullcontext():
+            joint = clean(trace(Primals(fn, seen, known, has_aux, name), seen, known, name))
     except StageError as refusal:
         raise with_advice(refusal, functional, fn, example, has_aux=has_aux, name=name, device=device) from refusal.__cause__
     parts = cut_for(joint, remat, name)

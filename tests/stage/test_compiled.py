@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from ppfunc.stage import graph
+from ppfunc.stage import graph, stage_from_module
 
 pytestmark = pytest.mark.compiler
 
@@ -30,3 +31,18 @@ def test_compiled_programs_agree_with_plain_ones():
     plain, compiled = results
     torch.testing.assert_close(compiled, plain)
     torch.testing.assert_close(compiled[1], compiled[2])
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_a_recurrent_layer(bidirectional):
+    torch.manual_seed(0)
+    module = nn.LSTM(4, 3, bidirectional=bidirectional)
+    fn, params, _ = stage_from_module(module)
+    x = torch.randn(3, 2, 4, requires_grad=True)
+    program = graph(lambda p, x: fn(p, x)[0], (params, x), compile=True)
+    y, residuals = program.forward(params, x)
+    gparams, gx = program.backward(residuals, torch.ones_like(y))
+    want = module(x)[0]
+    torch.testing.assert_close(y, want.detach())
+    wanted = torch.autograd.grad(want.sum(), [*module.parameters(), x])
+    torch.testing.assert_close([*gparams.values(), gx], list(wanted))

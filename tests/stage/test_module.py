@@ -114,6 +114,24 @@ def test_a_submodule_listed_twice_stays_as_it_is(engine):
     torch.testing.assert_close(aux.state[0], dict(alone.named_buffers()), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("engine", [graph, graph(remat="full"), functional, eager], ids=["graph", "remat", "functional", "eager"])
+@pytest.mark.parametrize("schedule", [pp.gpipe, pp.zb_h1])
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_recurrent_layers_of_single_precision(engine, schedule, bidirectional):
+    torch.manual_seed(0)
+    module = nn.LSTM(4, 3, num_layers=2, bidirectional=bidirectional)
+    fn, params, _ = stage_from_module(module)
+    x, target = torch.randn(2, 5, 2, 4), torch.randn(2, 5, 2, 6 if bidirectional else 3)
+    step = pp.value_and_grad([lambda p, x: fn(p, x)[0]], squared, schedule(1, 2), engine=engine, argnums=(0, 1))
+    x.requires_grad_()
+    loss, (grads, gx) = step({0: params}, x, target)
+    want = sum(squared(module(a)[0], t) for a, t in zip(x, target, strict=True)) / 2
+    wanted = torch.autograd.grad(want, [*module.parameters(), x])
+    torch.testing.assert_close(loss, want.detach())
+    torch.testing.assert_close([*grads[0].values(), gx], list(wanted))
+    assert not any(t.requires_grad for t in (loss, gx, *grads[0].values()))
+
+
 class Caching(nn.Module):
     """Keeps what it makes wherever it can: attributes, buffers, containers, flags."""
 

@@ -11,6 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..abstract import quiet
 
+RECORDING = {torch.ops.aten.mkldnn_rnn_layer.default}
+"""Operators that return what their backward needs only in grad mode; programs run outside of it."""
+
 _HOMES = (torch._C._VariableFunctions, torch._C._nn)
 
 
@@ -47,10 +50,12 @@ def quickest(node: Node) -> Call:
 
 
 def _find(node: Node) -> Call:
+    if node.target in RECORDING:
+        return Call(torch.enable_grad()(node.target._op))
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     itself = Call(node.target._op)
     wanted = _dispatches(itself, args, kwargs)
-    return next((call for call in _candidates(node) if _dispatches(call, args, kwargs) == wanted), itself)
+    return next((call for call in _candidates(node) if wanted and _dispatches(call, args, kwargs) == wanted), itself)
 
 
 def _candidates(node: Node) -> Iterator[Call]:
