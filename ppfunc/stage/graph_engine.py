@@ -58,8 +58,9 @@ def graph(
 
     Raises:
         StageError: control flow or shapes depend on values, the gradient cannot be traced, the
-            backward draws random numbers, an operator is given a generator, tensors of a subclass are
-            involved, or CUDA graphs are wanted where the stage does not compute on CUDA.
+            backward draws random numbers or needs a sparse tensor that the forward makes, an operator
+            is given a generator, tensors of a subclass are involved, or CUDA graphs are wanted where
+            the stage does not compute on CUDA.
 
     >>> program = graph(lambda w, x: (w * x).sin(), (torch.ones(2), torch.zeros(2)))
     >>> print(program.flat.backward_weight.__doc__)
@@ -93,7 +94,7 @@ def graph(
     except StageError as refusal:
         raise with_advice(refusal, functional, fn, example, has_aux=has_aux, name=name, device=device) from refusal.__cause__
     parts = cut_for(joint, remat, name)
-    size = residual_bytes(joint, parts.residuals)
+    size = residual_bytes(joint, parts.residuals, name)
     flat = _emit(parts, joint, name, compile)
     if cuda_graphs:
         flat = captured(flat, seen, known.y)

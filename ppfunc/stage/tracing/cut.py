@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from torch.fx import Node
 
+from ..errors import StageError
 from .joint import Joint, Maybe, Nodes
-from .operators import ancestors, base, is_call, is_element, is_random, root
+from .operators import ancestors, base, is_call, is_dense, is_element, is_random, root
 
 
 class Part(NamedTuple):
@@ -144,7 +145,14 @@ def _in_order(body: set[Node], first: set[Node], results: tuple[Maybe, ...], ord
         yield from visit(node)
 
 
-def residual_bytes(joint: Joint, residuals: Nodes) -> int:
-    """Bytes of the storages of ``residuals``, each counted once, those of parameters not at all."""
+def residual_bytes(joint: Joint, residuals: Nodes, name: str) -> int:
+    """Bytes of the storages of ``residuals``, each counted once, those of parameters not at all.
+
+    Raises:
+        StageError: a sparse tensor is among them.
+    """
     owners = set(map(root, residuals)) - set(joint.params)
+    if not all(map(is_dense, owners)):
+        reason = "its backward needs a sparse tensor that its forward makes, whose size is not known without values"
+        raise StageError(name, reason, 'use the functional engine, or graph(remat="full"), which makes it again')
     return sum(n.meta["val"].untyped_storage().nbytes() for n in owners)

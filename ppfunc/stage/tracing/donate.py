@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 
 from .cut import Part
-from .operators import base, is_element, is_tensor
+from .operators import base, is_dense, is_element, is_tensor
 
 aten = torch.ops.aten
 
@@ -89,7 +89,9 @@ def _fits(argument: Node, node: Node) -> bool:
     """Whether the argument is exactly as large as the result, and laid out like it."""
     a, r = argument.meta["val"], node.meta["val"]
     return (
-        a.dtype == r.dtype
+        is_dense(argument)
+        and is_dense(node)
+        and a.dtype == r.dtype
         and a.dtype.is_floating_point
         and a.shape == r.shape
         and a.stride() == r.stride()

@@ -6,7 +6,7 @@ import torch
 from torch.fx import Node
 
 from .joint import Joint
-from .operators import is_call
+from .operators import is_call, is_dense
 
 aten = torch.ops.aten
 _RESHAPES = (aten.view.default, aten._unsafe_view.default)
@@ -35,6 +35,8 @@ def _fuse_linear(node: Node) -> None:
         and is_call(transposed)
         and transposed.target is aten.t.default
         and transposed.args[0].meta["val"].dim() == 2
+        and is_dense(transposed)
+        and is_dense(x)
     ):
         node.target = aten.linear.default
         node.args = (x, transposed.args[0]) if bias is None else (x, transposed.args[0], bias)

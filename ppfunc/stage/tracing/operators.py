@@ -30,6 +30,11 @@ def is_tensor(node: Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
+def is_dense(node: Node) -> bool:
+    """Whether the tensor of the node has strides and a storage."""
+    return node.meta["val"].layout is torch.strided
+
+
 def is_random(node: Node) -> bool:
     """Whether the node draws random numbers."""
     return isinstance(node.target, torch._ops.OpOverload) and draws(node.target, node.args, node.kwargs)
@@ -67,8 +72,10 @@ def root(node: Node) -> Node:
 
 
 def layout(node: Node) -> Any:
-    """What two views of one storage must share to be the same tensor."""
+    """What two views of one storage must share to be the same tensor; sparse ones never are, whose strides say nothing."""
     t = node.meta["val"]
+    if not is_dense(node):
+        return node
     return (t.dtype, tuple(t.shape), t.stride(), t.storage_offset(), t.is_conj(), t.is_neg())
 
 

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 from ..errors import StageError
 from .cut import Parts, cut, demands, early_nodes, parameter_views, residual_bytes
 from .joint import Joint
-from .operators import base, is_call, is_element, is_random, is_tensor, root
+from .operators import base, is_call, is_dense, is_element, is_random, is_tensor, root
 
 Remat = Literal["none", "full"] | Callable[[torch._ops.OpOverload], bool] | int
 """``"none"`` keeps what the backward needs; ``"full"`` keeps the inputs alone; a predicate names the
@@ -68,11 +68,11 @@ def _within(joint: Joint, budget: int, name: str) -> Parts:
     raised until the bytes fit.
     """
     parts = cut(joint)
-    if residual_bytes(joint, parts.residuals) <= budget:
+    if residual_bytes(joint, parts.residuals, name) <= budget:
         return parts
     network = _Network(joint)
     least = cut(joint, network.repeated(1e6))
-    size = residual_bytes(joint, least.residuals)
+    size = residual_bytes(joint, least.residuals, name)
     if size > budget:
         raise StageError(
             name,
@@ -83,7 +83,7 @@ def _within(joint: Joint, budget: int, name: str) -> Parts:
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         parts = cut(joint, network.repeated(10.0**middle))
-        if residual_bytes(joint, parts.residuals) <= budget:
+        if residual_bytes(joint, parts.residuals, name) <= budget:
             high, best = middle, parts
         else:
             low = middle
@@ -122,7 +122,7 @@ class _Network:
             network.add_edge("forward", (node, "in"))
         if node in self.free:
             network.add_edge((node, "in"), (node, "out"), capacity=0.0)
-        elif is_tensor(node) and base(node) is None:
+        elif is_tensor(node) and base(node) is None and is_dense(node):
             network.add_edge((node, "in"), (node, "out"), capacity=price * node.meta["val"].untyped_storage().nbytes())
         else:
             network.add_edge((node, "in"), (node, "out"))
