@@ -18,6 +18,7 @@ from .functional_engine import functional
 from .primals import Primals
 from .program import Engine, FlatProgram, StageProgram, stage_program
 from .tracing.clean import clean
+from .tracing.compiled import without_onednn
 from .tracing.cut import Part, Parts, residual_bytes
 from .tracing.emit import Recipe, emit
 from .tracing.joint import Joint, trace
@@ -88,8 +89,7 @@ def graph(
         known = outline(fn, seen, has_aux=has_aux, name=name)
         if known.generators:
             raise StageError(name, "it hands a torch.Generator to an operator, which is not traced", "use the functional engine")
-        # Inductor cannot tell how much the recurrent layers of oneDNN keep; without it they are traced as plain operators.
-        with torch.backends.mkldnn.flags(enabled=False) if compile else nullcontext():
+        with without_onednn() if compile else nullcontext():
             joint = clean(trace(Primals(fn, seen, known, has_aux, name), seen, known, name))
     except StageError as refusal:
         raise with_advice(refusal, functional, fn, example, has_aux=has_aux, name=name, device=device) from refusal.__cause__

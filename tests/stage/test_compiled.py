@@ -46,3 +46,25 @@ def test_a_recurrent_layer(bidirectional):
     torch.testing.assert_close(y, want.detach())
     wanted = torch.autograd.grad(want.sum(), [*module.parameters(), x])
     torch.testing.assert_close([*gparams.values(), gx], list(wanted))
+
+
+DRAWS = {
+    "bernoulli of a tensor": lambda x: torch.bernoulli(x.sigmoid()),
+    "bernoulli of a number": lambda x: torch.empty_like(x).bernoulli_(0.7),
+    "integers": lambda x: torch.randint_like(x, 30) + torch.randint(9, (6, 8)),
+    "normal and uniform": lambda x: torch.randn_like(x) + torch.empty_like(x).uniform_(),
+    "permutation": lambda x: torch.randperm(8) * x,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", DRAWS)
+def test_compiled_programs_draw_the_same_numbers(kind, dtype):
+    torch.manual_seed(0)
+    args = torch.ones(8, dtype=dtype), torch.randn(6, 8, dtype=dtype)
+    drawn = []
+    for engine in (graph, graph(compile=True)):
+        program = engine(lambda w, x: DRAWS[kind](w * x) + w * x, args)
+        torch.manual_seed(1)
+        drawn.append(program.forward(*args)[0])
+    torch.testing.assert_close(*drawn)

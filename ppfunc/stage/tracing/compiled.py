@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,8 +13,18 @@ from torch.fx import Graph, GraphModule, Node
 from .cut import Part
 from .operators import is_tensor
 
-# Random operators stay those of torch, so that compiled and plain programs draw the same numbers.
+# Random operators stay those of torch, and whole, so that compiled and plain programs draw the same numbers.
 _OPTIONS = {"fallback_random": True}
+
+
+@contextmanager
+def without_onednn() -> Iterator[None]:
+    """Traces recurrent layers as plain operators: inductor does not know how much those of oneDNN keep for their backward."""
+    before, torch.backends.mkldnn.enabled = torch.backends.mkldnn.enabled, False
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.enabled = before
 
 
 def compiled(
@@ -38,10 +49,18 @@ def compiled(
 
     def call(*tensors: torch.Tensor) -> Any:
         if not ready:
-            ready.append(torch._inductor.compile(module, examples, options=_OPTIONS))
+            ready.append(_compile(module, examples))
         return ready[0](*tensors)
 
     return call, inputs, outputs
+
+
+def _compile(module: GraphModule, examples: list[torch.Tensor]) -> Callable[..., Any]:
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.decomposition import decompositions
+
+    honest = {op: f for op, f in decompositions.items() if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ())}
+    return compile_fx(module, examples, config_patches=_OPTIONS, decompositions=honest)
 
 
 def _module(
