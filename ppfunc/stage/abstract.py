@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import logging
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import optree
@@ -26,6 +28,9 @@ from .example import Example, Leaves, split_aux, stand_ins
 from .signature import LeafSignature, Signature, differentiable
 
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+
+_LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[1])
 
 
 class Outline(NamedTuple):
@@ -114,11 +119,18 @@ def without_values() -> Iterator[None]:
 
 def data_dependence(error: Exception) -> str:
     """In plain words, why a stage could not be evaluated without values."""
-    operator = getattr(error, "func", None) or (error.args[0] if error.args else error)
+    operator, place = getattr(error, "func", None) or (error.args[0] if error.args else error), _place(error)
     if isinstance(error, UnsupportedOperatorException):
-        return f"what its operator {operator} returns is not known without values (torch.library.register_fake tells torch)"
-    what = f"its control flow or its shapes depend on the values of tensors (operator {operator})"
+        return f"what its operator {operator}{place and f'{place},'} returns is not known without values (torch.library.register_fake tells torch)"
+    what = f"its control flow or its shapes depend on the values of tensors (operator {operator}{place})"
     return f"{what}, so that it cannot be evaluated abstractly"
+
+
+def _place(error: Exception) -> str:
+    """Where the stage was: the innermost line that is neither of torch nor of this library."""
+    files = [(Path(frame.f_code.co_filename), line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    own = [f", called at {file.name}:{line}" for file, line in files if not any(map(file.is_relative_to, _LIBRARIES))]
+    return own[-1] if own else ""
 
 
 def _settled(observe: Callable[[_Watch], Outline], name: str, *, abstract: bool) -> Outline:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from .output import Output
 
@@ -52,7 +53,8 @@ def stage_from_module(module: nn.Module, *, constants: bool = False) -> ModuleSt
             batch norm in evaluation): there is no state then, and a module that writes into one is refused.
 
     Raises:
-        TypeError: not a module.
+        TypeError: not a module, or a scripted one.
+        ValueError: a parameter of a lazy module is not initialised.
 
     References:
         ``torch.func.functional_call``.
@@ -63,6 +65,11 @@ def stage_from_module(module: nn.Module, *, constants: bool = False) -> ModuleSt
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"got {type(module).__name__}, expected a torch.nn.Module; a function is a stage as it is")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError(f"got {type(module).__name__}, whose parameters cannot be replaced; give the module from before it was scripted")
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
+            raise ValueError(f"{name} is not initialised, its shape is not known; run the module once on an example first")
     params = {name: p.detach() for name, p in module.named_parameters()}
     frozen = {name for name, p in module.named_parameters() if not p.requires_grad}
     state = {} if constants else {name: b.detach() for name, b in module.named_buffers()}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import reprlib
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 import optree
@@ -186,6 +186,9 @@ def flatten(tree: Any, name: str = "tree") -> tuple[tuple[torch.Tensor, ...], op
         if not isinstance(leaf, torch.Tensor):
             got, expected = f"{_SHORT.repr(leaf)} of type {type(leaf).__name__}", "a tensor"
             mend = "bind constants with functools.partial, or make tensors of them"
+            if isinstance(leaf, Mapping | list | tuple | set) or is_dataclass(leaf):
+                got += ", a class that optree does not know"
+                mend = "make it a dict or a tuple of tensors, or register its class with optree"
         elif leaf.is_nested or leaf.layout is not torch.strided:
             kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
             got, expected = f"a {kind} tensor", "a dense one"

@@ -298,3 +298,15 @@ def test_what_is_no_module_is_refused():
         split_sequential(nn.Sequential(nn.ReLU()), 2)
     with pytest.raises(TypeError, match=r"expected an nn.Sequential"):
         split_sequential(nn.Linear(2, 2), [1])
+    with pytest.raises(TypeError, match="got RecursiveScriptModule, .* give the module from before it was scripted"):
+        stage_from_module(torch.jit.script(nn.Linear(2, 2)))
+
+
+def test_a_lazy_parameter_is_named():
+    module = nn.Sequential(nn.Linear(3, 2), nn.LazyLinear(2))
+    with pytest.raises(ValueError, match=r"1\.weight is not initialised, .* run the module once on an example first"):
+        stage_from_module(module)
+    with pytest.raises(ValueError, match="running_mean is not initialised"):
+        stage_from_module(nn.LazyBatchNorm1d(affine=False))
+    module(torch.zeros(1, 3))
+    assert list(stage_from_module(module).params) == ["0.weight", "0.bias", "1.weight", "1.bias"]

@@ -424,3 +424,18 @@ def test_a_sparse_tensor_of_the_forward_alone_is_traced_to_a_budget(args):
     other, fewer = least.forward(*args)
     assert torch.equal(y, other)
     assert all(map(torch.equal, least.backward(fewer, y), program.backward(residuals, y)))
+
+
+def test_a_refusal_for_values_says_where_they_were_asked_for(args):
+    def within(w, x):
+        return x @ w if torch.func.vmap(lambda a: a.sum())(x)[0] > -9 else x
+
+    def looking(w, x):
+        return w * x[x > 0].sum()
+
+    for fn, operator in [(within, "_local_scalar_dense.default"), (looking, "nonzero.default")]:
+        line = fn.__code__.co_firstlineno + 1
+        with pytest.raises(StageError, match=rf"\(operator aten.{operator}, called at test_refusals.py:{line}\)"):
+            graph(fn, args)
+    with pytest.raises(StageError, match=rf"its operator aten.\S+, called at test_refusals.py:\d+, returns is not known"):
+        graph(lambda w, x: torch.nested.to_padded_tensor(torch.nested.nested_tensor([x, x[:1]]), 0.0)[0] @ w, args)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict, defaultdict, deque
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import optree
@@ -74,6 +75,21 @@ def test_order_of_dictionary_keys_does_not_matter():
 def test_a_leaf_that_is_no_tensor_is_refused_with_its_path():
     with pytest.raises(TypeError, match=r"params\['a'\]\[1\]: got 3 of type int, expected a tensor"):
         Signature.of({"a": (torch.zeros(1), 3)}, "params")
+
+
+class Extended(dict):
+    """As model outputs of libraries are."""
+
+
+@dataclass
+class Fields:
+    a: Any
+
+
+@pytest.mark.parametrize("made", [Extended, Fields, lambda a: {1, 2}, type("Listed", (list,), {})])
+def test_a_container_that_optree_does_not_know_is_refused_as_such(made):
+    with pytest.raises(TypeError, match=r"y\[0\]: got .*, a class that optree does not know, .*; make it a dict or a tuple of tensors, or register"):
+        Signature.of((made([("a", torch.zeros(1))]),), "y")
 
 
 def test_only_floating_leaves_carry_gradients():
