@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
-from torch.fx import Node, map_arg
+from torch.fx import Graph, Node, map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..abstract import quiet
+from .operators import is_dense, is_tensor, layout
 
 RECORDING = {torch.ops.aten.mkldnn_rnn_layer.default}
 """Operators that return what their backward needs only in grad mode; programs run outside of it."""
+
+_FOUND: WeakKeyDictionary[Graph, dict[Hashable, Call]] = WeakKeyDictionary()
 
 _HOMES = (torch._C._VariableFunctions, torch._C._nn)
 
@@ -42,11 +46,28 @@ def quickest(node: Node) -> Call:
 
     An operator object converts its arguments by a slow general way (about 1 us a call); a binding
     has a parser made for it. That a binding does the same is not assumed but seen: it is called
-    once on the fake tensors of the trace, and what it dispatches must be this very call.
+    once on the fake tensors of the trace, and what it dispatches must be this very call. Calls of one
+    trace with like arguments share what was seen.
     """
     if "quickest" not in node.meta:
-        node.meta["quickest"] = _find(node)
+        numbers: dict[Node, int] = {}
+        kind = (node.target, _kind(node.args, numbers), _kind(tuple(node.kwargs.items()), numbers))
+        found = _FOUND.setdefault(node.graph, {})
+        if kind not in found:
+            found[kind] = _find(node)
+        node.meta["quickest"] = found[kind]
     return node.meta["quickest"]
+
+
+def _kind(value: Any, numbers: dict[Node, int]) -> Hashable:
+    """All that a binding could see of an argument; which of the arguments are the same is part of it."""
+    if isinstance(value, Node):
+        t = value.meta["val"]
+        same = numbers.setdefault(value, len(numbers))
+        return (type(t), same, t.device, *layout(value)) if is_tensor(value) and is_dense(value) else id(value)
+    if isinstance(value, (list, tuple)):
+        return (type(value), *(_kind(v, numbers) for v in value))
+    return (type(value), repr(value))
 
 
 def _find(node: Node) -> Call:
