@@ -29,7 +29,6 @@ from .signature import LeafSignature, Signature, differentiable
 
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
-
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[1])
 
 
@@ -88,7 +87,7 @@ def outline(fn: Callable[..., Any], example: Example, *, has_aux: bool = False, 
             return _observe(fn, example, example.make(), has_aux, watch)
 
     try:
-        return _settled(observe, name, abstract=True)
+        return _judged(observe, name, abstract=True)
     except DATA_DEPENDENT as error:
         raise StageError(name, data_dependence(error), "use the functional engine, which runs any Python") from error
 
@@ -104,7 +103,7 @@ def outline_by_running(
     def observe(watch: _Watch) -> Outline:
         return _observe(fn, seen, stand_ins(example, seen.device), has_aux, watch)
 
-    return _settled(observe, name, abstract=False)._replace(known=False)
+    return _judged(observe, name, abstract=False)._replace(known=False)
 
 
 @contextmanager
@@ -133,7 +132,7 @@ def _place(error: Exception) -> str:
     return own[-1] if own else ""
 
 
-def _settled(observe: Callable[[_Watch], Outline], name: str, *, abstract: bool) -> Outline:
+def _judged(observe: Callable[[_Watch], Outline], name: str, *, abstract: bool) -> Outline:
     """What is observed of a stage that keeps nothing, and draws from no generator that it does not make in each call."""
     watch = _Watch(name, abstract)
     found = observe(watch)
