@@ -120,7 +120,8 @@ def data_dependence(error: Exception) -> str:
     """In plain words, why a stage could not be evaluated without values."""
     operator, place = getattr(error, "func", None) or (error.args[0] if error.args else error), _place(error)
     if isinstance(error, UnsupportedOperatorException):
-        return f"what its operator {operator}{place and f'{place},'} returns is not known without values (torch.library.register_fake tells torch)"
+        what = f"what its operator {operator}{place and f'{place},'} returns is not known without values"
+        return f"{what} (torch.library.register_fake tells torch)"
     what = f"its control flow or its shapes depend on the values of tensors (operator {operator}{place})"
     return f"{what}, so that it cannot be evaluated abstractly"
 
