@@ -249,7 +249,7 @@ def evaluation_session(
 
     ready = _ready(schedule if schedule.forward_only else forward_only(schedule))
     work = Work(
-        f"{call}{' with outputs' if return_outputs else ''}{_of_shape(loss_shape)}",
+        f"{call}{' without a loss' if loss_fn is None else ''}{' with outputs' if return_outputs else ''}{_of_shape(loss_shape)}",
         Server(stages, ready, engine, loss_fn, loss_shape, has_aux=has_aux, return_outputs=return_outputs),
         with_targets=loss_fn is not None,
         wants_inputs=False,

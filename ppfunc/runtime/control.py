@@ -1,15 +1,20 @@
-"""Small facts between processes, over gloo on the host: which step begins, and texts."""
+"""Small facts between processes, over gloo on the host: which step begins, that it has ended, and texts."""
 
 from __future__ import annotations
+
+from contextlib import suppress
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from .errors import AgreementError
-from .meeting import Meeting
+from .meeting import Meeting, give_way
 
 _LINE = 1024  # bytes of a short message
-_FIRST = 1  # tag of the line that begins a step
+# Tags: a text; the line that begins a step; a rank has come to the end of it; every rank has.
+_TEXT, _FIRST, _DONE, _CLOSED = range(4)
+_A_MOMENT = timedelta(seconds=1)
 
 
 class Control:
@@ -22,6 +27,9 @@ class Control:
         self._ahead: tuple[dist.Work, torch.Tensor] | None = None
         self._told: tuple[dist.Work, torch.Tensor] | None = None
         self._texts: list[tuple[int, dist.Work, torch.Tensor]] = []
+        self._ends: list[tuple[int, dist.Work]] = []
+        self._ended: list[dist.Work] = []
+        self._marks: list[torch.Tensor] = []
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -31,6 +39,7 @@ class Control:
             meeting.write(f"here/{meeting.rank}", "")
             for peer in range(meeting.size):
                 meeting.read(f"here/{peer}", f"rank {peer} to begin")
+            self._marks = [torch.zeros(1, dtype=torch.uint8) for _ in range(meeting.size)]
             self._group = meeting.open("control", meeting.rank, meeting.size, "gloo")
         return self._group
 
@@ -41,8 +50,7 @@ class Control:
         meeting.write(f"{place}/{meeting.rank}", text)
         shared = [meeting.read(f"{place}/{peer}", f"rank {peer} to share what it knows") for peer in range(meeting.size)]
         for peer, work, _ in self._texts:
-            meeting.waiting_on = peer
-            work.wait()
+            meeting.wait(work, peer)
         self._texts.clear()
         return shared
 
@@ -68,7 +76,39 @@ class Control:
         if rank + 1 < size:
             line = _written(f"{mine}\n{theirs}")
             self._told = self.group.send([line], rank + 1, _FIRST), line  # kept until the next; nobody waits for it
+        tag, peers = (_CLOSED, [0]) if rank else (_DONE, range(1, size))
+        self._ends = [(peer, self.group.recv([self._marks[peer]], peer, tag)) for peer in peers]
         return theirs
+
+    def end(self) -> None:
+        """End the step: every rank is at its end, and none can fail in it any more. Does nothing where none has begun.
+
+        Ranks tell the first one, which tells all. What they wait for has been received ahead.
+        """
+        ends, self._ends = self._ends, []
+        if not ends:
+            return
+        meeting, mark = self._meeting, self._marks[self._meeting.rank]
+        if meeting.rank > 0:
+            give_way()
+            self._ended = [self.group.send([mark], 0, _DONE)]
+            give_way()
+        for peer, work in ends:
+            meeting.wait(work, peer)
+        if meeting.rank == 0:
+            give_way()
+            self._ended = [self.group.send([mark], peer, _CLOSED) for peer, _ in ends]
+            give_way()
+
+    def close(self) -> None:
+        """Let go of the connections, which ends them, once the others know of the steps that have ended."""
+        for work in self._ended:
+            with suppress(RuntimeError):
+                work.wait(_A_MOMENT)
+        self._group = self._ahead = self._told = None
+        self._texts.clear()
+        self._ends.clear()
+        self._ended.clear()
 
     def _first_line(self, peer: int) -> str:
         """What the rank before says at the beginning of a step.
@@ -76,8 +116,7 @@ class Control:
         The next one is received ahead of its time: a send whose receive is posted is one message, any other is three.
         """
         work, line = self._ahead or self._receive_first(peer)
-        self._meeting.waiting_on = peer
-        work.wait()
+        self._meeting.wait(work, peer)
         self._ahead = self._receive_first(peer)
         return _read(line)
 
@@ -89,15 +128,14 @@ class Control:
         """Send a text of any length, without waiting until it is heard: two ranks may tell each other at once."""
         data = text.encode()
         for part in (_written(str(len(data))), torch.frombuffer(bytearray(data), dtype=torch.uint8)):
-            self._texts.append((peer, self.group.send([part], peer, 0), part))
+            self._texts.append((peer, self.group.send([part], peer, _TEXT), part))
 
     def hear(self, peer: int) -> str:
         """Receive the next text that ``peer`` tells."""
-        self._meeting.waiting_on = peer
         line = torch.empty(_LINE, dtype=torch.uint8)
-        self.group.recv([line], peer, 0).wait()
+        self._meeting.wait(self.group.recv([line], peer, _TEXT), peer)
         data = torch.empty(int(_read(line)), dtype=torch.uint8)
-        self.group.recv([data], peer, 0).wait()
+        self._meeting.wait(self.group.recv([data], peer, _TEXT), peer)
         return bytes(data.tolist()).decode()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ppfunc.schedule import Instruction
+from ppfunc.schedule import Instruction, parts_of
 
 
 class PipelineError(RuntimeError):
@@ -48,7 +48,8 @@ class PipelineError(RuntimeError):
         if self.instruction is None:
             place = "outside its program"
         else:
-            place = f"at {self.instruction}, step {self.position} of its program (stage {self.stage}, microbatch {self.microbatch})"
+            where = " or ".join(f"stage {part.stage}, microbatch {part.microbatch}" for part in parts_of(self.instruction))
+            place = f"at {self.instruction}, step {self.position} of its program ({where})"
         seen = "" if self.reported_by == self.rank else f" [seen by rank {self.reported_by}]"
         return f"rank {self.rank} failed {place}: {self.reason}{seen}"
 

@@ -124,7 +124,7 @@ class _Binder:
                         self._overlap(place, *instruction.parts)
                         continue
                     for part in parts_of(instruction):
-                        self._compute(place, part)
+                        self._compute(place._replace(instruction=part), part)
             for instruction in releases[rank].get(position, ()):
                 for transfer in self._transfers(rank, instruction):
                     self._append(Place(rank, position, instruction), self.transport.release(rank, transfer, self.memory.values))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -15,15 +14,13 @@ from ppfunc.schedule.formats.text import parse_instruction
 from ppfunc.stage import LeafSignature
 
 from .control import Control
-from .errors import PipelineError
-from .meeting import Meeting
-from .transport import Failure, Route, Tag, Thunk, Transfer, Values
+from .errors import AgreementError, PipelineError
+from .meeting import Meeting, give_way
+from .transport import Failure, Route, Tag, Thunk, Transfer, Values, as_bytes
 
 # Dtypes that every backend can carry; anything else travels as its bytes.
 _PLAIN = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
-# Lets threads of gloo's run that wait for this core; they would wait until it has computed for a millisecond. Before a
-# send they have to note that its receive is posted, or it takes another round trip; after it, to take in what it delivers.
-_give_way: Thunk = getattr(os, "sched_yield", partial(time.sleep, 0))
+_OWN = {__name__, Control.__module__, Meeting.__module__}
 
 
 class _Line:
@@ -63,6 +60,7 @@ class P2P:
         self._meeting = Meeting(self._user_group, timeout)
         self.rank, self.size, self.backend = self._meeting.rank, self._meeting.size, self._meeting.backend
         self._control = Control(self._meeting)
+        self._enrolled = 0
         self._lines: dict[str, _Line] = {}
         self._pending: dict[Tag, tuple[list[dist.Work], list[torch.Tensor]]] = {}
 
@@ -97,11 +95,18 @@ class P2P:
         ends = (self.rank, transfer.peer) if transfer.outgoing else (transfer.peer, self.rank)
         return self._lines[self._name(Route(transfer.tag.direction, *ends))]
 
+    def enroll(self) -> int:
+        self._enrolled += 1
+        return self._enrolled
+
     def share(self, text: str) -> list[str]:
         return self._control.share(text)
 
     def begin(self, call: str, key: str | None) -> str:
         return self._control.begin(call, key)
+
+    def end(self) -> None:
+        self._control.end()
 
     def tell(self, rank: int, peer: int, text: str) -> None:
         self._control.tell(peer, text)
@@ -114,7 +119,7 @@ class P2P:
     def post(self, rank: int, batch: Sequence[Transfer], values: Values) -> Thunk | None:
         if self.backend != "nccl":
             ends = [self._end(t, values) for t in batch]
-            return _in_turn([_give_way, *ends, _give_way] if any(t.outgoing for t in batch) else ends)
+            return _in_turn([give_way, *ends, give_way] if any(t.outgoing for t in batch) else ends)
         by_peer: dict[int, list[Transfer]] = {}
         for transfer in batch:
             by_peer.setdefault(transfer.peer, []).append(transfer)
@@ -141,10 +146,13 @@ class P2P:
     def _sender(self, transfer: Transfer, values: Values) -> Thunk:
         line = self._line(transfer)
         tag, pending, peer, wire = transfer.tag, self._pending, line.peer, _wire(transfer)
+        meeting, rank = self._meeting, transfer.peer
 
         def send() -> None:
             tensors = wire([t.contiguous() for t in values.pop(tag)])
+            meeting.waiting_on = rank
             pending[tag] = [line.group.send([t], peer, 0) for t in tensors], tensors
+            meeting.waiting_on = None
 
         return send
 
@@ -152,11 +160,13 @@ class P2P:
         line = self._line(transfer)
         tag, pending, peer, wire = transfer.tag, self._pending, line.peer, _wire(transfer)
         made = [(leaf.shape, leaf.dtype) for leaf in transfer.leaves]
-        device = transfer.device
+        meeting, rank, device = self._meeting, transfer.peer, transfer.device
 
         def receive() -> None:
             buffers = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in made]
+            meeting.waiting_on = rank
             pending[tag] = [line.group.recv([t], peer, 0) for t in wire(buffers)], buffers
+            meeting.waiting_on = None
 
         return receive
 
@@ -168,6 +178,7 @@ class P2P:
             meeting.waiting_on = peer
             for work in works:
                 work.wait()
+            meeting.waiting_on = None
             values[tag] = tuple(tensors)
 
         return arrive
@@ -179,6 +190,7 @@ class P2P:
             meeting.waiting_on = peer
             for work in pending.pop(tag)[0]:
                 work.wait()
+            meeting.waiting_on = None
 
         return release
 
@@ -191,18 +203,17 @@ class P2P:
             if self.rank != owner:
                 tensors = tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device=device) for leaf in leaves)
             root = dist.get_global_rank(self._user_group, owner)
+            self.end()  # a broadcast that a rank does not come to would hold up all that its GPU is given later
             for tensor in tensors:
                 dist.broadcast(tensor, root, group=self._user_group)
             return tensors
-        self._meeting.waiting_on = owner if self.rank != owner else None
-        host = self._control.group
-        if self.rank == owner:
-            works = [host.send([t], r, 0) for r in range(self.size) if r != owner for t in tensors]
-        else:
+        host, here = self._control.group, self.rank == owner
+        peers = [r for r in range(self.size) if r != owner] if here else [owner]
+        if not here:
             tensors = tuple(torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in leaves)
-            works = [host.recv([t], owner, 0) for t in tensors]
-        for work in works:
-            work.wait()
+        move = host.send if here else host.recv
+        for peer, work in [(peer, move([t], peer, 0)) for peer in peers for t in tensors]:
+            self._meeting.wait(work, peer)
         return tensors
 
     # -- failures --------------------------------------------------------------------------
@@ -213,13 +224,14 @@ class P2P:
             failure = failure._replace(context=f"; it waited for rank {self._meeting.waiting_on}, which has not answered")
         first = self._first_failure(failure)
         self._tear_down()
+        _let_go(failure.cause)
         if first is not None:
             return first
         if failure.instruction is None and not late:
             return failure.cause
         return PipelineError(failure.rank, failure.position, failure.instruction, failure.reason)
 
-    def _first_failure(self, failure: Failure) -> PipelineError | None:
+    def _first_failure(self, failure: Failure) -> AgreementError | PipelineError | None:
         """The failure that another rank published first, or a rank that is gone; None where this rank is the first.
 
         A rank publishes before it tears down what its peers wait on, so a lost connection
@@ -231,16 +243,23 @@ class P2P:
         if lost:
             where = "" if instruction is None else f" (rank {failure.rank} was at {instruction}, step {position})"
             rank, position, instruction, reason = missed, None, None, f"its process is gone or out of reach{where}"
-        mine = json.dumps([rank, position, instruction and str(instruction), reason])
+        elif isinstance(failure.cause, AgreementError):
+            reason = str(failure.cause)
+        mine = json.dumps([rank, position, instruction and str(instruction), reason, isinstance(failure.cause, AgreementError)])
         first = self._meeting.first_failure(mine)
-        if first == mine and not lost:
+        if first in (mine, None) and not lost:
             return None
-        rank, position, text, reason = json.loads(first)
+        rank, position, text, reason, disagreement = json.loads(first or mine)
+        if disagreement:
+            return AgreementError(f"{reason} [found by rank {rank}]")
+        if first is None and lost:
+            reason += "; neither is the store, so another rank may have failed first"
         return PipelineError(rank, position, text and parse_instruction(text), reason, reported_by=self.rank)
 
     def _tear_down(self) -> None:
         """End every communicator: peers that wait on one raise at once. The next step makes new ones."""
         groups = [line.group for line in self._lines.values()]
+        self._control.close()
         self._control = Control(self._meeting)
         for line in self._lines.values():
             line.group = None
@@ -250,6 +269,16 @@ class P2P:
             for group in groups:
                 group.abort()
         self._meeting.move_on()
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Empty the frames of the transport in a traceback, which may be kept: a connection ends with the last that holds it."""
+    while error is not None:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if frame.f_globals.get("__name__") in _OWN:
+                with suppress(RuntimeError):
+                    frame.clear()
+        error = error.__cause__ or error.__context__
 
 
 def _connection_lost(cause: BaseException) -> bool:
@@ -280,11 +309,4 @@ def _wire(transfer: Transfer) -> Callable[[list[torch.Tensor]], list[torch.Tenso
     """How the tensors of a transfer travel: as they are, or as their bytes where a backend may not know the dtype."""
     if all(leaf.dtype in _PLAIN and 0 not in leaf.shape for leaf in transfer.leaves):
         return lambda tensors: tensors
-    return lambda tensors: [t if t.dtype in _PLAIN else _bytes(t) for t in tensors if t.numel()]
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor as bytes."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    return tensor.reshape(-1).view(torch.uint8)
+    return lambda tensors: [t if t.dtype in _PLAIN else as_bytes(t) for t in tensors if t.numel()]

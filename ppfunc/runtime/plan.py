@@ -15,7 +15,9 @@ from ppfunc.schedule import Schedule
 from ppfunc.stage import FlatProgram, LeafSignature, Signature
 from ppfunc.stage.output import received_signature
 
+from .arguments import Arguments
 from .calls import BATCH, Edge, Home, StageCall
+from .copies import Description, copied, described, require_alike
 from .gradients import Gradients
 from .interpreter import Bound, bind
 from .memory import Key
@@ -51,11 +53,13 @@ class Table(NamedTuple):
         received: for every (stage, microbatch) of this process, the signature of each part of its input, as in :func:`sources_of`.
         served: those stages, served.
         losses: the loss of every stage that has one, on all ranks; ascending by stage.
+        copied: signature of the parameters of those stages of this process that have copies.
     """
 
     received: Mapping[Key, tuple[Signature, ...]]
     served: Mapping[Key, Served]
     losses: Mapping[int, LeafSignature]
+    copied: Mapping[int, Signature]
 
 
 Serve = Callable[[int, int, Signature], Served]
@@ -75,14 +79,17 @@ def sinks_of(schedule: Schedule, stage: int) -> tuple[int, ...]:
     return (*(() if after is None else (after,)), *skips)
 
 
-def negotiate(schedule: Schedule, transport: Transport, serve: Serve, first: Callable[[int], Signature]) -> Table:
+def negotiate(schedule: Schedule, transport: Transport, serve: Serve, arguments: Arguments) -> Table:
     """Walk the stages in the order of the data and agree on every edge.
 
     Args:
         schedule: the schedule.
         transport: carries the JSON.
         serve: ``(stage, microbatch, signature of x) -> Served``, for the stages of this process.
-        first: signature of a microbatch of the batch.
+        arguments: of this call.
+
+    Raises:
+        AgreementError: the copies of a stage have other parameters.
     """
     local = set(transport.local_ranks(schedule.ranks))
     home = schedule.placement
@@ -95,7 +102,7 @@ def negotiate(schedule: Schedule, transport: Transport, serve: Serve, first: Cal
         sources = sources_of(schedule, stage)
         for source in sources:
             if source == BATCH:
-                edges[source, stage] = [first(m) for m in microbatches]
+                edges[source, stage] = [arguments.inputs.signatures[m] for m in microbatches]
             elif home[source] not in local:
                 while (source, stage) not in edges:  # a rank tells of its edges in the order in which its own stages come
                     edge, signatures = _read(transport.hear(home[stage], home[source]))
@@ -110,7 +117,9 @@ def negotiate(schedule: Schedule, transport: Transport, serve: Serve, first: Cal
                 edges[stage, sink] = found
             else:
                 transport.tell(home[stage], home[sink], _write((stage, sink), found))
-    return Table(received, served, _share_losses(transport, served))
+    losses, copies = _share(transport, served, described(schedule, local, arguments))
+    require_alike(schedule, copies)
+    return Table(received, served, losses, copied(schedule, arguments.signatures))
 
 
 def _in_order(schedule: Schedule) -> Iterator[tuple[int, range]]:
@@ -120,8 +129,10 @@ def _in_order(schedule: Schedule) -> Iterator[tuple[int, range]]:
             yield stage, chain.microbatches
 
 
-def _share_losses(transport: Transport, served: Mapping[Key, Served]) -> dict[int, LeafSignature]:
-    """The losses of all stages, on every rank."""
+def _share(
+    transport: Transport, served: Mapping[Key, Served], copies: Mapping[int, Description]
+) -> tuple[dict[int, LeafSignature], dict[int, Description]]:
+    """The losses of all stages, and the parameters of those that have copies, on every rank."""
     mine: dict[int, str] = {}
     for (stage, m), it in served.items():
         if it.loss is not None and mine.setdefault(stage, it.loss.to_json()) != it.loss.to_json():
@@ -129,10 +140,13 @@ def _share_losses(transport: Transport, served: Mapping[Key, Served]) -> dict[in
                 f"stage {stage} gives the loss {it.loss} for microbatch {m}, {Signature.from_json(mine[stage])} for those before; "
                 f"expected one dtype and shape: cast the loss"
             )
-    found: dict[int, LeafSignature] = {}
-    for text in transport.share(json.dumps(mine)):
-        found.update((int(stage), Signature.from_json(loss).leaves[0]) for stage, loss in json.loads(text).items())
-    return dict(sorted(found.items()))
+    losses: dict[int, LeafSignature] = {}
+    described: dict[int, Description] = {}
+    for text in transport.share(json.dumps([mine, copies])):
+        theirs = json.loads(text)
+        losses.update((int(stage), Signature.from_json(loss).leaves[0]) for stage, loss in theirs[0].items())
+        described.update((int(stage), tuple(what)) for stage, what in theirs[1].items())
+    return dict(sorted(losses.items())), described
 
 
 def _write(edge: tuple[int, int], signatures: Sequence[Signature]) -> str:
@@ -149,12 +163,18 @@ def _read(text: str) -> tuple[tuple[int, int], list[Signature]]:
     return (source, sink), [distinct[n] for n in table["microbatches"]]
 
 
-def renew(schedule: Schedule, table: Table, serve: Serve) -> Table:
+def renew(schedule: Schedule, table: Table, serve: Serve, params: Mapping[int, Signature]) -> Table:
     """The same table for other parameters, targets or side inputs of this process.
 
     Raises:
-        ValueError: a stage no longer gives the others what was agreed.
+        ValueError: a stage no longer gives the others what was agreed, or no longer has the parameters of its copies.
     """
+    for stage, now in copied(schedule, params).items():
+        if now != table.copied[stage]:
+            raise ValueError(
+                f"the parameters of stage {stage}, which has copies, are {now}, the ranks agreed on {table.copied[stage]}; "
+                f"make a new step for parameters of other dtypes or shapes"
+            )
     served = {}
     for (stage, m), parts in table.received.items():
         now = serve(stage, m, received_signature(sources_of(schedule, stage), parts))

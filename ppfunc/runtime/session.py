@@ -19,6 +19,7 @@ from .arguments import Arguments, Given, read_arguments
 from .batch import Batch
 from .calls import BATCH
 from .errors import AgreementError
+from .generators import put_back
 from .gradients import Gradients
 from .interpreter import Bound, StepFailed, run
 from .memory import Memory
@@ -66,7 +67,10 @@ class Session:
 
     def __init__(self, schedule: Schedule, transport: Transport, work: Work) -> None:
         self.schedule, self.transport, self.work = schedule, transport, work
-        self.call = f"{work.call} with {schedule.name[:60]} of {schedule.microbatches} microbatches ({schedule.digest[:8]})"
+        number = transport.enroll()
+        self.call = (
+            f"step function {number} ({work.call}) with {schedule.name[:60]} of {schedule.microbatches} microbatches ({schedule.digest[:8]})"
+        )
         self.local = transport.local_ranks(schedule.ranks)
         self.stages = tuple(s for s, r in enumerate(schedule.placement) if r in self.local)
         self.generation: int | None = None
@@ -103,7 +107,9 @@ class Session:
             # Under a torch.func transform from outside, that transform decides what is recorded.
             with torch.set_grad_enabled(torch.is_grad_enabled() and transforming()), _generators(arguments):
                 run(bound)
-                return self.work.finish(Step(self.schedule, self.transport, memory, table, arguments))
+                result = self.work.finish(Step(self.schedule, self.transport, memory, table, arguments))
+            self.transport.end()
+            return result
         except StepFailed as failed:
             failure = failed.failure._replace(context=_given(failed.failure, table))
             error = self.transport.fail(failure)
@@ -116,6 +122,7 @@ class Session:
                 raise
             raise error from cause
         finally:
+            error = failure = None  # an error that is kept keeps this frame, and must not be kept by it
             if memory is not None:
                 memory.clear()
 
@@ -136,10 +143,9 @@ class Session:
         if own not in self.bound:
             serve = self._serve(arguments)
             if (key, autocast()) in self.tables:
-                table = renew(self.schedule, self.tables[key, autocast()], serve)
+                table = renew(self.schedule, self.tables[key, autocast()], serve, arguments.signatures)
             else:
-                inputs = arguments.inputs
-                table = negotiate(self.schedule, self.transport, serve, lambda m: inputs.signatures[m])
+                table = negotiate(self.schedule, self.transport, serve, arguments)
                 self.tables[key, autocast()] = table
             bound = bind_table(self.schedule, self.transport, arguments.homes, table, self.work.gradients, self.work.together)
             self.bound[own] = bound, table
@@ -238,7 +244,7 @@ def _generators(arguments: Arguments) -> AbstractContextManager[None]:
     """Puts the generators back after a step that seeds them."""
     if arguments.seed is None:
         return nullcontext()
-    return torch.random.fork_rng({h.device for h in arguments.homes.values() if h.device.type == "cuda"})
+    return put_back(home.device for home in arguments.homes.values() if home.device.type == "cuda")
 
 
 def _given(failure: Failure, table: Table) -> str:

@@ -11,6 +11,7 @@ import torch
 from ppfunc.stage import LeafSignature
 
 from .calls import Home, Leaves, StageCall, places
+from .generators import drawing, generator_of
 from .gradients import Given
 from .memory import Memory
 from .transport import Tag, Thunk
@@ -109,18 +110,19 @@ def seeded(
     The copies of a stage in a second chain count as the first. Without a seed a stage that may
     draw, for all that is known, must not.
     """
-    generator = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+    generator = generator_of(device)
 
     def draw() -> None:
-        if memory.seed is None:
-            before = generator.get_state()
+        with drawing:
+            if memory.seed is None:
+                before = generator.get_state()
+                run()
+                if not torch.equal(before, generator.get_state()):
+                    raise ValueError(f"stage {stage} drew random numbers; pass seed=(seed, step) to the step, two integers")
+                return
+            text = repr((*memory.seed, position, microbatch)).encode()
+            generator.manual_seed(int.from_bytes(blake2b(text, digest_size=8).digest(), "little", signed=True))
             run()
-            if not torch.equal(before, generator.get_state()):
-                raise ValueError(f"stage {stage} drew random numbers; pass seed=(seed, step) to the step, two integers")
-            return
-        text = repr((*memory.seed, position, microbatch)).encode()
-        generator.manual_seed(int.from_bytes(blake2b(text, digest_size=8).digest(), "little", signed=True))
-        run()
 
     return draw
 

@@ -68,6 +68,13 @@ class Transfer(NamedTuple):
     device: torch.device
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.reshape(-1).view(torch.uint8)
+
+
 class Failure(NamedTuple):
     """Where a rank was when it failed: its step and instruction are None outside the program.
 
@@ -83,7 +90,11 @@ class Failure(NamedTuple):
     @property
     def reason(self) -> str:
         """One line: the type of the exception, its message, and the context."""
-        return f"{type(self.cause).__name__}: {self.cause}{self.context}"
+        try:
+            message = str(self.cause)
+        except Exception:
+            message = "(its message cannot be had)"
+        return f"{type(self.cause).__name__}: {message}{self.context}"
 
 
 class Transport(Protocol):
@@ -104,6 +115,9 @@ class Transport(Protocol):
     def connect(self, routes: Iterable[Route]) -> None:
         """Open what messages need on these routes; every process names the same ones."""
 
+    def enroll(self) -> int:
+        """The number of one more step function, the same on all ranks, which make theirs in the same order."""
+
     def share(self, text: str) -> list[str]:
         """The text of every process."""
 
@@ -112,6 +126,9 @@ class Transport(Protocol):
 
         AgreementError where a rank makes another call, or has another key; None stands for no opinion.
         """
+
+    def end(self) -> None:
+        """End a step: returns once every rank has come to its end, so that a step fails on all ranks or on none."""
 
     def tell(self, rank: int, peer: int, text: str) -> None:
         """Send a text from ``rank`` to ``peer``, without waiting for it; all are heard before the next ``share``."""

@@ -1,0 +1,311 @@
+"""Ranks stay together: a step fails on all of them or on none, and what one of them does differently is told at once."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import ppfunc as pp
+
+D = 4
+SOON = 2.0  # seconds; the timeouts of the transports below are far longer
+
+
+def stage(params, x):
+    return torch.tanh(x @ params["w"])
+
+
+def squared(y, target):
+    return (y - target).square().mean()
+
+
+def problem(stages, m, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    params = {s: {"w": torch.randn(D, D, generator=generator)} for s in range(stages)}
+    return params, torch.randn(m, 3, D, generator=generator), torch.randn(m, 3, D, generator=generator)
+
+
+def caught(call, *args, **kwargs):
+    """The exception of a call, and how long it took; it is kept for as long as the process lives."""
+    start = time.perf_counter()
+    try:
+        call(*args, **kwargs)
+    except Exception as error:
+        KEPT.append(error)
+        return type(error).__name__, str(error), time.perf_counter() - start
+    return None, "", time.perf_counter() - start
+
+
+KEPT = []
+
+
+class Fails(torch.autograd.Function):
+    """The identity, whose backward fails where its switch is on."""
+
+    @staticmethod
+    def forward(ctx, x, switch):
+        ctx.switch = switch
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        if ctx.switch[0] == 0:
+            raise ArithmeticError("late")
+        ctx.switch[0] -= 1
+        return g, None
+
+
+def fail_late(rank, ranks, who):
+    """The last backward of one rank fails, when others may be done with the step; then come two other batches."""
+    m, left = 8, [10**9]
+
+    def failing(p, x):
+        z = x @ p["w"]
+        return torch.tanh(Fails.apply(z, left) if rank == who else z)
+
+    params, inputs, targets = problem(ranks, m)
+    schedule, held = pp.one_f_one_b(ranks, m), {rank: params[rank]}
+    step = pp.value_and_grad([failing] * ranks, squared, schedule, pp.P2P(timeout=60), engine=pp.eager)
+    alone = pp.value_and_grad([stage] * ranks, squared, schedule, engine=pp.eager)
+    step(held, inputs, targets)
+    left[0] = m - 1
+    failure = caught(step, held, inputs, targets)
+    left[0] = 10**9
+    for seed in (1, 2):
+        _, inputs, targets = problem(ranks, m, seed)
+        loss, grads = step(held, inputs, targets)
+        want, all_grads = alone(params, inputs, targets)
+        assert torch.equal(loss, want)
+        assert torch.equal(grads[rank]["w"], all_grads[rank]["w"])
+    return failure
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_a_step_that_fails_at_its_end_fails_on_every_rank_and_the_next_batches_are_not_mixed(four, who):
+    for name, text, seconds in four(fail_late, who):
+        assert name == "PipelineError"
+        assert f"rank {who} failed at {who}B7" in text
+        assert seconds < SOON
+
+
+def evaluate_fails(rank, ranks):
+    """Without a loss nothing comes back to the first ranks, which could be a call ahead of one that fails."""
+    armed = [False]
+
+    def last(p, x):
+        if armed[0]:
+            raise ArithmeticError("armed")
+        return stage(p, x)
+
+    params, inputs, _ = problem(ranks, 4)
+    judge = pp.evaluate([stage] * (ranks - 1) + [last], None, pp.gpipe(ranks, 4), pp.P2P(timeout=60), return_outputs=True, engine=pp.functional)
+    judge({rank: params[rank]}, inputs)
+    armed[0] = rank == ranks - 1
+    return caught(judge, {rank: params[rank]}, inputs)
+
+
+def test_an_evaluation_that_fails_at_its_end_fails_on_every_rank(four):
+    for name, text, seconds in four(evaluate_fails):
+        assert name == "PipelineError"
+        assert "rank 3 failed at 3F0" in text
+        assert seconds < SOON
+
+
+def other_order(rank, ranks):
+    params, inputs, targets = problem(ranks, 4)
+    transport = pp.P2P(timeout=60)
+    steps = [pp.value_and_grad([stage] * ranks, squared, pp.gpipe(ranks, 4), transport) for _ in range(2)]
+    return caught(steps[rank % 2], {rank: params[rank]}, inputs, targets)
+
+
+def test_step_functions_that_are_called_in_another_order_are_not_mixed(two):
+    for name, text, seconds in two(other_order):
+        assert name == "AgreementError"
+        assert "step function 1 (value_and_grad)" in text and "step function 2 (value_and_grad)" in text
+        assert seconds < SOON
+
+
+def with_and_without_a_loss(rank, ranks):
+    params, inputs, targets = problem(ranks, 4)
+    loss_fn = None if rank == 0 else squared
+    judge = pp.evaluate([stage] * ranks, loss_fn, pp.gpipe(ranks, 4), pp.P2P(timeout=60), return_outputs=True)
+    return caught(judge, {rank: params[rank]}, inputs, None if rank == 0 else targets)
+
+
+def test_a_loss_on_some_ranks_only_is_told(two):
+    for name, text, seconds in two(with_and_without_a_loss):
+        assert name == "AgreementError"
+        assert "evaluate without a loss with outputs" in text
+        assert seconds < SOON
+
+
+def keep_the_error(rank, ranks):
+    """Rank 1 finds that it differs; its error, which it keeps, must not keep the connection that rank 2 waits on."""
+    params, inputs, targets = problem(ranks, 8)
+    schedule = pp.gpipe(ranks, 8)
+    step = pp.value_and_grad([stage] * ranks, squared, schedule, pp.P2P(timeout=60))
+    step({rank: params[rank]}, inputs, targets)
+    failure = caught(step, {rank: params[rank]}, inputs[:, :2] if rank == 1 else inputs, targets)
+    dist.barrier()
+    return failure
+
+
+def test_an_error_that_is_kept_does_not_keep_the_other_ranks_waiting(four):
+    for name, _, seconds in four(keep_the_error):
+        assert name == "AgreementError"
+        assert seconds < SOON
+
+
+def come_late(rank, ranks):
+    """Rank 0 gives up twice before rank 1 comes, which hears of both at once."""
+    params, inputs, targets = problem(ranks, 4)
+    step = pp.value_and_grad([stage] * ranks, squared, pp.gpipe(ranks, 4), pp.P2P(timeout=1 if rank == 0 else 60))
+    held = {rank: params[rank]}
+    if rank > 0:
+        dist.barrier()
+    failures = [caught(step, held, inputs, targets) for _ in range(2)]
+    if rank == 0:
+        dist.barrier()
+    return failures, caught(pp.value_and_grad([stage] * ranks, squared, pp.gpipe(ranks, 4), pp.P2P(timeout=60)), held, inputs, targets)
+
+
+def test_a_rank_that_comes_to_what_others_have_given_up_hears_at_once(two):
+    (early, fine), (late, well) = two(come_late)
+    assert fine[0] is None and well[0] is None
+    assert [name for name, _, _ in early] == ["TimeoutError"] * 2
+    for name, text, seconds in late:
+        assert name == "PipelineError" and "rank 0 waited 1 s for rank 1 to begin" in text
+        assert seconds < 1.0
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise KeyError("no text")
+
+
+OWN = {
+    "connection": (RuntimeError("my database: Connection reset by peer"), "RuntimeError: my database: Connection reset by peer"),
+    "network": (dist.DistNetworkError("my own group"), "DistNetworkError: my own group"),
+    "late": (RuntimeError("Timed out waiting for my files"), "RuntimeError: Timed out waiting for my files"),
+    "unprintable": (Unprintable(), "Unprintable: (its message cannot be had)"),
+}
+
+
+def raise_own(rank, ranks, kind):
+    armed = [False]
+
+    def broken(p, x):
+        if armed[0]:
+            raise OWN[kind][0]
+        return stage(p, x)
+
+    params, inputs, targets = problem(ranks, 4)
+    step = pp.value_and_grad([stage, broken], squared, pp.gpipe(ranks, 4), pp.P2P(timeout=60), engine=pp.functional)
+    step({rank: params[rank]}, inputs, targets)
+    armed[0] = rank == 1
+    return caught(step, {rank: params[rank]}, inputs, targets)
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_an_error_of_a_stage_is_not_taken_for_one_of_the_transport(two, kind):
+    for name, text, seconds in two(raise_own, kind):
+        assert name == "PipelineError"
+        assert f"rank 1 failed at 1F0, step 1 of its program (stage 1, microbatch 0): {OWN[kind][1]}" in text
+        assert "waited" not in text
+        assert seconds < SOON
+
+
+def copies_differ(rank, ranks, kind):
+    """Stage 0 has a copy on the other rank, whose parameters are others."""
+    schedule = pp.dualpipe(ranks, 4)
+    params, inputs, targets = problem(ranks, 4)
+    params |= {ranks + s: dict(params[s]) for s in range(ranks)}
+    if kind == "form":
+        params[ranks]["b"] = torch.zeros(D)
+    if kind == "values":
+        params[ranks]["w"] = params[ranks]["w"] + 1
+    step = pp.value_and_grad([stage] * ranks, squared, schedule, pp.P2P(timeout=60))
+    return caught(step, {s: params[s] for s in schedule.stages_of(rank)}, inputs, targets)
+
+
+@pytest.mark.parametrize(("kind", "told"), [("form", "form, (['w']: float32[4,4]) and (['b']: float32[4], ['w']: float32[4,4])"), ("values", "their values"), ("", "")])
+def test_copies_of_a_stage_are_compared_before_their_gradients_are_added_up(two, kind, told):
+    for name, text, seconds in two(copies_differ, kind):
+        assert name == ("AgreementError" if kind else None)
+        assert told in text
+        assert seconds < SOON
+
+
+def test_copies_of_a_stage_are_compared_in_one_process():
+    params, inputs, targets = problem(2, 4)
+    params |= {2: {"w": params[0]["w"], "b": torch.zeros(D)}, 3: params[1]}
+    step = pp.value_and_grad([stage] * 2, squared, pp.dualpipe(2, 4))
+    with pytest.raises(pp.AgreementError, match="stage 0 and those of its copy, stage 2, differ in form"):
+        step(params, inputs, targets)
+
+
+def each_device_its_backend(rank, ranks):
+    group = dist.new_group(backend="cpu:gloo")
+    params, inputs, targets = problem(ranks, 4)
+    step = pp.value_and_grad([stage] * ranks, squared, pp.gpipe(ranks, 4), pp.P2P(group, timeout=60))
+    loss, _ = step({rank: params[rank]}, inputs, targets)
+    assert torch.equal(loss, pp.value_and_grad([stage] * ranks, squared, pp.gpipe(ranks, 4))(params, inputs, targets)[0])
+
+
+def test_a_group_may_name_a_backend_for_each_device(two):
+    two(each_device_its_backend)
+
+
+def test_the_part_of_an_overlapped_pair_that_failed_is_named():
+    armed = [False]
+
+    class Backward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            if armed[0]:
+                raise ArithmeticError("armed")
+            return g
+
+    schedule = pp.dualpipev(2, 4)
+    pairs = [i for program in schedule.programs for step in program for i in step if i.op is pp.Op.OVERLAP_F_B]
+    stages = [lambda p, x: Backward.apply(stage(p, x))] * 4
+    params, inputs, targets = problem(4, 4)
+    step = pp.value_and_grad(stages, squared, schedule, engine=pp.eager)
+    step(params, inputs, targets)
+    armed[0] = True
+    with pytest.raises(pp.PipelineError) as caught:
+        step(params, inputs, targets)
+    assert pairs
+    assert caught.value.instruction.op in (pp.Op.B, pp.Op.I)
+
+
+def test_stages_that_draw_random_numbers_in_two_threads_do_not_disturb_each_other():
+    schedule, results = pp.one_f_one_b(2, 8), {}
+    params, inputs, targets = problem(2, 8)
+
+    def dropped(p, x):
+        return F.dropout(stage(p, x), 0.5)
+
+    def work(k):
+        step = pp.value_and_grad([dropped] * 2, squared, schedule, engine=pp.functional)
+        results[k] = [step(params, inputs, targets, seed=(k, 1))[0] for _ in range(20)]
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(2)]
+    before = torch.get_rng_state()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.equal(torch.get_rng_state(), before)
+    for k in range(2):
+        want, _ = pp.value_and_grad([dropped] * 2, squared, schedule)(params, inputs, targets, seed=(k, 1))
+        assert all(torch.equal(loss, want) for loss in results[k])
