@@ -266,7 +266,8 @@ def with_skips(schedule: Schedule, skips: Sequence[tuple[int, int]]) -> Schedule
         schedule: any; its communication is placed anew if it has some.
         skips: ``(source stage, destination stage)`` of each, the source before the destination. The source returns
             ``Output(y, skips={destination: tree})``, the destination gets ``Received(x, {source: tree})`` in
-            the place of ``x``; functions that copies of stages share use the numbers of the first chain.
+            the place of ``x``. Copies of stages in a second chain have the same ones, and functions that they
+            share use the numbers of the first chain.
 
     Raises:
         ValueError: a stage does not exist, or the destination does not come after the source and its neighbour.
@@ -285,7 +286,14 @@ def with_skips(schedule: Schedule, skips: Sequence[tuple[int, int]]) -> Schedule
                 f"the destination after the neighbour of the source"
             )
     bare = remove_communication(schedule) if schedule.ops & {Op.SEND_F, Op.RECV_F} else schedule
-    return replace(bare, skips=tuple((source, destination) for source, destination in skips))
+    return replace(bare, skips=tuple(dict.fromkeys(edge for skip in skips for edge in _in_every_chain(schedule, *skip))))
+
+
+def _in_every_chain(schedule: Schedule, source: int, destination: int) -> list[tuple[int, int]]:
+    """A skip connection and its copies."""
+    stages = next(c.stages for c in schedule.chains if source in c.stages)
+    start, end = stages.index(source), stages.index(destination)
+    return [(c.stages[start], c.stages[end]) for c in schedule.chains]
 
 
 def _step(session: Session, weights: Sequence[float] | torch.Tensor | None) -> Callable[..., Any]:

@@ -39,8 +39,11 @@ class P2P:
     issued, whoever the peer is, and no pair must wait for another. Under NCCL a pair has one,
     whose operations of a step go as one batch. Under gloo it has one for each way and kind of
     message: a connection is locked while something is written to it, and what arrives on it
-    meanwhile keeps a thread spinning. Small facts (which step begins, signatures) travel over
-    gloo on the host, so that no GPU has to be waited for.
+    meanwhile keeps a thread spinning. Small facts (which step begins, that it has ended, signatures)
+    travel over gloo on the host, so that no GPU has to be waited for.
+
+    Every rank makes its transports over a group in the same order, and so its step functions over a
+    transport. A step returns on all ranks, once each is at its end, or fails on all of them.
 
     Args:
         group: an initialised process group; its ranks, in order, are the ranks of the
@@ -49,6 +52,7 @@ class P2P:
 
     Raises:
         RuntimeError: torch.distributed has not been initialised, or this process is not in the group.
+        ValueError: the group has another backend than gloo or NCCL for the device that computes.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, timeout: float | None = None) -> None:
