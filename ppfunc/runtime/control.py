@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-from datetime import timedelta
-
 import torch
 import torch.distributed as dist
 
@@ -14,7 +11,6 @@ from .meeting import Meeting, give_way
 _LINE = 1024  # bytes of a short message
 # Tags: a text; the line that begins a step; a rank has come to the end of it; every rank has.
 _TEXT, _FIRST, _DONE, _CLOSED = range(4)
-_A_MOMENT = timedelta(seconds=1)
 
 
 class Control:
@@ -28,7 +24,6 @@ class Control:
         self._told: tuple[dist.Work, torch.Tensor] | None = None
         self._texts: list[tuple[int, dist.Work, torch.Tensor]] = []
         self._ends: list[tuple[int, dist.Work]] = []
-        self._ended: list[dist.Work] = []
         self._marks: list[torch.Tensor] = []
 
     @property
@@ -88,27 +83,28 @@ class Control:
         ends, self._ends = self._ends, []
         if not ends:
             return
-        meeting, mark = self._meeting, self._marks[self._meeting.rank]
+        meeting = self._meeting
         if meeting.rank > 0:
-            give_way()
-            self._ended = [self.group.send([mark], 0, _DONE)]
-            give_way()
+            done = self._send_mark(0, _DONE)
         for peer, work in ends:
             meeting.wait(work, peer)
-        if meeting.rank == 0:
-            give_way()
-            self._ended = [self.group.send([mark], peer, _CLOSED) for peer, _ in ends]
-            give_way()
+        if meeting.rank > 0:
+            meeting.wait(done, 0)
+        else:  # not before they are under way: what this process does next, its end too, must not hold them up
+            for peer, work in [(peer, self._send_mark(peer, _CLOSED)) for peer, _ in ends]:
+                meeting.wait(work, peer)
+
+    def _send_mark(self, peer: int, tag: int) -> dist.Work:
+        give_way()
+        work = self.group.send([self._marks[self._meeting.rank]], peer, tag)
+        give_way()
+        return work
 
     def close(self) -> None:
-        """Let go of the connections, which ends them, once the others know of the steps that have ended."""
-        for work in self._ended:
-            with suppress(RuntimeError):
-                work.wait(_A_MOMENT)
+        """Let go of the connections, which ends them."""
         self._group = self._ahead = self._told = None
         self._texts.clear()
         self._ends.clear()
-        self._ended.clear()
 
     def _first_line(self, peer: int) -> str:
         """What the rank before says at the beginning of a step.
