@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 import torch
 import torch.distributed as dist
 
@@ -56,15 +58,15 @@ class Control:
             assert key is not None
             return key
         self._calls += 1
-        mine = f"call {self._calls}, {call}"
+        mine = f"call {self._calls}; {call}"
         theirs = key
         if rank > 0:
             told, _, theirs = self._first_line(rank - 1).rpartition("\n")
             if told != mine or (key is not None and key != theirs):
+                here, there = _differences(f"{mine}; {theirs if key is None else key}", f"{told}; {theirs}")
                 raise AgreementError(
-                    f"the ranks disagree on the step that begins: rank {rank} has {mine}: {key or 'no inputs'}, "
-                    f"rank {rank - 1} has {told}: {theirs}; every rank must make the same calls of the same step "
-                    f"functions, with the same schedule and with batches of the same shapes"
+                    f"the ranks disagree on the step that begins: rank {rank} has {here}, rank {rank - 1} has {there}; every "
+                    f"rank must make the same calls of the same step functions, with the same schedule and with batches of the same shapes"
                 )
         if theirs is None:
             raise ValueError("inputs: got None on rank 0, which tells the others their shapes; give it the inputs, whoever holds the first stage")
@@ -133,6 +135,16 @@ class Control:
         data = torch.empty(int(_read(line)), dtype=torch.uint8)
         self._meeting.wait(self.group.recv([data], peer, _TEXT), peer)
         return bytes(data.tolist()).decode()
+
+
+def _differences(one: str, other: str) -> tuple[str, str]:
+    """Of two lines, the terms that differ.
+
+    >>> _differences("call 2; f; seed None", "call 3; f; seed (0, 1)")
+    ('call 2; seed None', 'call 3; seed (0, 1)')
+    """
+    pairs = [(a, b) for a, b in zip_longest(one.split("; "), other.split("; "), fillvalue="nothing") if a != b]
+    return "; ".join(a for a, _ in pairs), "; ".join(b for _, b in pairs)
 
 
 def _written(line: str) -> torch.Tensor:

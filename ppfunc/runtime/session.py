@@ -69,7 +69,7 @@ class Session:
         self.schedule, self.transport, self.work = schedule, transport, work
         number = transport.enroll()
         self.call = (
-            f"step function {number} ({work.call}) with {schedule.name[:60]} of {schedule.microbatches} microbatches ({schedule.digest[:8]})"
+            f"step function {number} ({work.call}); {schedule.name[:60]} of {schedule.microbatches} microbatches ({schedule.digest[:8]})"
         )
         self.local = transport.local_ranks(schedule.ranks)
         self.stages = tuple(s for s, r in enumerate(schedule.placement) if r in self.local)
@@ -128,7 +128,7 @@ class Session:
 
     def _prepare(self, arguments: Arguments) -> tuple[Bound, Table]:
         """The bound program of this batch's shape; worked out with the peers where it is new."""
-        call = self.call if len(self.local) == self.schedule.ranks else f"{self.call}, {_terms(arguments)}"
+        call = self.call if len(self.local) == self.schedule.ranks else f"{self.call}; {_terms(arguments)}"
         agreed = self.generation == self.transport.generation
         mine = None if arguments.inputs is None else _key(arguments.inputs)
         key, _, before = self.transport.begin(call, mine and f"{mine}{self._before(mine, agreed)}").partition(_BEFORE)
@@ -222,9 +222,9 @@ def _key(inputs: Batch) -> str:
 def _terms(arguments: Arguments) -> str:
     """The weights of the microbatches and the seed, the same text on every rank that has the same ones."""
     weights = arguments.weights.tolist()
-    told = ", ".join(f"{w:.4g}" for w in weights)
+    told = f"{weights[0]:.4g} each" if len(set(weights)) == 1 else ", ".join(f"{w:.4g}" for w in weights)
     told = told if len(told) <= 60 else f"{told[:57]}..."
-    return f"weights {told} {sha256(repr(weights).encode()).hexdigest()[:8]}, seed {reprlib.repr(arguments.seed)}"
+    return f"weights {told} ({sha256(repr(weights).encode()).hexdigest()[:8]}); seed {reprlib.repr(arguments.seed)}"
 
 
 def _local_key(arguments: Arguments) -> tuple:
