@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import traceback
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,16 +14,14 @@ import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .errors import StageError
 from .example import Example, Leaves, split_aux, stand_ins
 from .signature import LeafSignature, Signature, differentiable
+from .watch import Generators, Watch
 
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
@@ -82,7 +78,7 @@ def outline(fn: Callable[..., Any], example: Example, *, has_aux: bool = False, 
         StageError: as :func:`abstract`.
     """
 
-    def observe(watch: _Watch) -> Outline:
+    def observe(watch: Watch) -> Outline:
         with without_values():
             return _observe(fn, example, example.make(), has_aux, watch)
 
@@ -100,7 +96,7 @@ def outline_by_running(
     Another path may draw random numbers, so where this one drew none it is not known whether the stage does.
     """
 
-    def observe(watch: _Watch) -> Outline:
+    def observe(watch: Watch) -> Outline:
         return _observe(fn, seen, stand_ins(example, seen.device), has_aux, watch)
 
     return _judged(observe, name, abstract=False)._replace(known=False)
@@ -133,14 +129,14 @@ def _place(error: Exception) -> str:
     return own[-1] if own else ""
 
 
-def _judged(observe: Callable[[_Watch], Outline], name: str, *, abstract: bool) -> Outline:
+def _judged(observe: Callable[[Watch], Outline], name: str, *, abstract: bool) -> Outline:
     """What is observed of a stage that keeps nothing, and draws from no generator that it does not make in each call."""
-    watch = _Watch(name, abstract)
+    watch = Watch(name, abstract)
     found = observe(watch)
     watch.require_nothing_kept()
     if found.generators:
-        with _Generators() as given:
-            observe(_Watch(name, abstract))
+        with Generators() as given:
+            observe(Watch(name, abstract))
         if given.foreign():
             raise StageError(
                 name,
@@ -151,7 +147,7 @@ def _judged(observe: Callable[[_Watch], Outline], name: str, *, abstract: bool) 
 
 
 def _observe(
-    fn: Callable[..., Any], example: Example, tensors: tuple[Leaves, Leaves, Leaves], has_aux: bool, watch: _Watch
+    fn: Callable[..., Any], example: Example, tensors: tuple[Leaves, Leaves, Leaves], has_aux: bool, watch: Watch
 ) -> Outline:
     wanted = (
         tuple(differentiable(leaf.dtype) for leaf in example.params.leaves),
@@ -238,109 +234,3 @@ def _require_unchanged(example: Example, trees: tuple[Any, ...], groups: tuple[L
             raise StageError(
                 name, f"it is not pure: it {how} its argument {place}", "return the new value, or work on a clone"
             )
-
-
-class _Watch(TorchDispatchMode):
-    """Sees every operator that a stage calls: random ones, those that reach outside the arguments, and what outlives the call."""
-
-    def __init__(self, stage: str, abstract: bool) -> None:
-        super().__init__()
-        self.stage, self.abstract, self.draws, self.generators = stage, abstract, 0, False
-        self.made: list[weakref.ref[torch.Tensor]] = []
-
-    supports_higher_order_operators = True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if not isinstance(func, torch._ops.OpOverload):
-            return func(*args, **kwargs)
-        self.draws += draws(func, args, kwargs)
-        given = optree.tree_leaves((args, kwargs))
-        self.require_values(given)
-        self.generators |= any(isinstance(g, torch.Generator) for g in given)
-        if func is not torch.ops.aten.detach.default:
-            for argument, value in zip(func._schema.arguments, args, strict=False):
-                if _captured(value):
-                    self._judge(value, argument.alias_info is not None and argument.alias_info.is_write)
-        made = func(*args, **kwargs)
-        self.note(optree.tree_leaves(made))
-        return made
-
-    def note(self, tensors: Iterable[Any]) -> None:
-        """Remember tensors without values, which must not outlive the evaluation."""
-        self.made += [weakref.ref(t) for t in tensors if isinstance(t, FakeTensor)]
-
-    def require_values(self, given: Iterable[Any]) -> None:
-        """Raise if a tensor among these is of an evaluation that is over."""
-        for value in given:
-            if isinstance(value, FakeTensor) and getattr(value.fake_mode, "over", False):
-                reason = f"it reads a tensor without values ({_told(value)}), left in a cache by an earlier evaluation of shapes"
-                raise StageError(self.stage, reason, _ANEW)
-
-    def require_nothing_kept(self) -> None:
-        """Raise if a tensor without values is still there."""
-        if kept := _alive(self.made):
-            reason = f"it keeps a tensor beyond its call ({_told(kept[-1])}), which has no values where only shapes are evaluated"
-            raise StageError(self.stage, reason, f"{_ANEW}; what you want to see of a stage can be a metric")
-
-    def _judge(self, value: torch.Tensor, written: bool) -> None:
-        """Raise if using this tensor, which is not among the arguments, is not pure."""
-        if written and self.abstract:
-            reason, instead = "it is not pure: it writes into {}", "pass it as state and return the new value"
-        elif value.requires_grad and value.is_leaf and torch.is_grad_enabled():
-            reason, instead = "it reads {} and requires a gradient, which would be lost", "pass it in params, or detach it"
-        else:
-            return
-        sizes = "a nested tensor" if value.is_nested else f"a tensor of shape {tuple(value.shape)}"
-        raise StageError(self.stage, reason.format(f"{sizes} that is not among its arguments"), instead)
-
-
-class _Generators(TorchFunctionMode):
-    """Sees the generators that are given to functions, as the objects that the stage has: operators get wrappers of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[weakref.ref[torch.Generator]] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen += [weakref.ref(g) for g in optree.tree_leaves((args, kwargs)) if isinstance(g, torch.Generator)]
-        return func(*args, **(kwargs or {}))
-
-    def foreign(self) -> bool:
-        """Whether one has outlived the call, and is not one that a step seeds; or none was seen."""
-        return not self.seen or not {torch.default_generator, *torch.cuda.default_generators}.issuperset(_alive(self.seen))
-
-
-_ANEW = "compute it anew in every call; or, where it is a cache, empty it, and fill it by a call of the stage on tensors of these shapes"
-
-
-def _told(tensor: torch.Tensor) -> str:
-    return str(_leaf(tensor, True)).removesuffix(" no grad")
-
-
-def _alive(references: list[weakref.ref[Any]]) -> list[Any]:
-    """What is still there, in order, cycles that nobody reaches aside."""
-    if any(r() is not None for r in references):
-        gc.collect()
-    return [found for r in references if (found := r()) is not None]
-
-
-def _captured(value: Any) -> bool:
-    """Whether this is a plain tensor from outside: neither fake nor wrapped by a transform."""
-    plain = type(value) in (torch.Tensor, torch.nn.Parameter)
-    return plain and not torch._C._functorch.is_functorch_wrapped_tensor(value)
-
-
-def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this call draws from a random generator; attention with a dropout of zero does not.
-
-    >>> draws(torch.ops.aten.rand_like.default, (torch.zeros(2),), {})
-    True
-    """
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return False
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.name in ("dropout_p", "dropout"):
-            given = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
-            return given != 0
-    return True
