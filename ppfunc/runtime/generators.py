@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
-drawing = threading.RLock()
-"""Held while a stage draws: another thread's step would seed the same generator."""
+alone = threading.RLock()
+"""Held by the thread that traces a stage, or runs one that draws: what torch changes for it is the whole process's."""
 
 _before: dict[torch.device, torch.Tensor] = {}
 _steps = 0
@@ -24,14 +24,14 @@ def generator_of(device: torch.device) -> torch.Generator:
 def put_back(devices: Iterable[torch.device]) -> Iterator[None]:
     """After this step, or the last of those that run at the same time, the generators are as they were before."""
     global _steps
-    with drawing:
+    with alone:
         _steps += 1
         for device in {torch.device("cpu"), *devices} - _before.keys():
             _before[device] = generator_of(device).get_state()
     try:
         yield
     finally:
-        with drawing:
+        with alone:
             _steps -= 1
             while _before and not _steps:
                 device, state = _before.popitem()

@@ -13,6 +13,7 @@ from ppfunc.stage import Engine, Signature, StageProgram
 from ppfunc.stage.module import mode_of
 from ppfunc.stage.output import Output, Received, canonical, children
 
+from .generators import alone
 from .outside import suspended
 from .plan import Served, sinks_of
 
@@ -115,7 +116,7 @@ class Server:
         """
         key = (stage, params, x, constants, device, self.mode())
         if key not in self.programs:
-            with suspended():
+            with suspended(), alone:
                 program = self.engine(
                     self.functions[stage], (example(), x, *constants), has_aux=True, name=f"stage {stage}", device=device
                 )

@@ -11,7 +11,7 @@ import torch
 from ppfunc.stage import LeafSignature
 
 from .calls import Home, Leaves, StageCall, places
-from .generators import drawing, generator_of
+from .generators import alone, generator_of
 from .gradients import Given
 from .memory import Memory
 from .transport import Tag, Thunk
@@ -113,7 +113,7 @@ def seeded(
     generator = generator_of(device)
 
     def draw() -> None:
-        with drawing:
+        with alone:
             if memory.seed is None:
                 before = generator.get_state()
                 run()

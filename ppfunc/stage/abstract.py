@@ -37,6 +37,7 @@ class Outline(NamedTuple):
         aux: signature of the auxiliary output, no leaf of which carries a gradient.
         draws: how many operators drew from a random generator.
         generators: whether it hands a generator to an operator.
+        seeds: whether it seeds the generator that it draws from.
         known: whether it always takes the path that was seen.
     """
 
@@ -44,6 +45,7 @@ class Outline(NamedTuple):
     aux: Signature
     draws: int
     generators: bool = False
+    seeds: bool = False
     known: bool = True
 
     @property
@@ -79,8 +81,11 @@ def outline(fn: Callable[..., Any], example: Example, *, has_aux: bool = False, 
     """
 
     def observe(watch: Watch) -> Outline:
-        with without_values():
-            return _observe(fn, example, example.make(), has_aux, watch)
+        try:
+            with without_values():
+                return _observe(fn, example, example.make(), has_aux, watch)
+        finally:
+            torch.default_generator.set_state(watch.before)
 
     try:
         return _judged(observe, name, abstract=True)
@@ -177,6 +182,7 @@ def _observe(
         Signature(aux_def, tuple(_leaf(t, False) for t in aux)),
         watch.draws,
         watch.generators,
+        watch.seeds,
     )
 
 

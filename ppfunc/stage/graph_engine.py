@@ -91,6 +91,8 @@ def graph(
         known = outline(fn, seen, has_aux=has_aux, name=name)
         if known.generators:
             raise StageError(name, "it hands a torch.Generator to an operator, which is not traced", "use the functional engine")
+        if known.seeds:
+            raise StageError(name, "it seeds the generator that it draws from, which is not traced", "use the functional engine")
         with without_onednn() if compile else nullcontext():
             joint = clean(trace(Primals(fn, seen, known, has_aux, name), seen, known, name))
     except StageError as refusal:

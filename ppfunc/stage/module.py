@@ -72,7 +72,8 @@ def stage_from_module(module: nn.Module, *, constants: bool = False) -> ModuleSt
             raise ValueError(f"{name} is not initialised, its shape is not known; run the module once on an example first")
     params = {name: p.detach() for name, p in module.named_parameters()}
     frozen = {name for name, p in module.named_parameters() if not p.requires_grad}
-    state = {} if constants else {name: b.detach() for name, b in module.named_buffers()}
+    parameters = set(map(id, module.parameters()))  # a buffer may be one of them under another name
+    state = {} if constants else {name: b.detach() for name, b in module.named_buffers() if id(b) not in parameters}
     shared = _further_places(module, {*params, *state})
 
     def call(tensors: State, given: tuple[Any, ...]) -> Any:

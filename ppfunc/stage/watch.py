@@ -11,7 +11,7 @@ import optree
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from .errors import StageError
 from .signature import LeafSignature
@@ -22,7 +22,8 @@ class Watch(TorchDispatchMode):
 
     def __init__(self, stage: str, abstract: bool) -> None:
         super().__init__()
-        self.stage, self.abstract, self.draws, self.generators = stage, abstract, 0, False
+        self.stage, self.abstract, self.draws, self.generators, self.seeds = stage, abstract, 0, False, False
+        self.before = torch.default_generator.get_state()
         self.made: list[weakref.ref[torch.Tensor]] = []
 
     supports_higher_order_operators = True
@@ -31,17 +32,25 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
-        self.draws += draws(func, args, kwargs)
+        if draws(func, args, kwargs):
+            self.draws += 1
+            # Without values nothing is drawn, so that only a stage that seeds has changed the generator.
+            self.seeds |= self.abstract and not self._generator_is_as_before()
         given = optree.tree_leaves((args, kwargs))
         self.require_values(given)
         self.generators |= any(isinstance(g, torch.Generator) for g in given)
         if func is not torch.ops.aten.detach.default:
-            for argument, value in zip(func._schema.arguments, args, strict=False):
+            arguments = func._schema.arguments
+            for argument, value in (*zip(arguments, args, strict=False), *((a, kwargs.get(a.name)) for a in arguments)):
                 if _captured(value):
                     self._judge(value, argument.alias_info is not None and argument.alias_info.is_write)
         made = func(*args, **kwargs)
         self.note(optree.tree_leaves(made))
         return made
+
+    def _generator_is_as_before(self) -> bool:
+        with _disable_current_modes():
+            return torch.equal(self.before, torch.default_generator.get_state())
 
     def note(self, tensors: Iterable[Any]) -> None:
         """Remember tensors without values, which must not outlive the evaluation."""
@@ -57,8 +66,9 @@ class Watch(TorchDispatchMode):
     def require_nothing_kept(self) -> None:
         """Raise if a tensor without values is still there."""
         if kept := _alive(self.made):
-            reason = f"it keeps a tensor beyond its call ({_told(kept[-1])}), which has no values where only shapes are evaluated"
-            raise StageError(self.stage, reason, f"{_ANEW}; what you want to see of a stage can be a metric")
+            reason = f"it keeps a tensor beyond its call ({_told(kept[-1])}); what is there now has no values"
+            attribute = "where it is an attribute of a module, make the stage by stage_from_module"
+            raise StageError(self.stage, reason, f"{attribute}; else {_ANEW}; what you want to see of a stage can be a metric")
 
     def _judge(self, value: torch.Tensor, written: bool) -> None:
         """Raise if using this tensor, which is not among the arguments, is not pure."""

@@ -309,3 +309,27 @@ def test_stages_that_draw_random_numbers_in_two_threads_do_not_disturb_each_othe
     for k in range(2):
         want, _ = pp.value_and_grad([dropped] * 2, squared, schedule)(params, inputs, targets, seed=(k, 1))
         assert all(torch.equal(loss, want) for loss in results[k])
+
+
+def test_stages_are_traced_in_several_threads():
+    params, inputs, targets = problem(2, 4)
+    found = []
+
+    def work(k):
+        def own(p, x):
+            return stage(p, x) * (k + 1)
+
+        try:
+            found.append((k, pp.value_and_grad([own] * 2, squared, pp.gpipe(2, 4))(params, inputs, targets)[0]))
+        except Exception as error:
+            found.append((k, error))
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for k, loss in found:
+        want, _ = pp.value_and_grad([lambda p, x, k=k: stage(p, x) * (k + 1)] * 2, squared, pp.gpipe(2, 4))(params, inputs, targets)
+        assert torch.equal(loss, want)
+    assert len(found) == 8

@@ -310,3 +310,23 @@ def test_a_lazy_parameter_is_named():
         stage_from_module(nn.LazyBatchNorm1d(affine=False))
     module(torch.zeros(1, 3))
     assert list(stage_from_module(module).params) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
+def test_a_buffer_that_is_a_parameter_by_another_name_stays_one():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(3, 3, bias=False)
+            self.register_buffer("b", self.a.weight)
+
+        def forward(self, x):
+            return self.a(x) @ self.b
+
+    module, x = Tied(), torch.randn(2, 3)
+    fn, params, state = stage_from_module(module)
+    assert (sorted(params), state) == (["a.weight"], {})
+    program = graph(fn, (params, x))
+    y, residuals = program.forward(params, x)
+    gparams, _ = program.backward(residuals, torch.ones_like(y))
+    (want,) = torch.autograd.grad(module(x).sum(), [module.a.weight])
+    torch.testing.assert_close(gparams["a.weight"], want)

@@ -315,7 +315,7 @@ KEEPING = {
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
 @pytest.mark.parametrize("kind", KEEPING)
 def test_a_stage_that_keeps_a_tensor_is_refused(engine, kind, table, args):
-    with pytest.raises(StageError, match=r"stage 2: it keeps a tensor beyond its call \(float64\[.,3\]\), .* compute it anew in every call"):
+    with pytest.raises(StageError, match=r"stage 2: it keeps a tensor beyond its call \(float64\[.,3\]\); what .* compute it anew in every call"):
         engine(KEEPING[kind](table), args, name="stage 2")
 
 
@@ -439,3 +439,37 @@ def test_a_refusal_for_values_says_where_they_were_asked_for(args):
             graph(fn, args)
     with pytest.raises(StageError, match=rf"its operator aten.\S+, called at test_refusals.py:\d+, returns is not known"):
         graph(lambda w, x: torch.nested.to_padded_tensor(torch.nested.nested_tensor([x, x[:1]]), 0.0)[0] @ w, args)
+
+
+@pytest.mark.parametrize("engine", [functional, eager], ids=lambda e: e.__name__)
+def test_a_stage_that_seeds_is_served_where_it_runs_and_refused_where_it_is_traced(engine):
+    def fn(w, x):
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            return x @ w + torch.rand_like(x)
+
+    example = (torch.ones(2, 2), torch.ones(2, 2))
+    before = torch.get_rng_state()
+    with pytest.raises(StageError, match="it seeds the generator that it draws from.*Instead: use the functional engine"):
+        graph(fn, example)
+    program = engine(fn, example)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(program.forward(*example)[0], fn(*example))
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
+def test_a_write_into_a_tensor_from_elsewhere_by_out_is_seen(engine):
+    kept = torch.zeros(2)
+
+    def fn(w, x):
+        torch.add(kept, x.detach().sum(0), out=kept)
+        return x @ w + kept
+
+    with pytest.raises(StageError, match="it is not pure: it writes into a tensor of shape"):
+        engine(fn, (torch.ones(2, 2), torch.ones(2, 2)))
+    assert torch.equal(kept, torch.zeros(2))
+
+
+def test_anomalies_are_looked_for_in_a_run_and_not_in_a_trace():
+    with torch.autograd.set_detect_anomaly(True):
+        graph(lambda w, x: (x @ w).sin(), (torch.ones(2, 2), torch.ones(2, 2)))

@@ -58,7 +58,8 @@ def trace(stage: Primals, example: Example, known: Outline, name: str) -> Joint:
     Raises:
         StageError: what the stage does cannot be traced, or its backward draws random numbers.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    # Looking for anomalies asks for values.
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.autograd.set_detect_anomaly(False):
         params, x, consts = example.make()
         gy = tuple(torch.empty(s.shape, dtype=s.dtype, device=example.device) for s in known.y.leaves if s.grad)
         groups = (params, x, consts, gy)
