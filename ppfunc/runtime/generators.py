@@ -1,4 +1,4 @@
-"""The random generators of the process, which all its threads share: seeded for one stage at a time, put back after the steps."""
+"""What all threads of a process share: its random generators, seeded for one stage at a time and put back after the steps."""
 
 from __future__ import annotations
 

@@ -67,11 +67,11 @@ class Session:
 
     def __init__(self, schedule: Schedule, transport: Transport, work: Work) -> None:
         self.schedule, self.transport, self.work = schedule, transport, work
+        self.local = transport.local_ranks(schedule.ranks)
         number = transport.enroll()
         self.call = (
             f"step function {number} ({work.call}); {schedule.name[:60]} of {schedule.microbatches} microbatches ({schedule.digest[:8]})"
         )
-        self.local = transport.local_ranks(schedule.ranks)
         self.stages = tuple(s for s, r in enumerate(schedule.placement) if r in self.local)
         self.generation: int | None = None
         self.tables: dict[tuple[str, Hashable], Table] = {}

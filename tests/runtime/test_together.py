@@ -130,6 +130,19 @@ def test_step_functions_that_are_called_in_another_order_are_not_mixed(two):
         assert seconds < SOON
 
 
+def refused_first(rank, ranks):
+    """One rank asks for a schedule of another size first, is refused, and goes on."""
+    params, inputs, targets = problem(ranks, 4)
+    transport = pp.P2P(timeout=60)
+    refused = caught(pp.value_and_grad, [stage] * 3, squared, pp.gpipe(3, 4), transport)[0] if rank == 0 else None
+    step = pp.value_and_grad([stage] * ranks, squared, pp.gpipe(ranks, 4), transport)
+    return refused, caught(step, {rank: params[rank]}, inputs, targets)[0]
+
+
+def test_a_step_function_that_was_refused_is_not_counted(two):
+    assert two(refused_first) == [("ValueError", None), (None, None)]
+
+
 def with_and_without_a_loss(rank, ranks):
     params, inputs, targets = problem(ranks, 4)
     loss_fn = None if rank == 0 else squared

@@ -52,7 +52,8 @@ def compiled(
     def call(*tensors: torch.Tensor) -> Any:
         if not ready:
             with _compiling:
-                ready.append(_compile(module, examples))
+                if not ready:  # another thread may have been first
+                    ready.append(_compile(module, examples))
         return ready[0](*tensors)
 
     return call, inputs, outputs
