@@ -93,7 +93,7 @@ def value_and_grad(
         * ``state``: ``{stage: tree}``; a stage's microbatches pass it on from one to the next, in the
           order of the schedule. Nothing is differentiated with respect to side inputs and state.
 
-        A bidirectional schedule has copies of stages (``schedule.copies``): they are given the same parameters
+        A bidirectional schedule has copies of stages (``schedule.replicas``): they are given the same parameters
         under numbers of their own, and get the same gradients, the sum over both.
 
         The loss, a scalar, is returned on every rank. ``grads`` has the structure of ``params``, zeros
@@ -354,7 +354,7 @@ def _ready(schedule: Schedule) -> Schedule:
     if not schedule.lowered:
         # A receive is posted one compute early: its message crosses while the rank is busy.
         schedule = place_communication(schedule, lookahead=1)
-    if schedule.copies and not schedule.forward_only and not schedule.ops & {Op.REDUCE_TIED, Op.REDUCE_GRAD}:
+    if schedule.replicas and not schedule.forward_only and not schedule.ops & {Op.REDUCE_TIED, Op.REDUCE_GRAD}:
         schedule = append_tail(schedule, reduce_grad=False, step=False)
     check(schedule)
     return schedule

@@ -36,7 +36,7 @@ def run(schedule, engine, seed=SEED):
     generator = torch.Generator().manual_seed(0)
     stages = len(schedule.chains[0].stages)
     params = {s: {"w": torch.randn(D, D, generator=generator, dtype=torch.float64)} for s in range(stages)}
-    for group in schedule.copies:
+    for group in schedule.replicas:
         params.update(dict.fromkeys(group, params[group[0]]))
     inputs, targets = (torch.randn(schedule.microbatches, 3, D, generator=generator, dtype=torch.float64) for _ in range(2))
     return pp.value_and_grad([stage] * stages, squared, schedule, engine=engine)(params, inputs, targets, seed=seed)

@@ -59,7 +59,7 @@ def problem(schedule):
     for s in range(count):
         params[s]["count"] = torch.arange(2)
     for s in range(count, schedule.stages):
-        copied = next(group[0] for group in schedule.copies if s in group)
+        copied = next(group[0] for group in schedule.replicas if s in group)
         params[s], tangents[s] = params[copied], tangents[copied]
     inputs = hidden(random(M, B, D), torch.arange(M * B).view(M, B) % 2)
     return Problem([stage] * count, params, tangents, inputs, random(M, B, D))

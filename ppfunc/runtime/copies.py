@@ -20,14 +20,14 @@ Description = tuple[str, int]
 
 def copied(schedule: Schedule, params: Mapping[int, Signature]) -> dict[int, Signature]:
     """What of these belongs to stages whose gradients are added up with those of copies."""
-    groups = () if schedule.forward_only else schedule.copies
+    groups = () if schedule.forward_only else schedule.replicas
     return {stage: params[stage] for group in groups for stage in group if stage in params}
 
 
 def described(schedule: Schedule, local: Set[int], arguments: Arguments) -> dict[int, Description]:
     """The parameters of such stages of this process; their values count where copies live in other processes."""
     home = schedule.placement
-    apart = {stage for group in schedule.copies if {home[s] for s in group} - local for stage in group}
+    apart = {stage for group in schedule.replicas if {home[s] for s in group} - local for stage in group}
     return {
         stage: (_form(signature), _sum_of_bytes(arguments.leaves[stage]) if stage in apart else 0)
         for stage, signature in copied(schedule, arguments.signatures).items()
@@ -44,7 +44,7 @@ def require_alike(schedule: Schedule, found: Mapping[int, Description]) -> None:
     Raises:
         AgreementError: two differ.
     """
-    for group in schedule.copies if found else ():
+    for group in schedule.replicas if found else ():
         for other in group[1:]:
             (mine, _), (theirs, _) = found[group[0]], found[other]
             if found[other] != found[group[0]]:

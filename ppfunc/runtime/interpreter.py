@@ -237,7 +237,7 @@ class _Binder:
         Reductions end the program, and both ends of a pair put them in the same order, so they
         can be posted together: no rank waits for a sum before it has sent its own parts.
         """
-        groups = [(group, stage) for group in self.schedule.copies for stage in group if stage in self.reduced]
+        groups = [(group, stage) for group in self.schedule.replicas for stage in group if stage in self.reduced]
         values, memory = self.memory.values, self.memory
         batches: dict[int, list[Transfer]] = {}
         for group, stage in groups:

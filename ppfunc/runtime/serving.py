@@ -26,11 +26,11 @@ def per_stage(stages: Sequence[Stage], schedule: Schedule) -> list[Stage]:
     own = len(schedule.chains[0].stages)
     if len(stages) == schedule.stages:
         return list(stages)
-    if len(stages) == own and schedule.copies:
-        originals = {s: n for n, group in enumerate(schedule.copies) for s in group}
+    if len(stages) == own and schedule.replicas:
+        originals = {s: n for n, group in enumerate(schedule.replicas) for s in group}
         shared = [stages[originals[s]] for s in range(schedule.stages)]
         return [_renumbered(fn, originals, schedule, s) for s, fn in enumerate(shared)] if schedule.skips else shared
-    expected = f"{own} or {schedule.stages}" if schedule.copies else str(schedule.stages)
+    expected = f"{own} or {schedule.stages}" if schedule.replicas else str(schedule.stages)
     raise ValueError(f"got {len(stages)} stages, the schedule {schedule.name!r} has {expected}")
 
 

@@ -262,7 +262,7 @@ def _routes(schedule: Schedule) -> Iterator[Route]:
         yield Route("F", home[a], home[b])
         if not schedule.forward_only:
             yield Route("B", home[b], home[a])
-    for group in () if schedule.forward_only else schedule.copies:
+    for group in () if schedule.forward_only else schedule.replicas:
         for a, b in permutations(group, 2):
             if home[a] != home[b]:
                 yield Route("R", home[a], home[b])

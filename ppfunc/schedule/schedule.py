@@ -125,7 +125,7 @@ class Schedule:
         return tuple((a, b) for a, b in self.edges if self.placement[a] != self.placement[b])
 
     @cached_property
-    def copies(self) -> tuple[tuple[int, ...], ...]:
+    def replicas(self) -> tuple[tuple[int, ...], ...]:
         """Groups of stages that hold the same parameters: equal positions of the chains.
 
         Empty where there is one chain. With chains ``0..p-1`` and ``p..2p-1``: ``(0, p), (1, p+1), ...``.
@@ -133,6 +133,12 @@ class Schedule:
         if len(self.chains) < 2:
             return ()
         return tuple(zip(*(c.stages for c in self.chains), strict=True))
+
+    @cached_property
+    def model_stages(self) -> tuple[int, ...]:
+        """For every stage, the stage of the model that it runs: its position in its chain where there are several chains."""
+        positions = {stage: position for position, group in enumerate(self.replicas) for stage in group}
+        return tuple(positions.get(stage, stage) for stage in range(self.stages))
 
     @cached_property
     def digest(self) -> str:

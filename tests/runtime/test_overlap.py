@@ -31,7 +31,7 @@ def problem(schedule):
         s: {"w": torch.randn(D, D, generator=generator, dtype=torch.float64), "scale": torch.rand(D, generator=generator, dtype=torch.float64)}
         for s in range(schedule.stages)
     }
-    for group in schedule.copies:
+    for group in schedule.replicas:
         params.update(dict.fromkeys(group, params[group[0]]))
     m = schedule.microbatches
     h, targets = (torch.randn(m, 3, D, generator=generator, dtype=torch.float64) for _ in range(2))

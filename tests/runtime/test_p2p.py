@@ -65,7 +65,7 @@ def compare(rank, ranks, name):
         judged, outputs = judge(held, inputs, targets)
     assert torch.equal(mine, loss)
     assert torch.equal(judged, loss)
-    assert (outputs is None) != needs_targets or schedule.copies
+    assert (outputs is None) != needs_targets or schedule.replicas
     for s in held:
         assert torch.equal(own[s]["w"], grads[s]["w"]), s
 

@@ -115,7 +115,7 @@ def test_the_two_chains_are_copies_of_each_other():
         ((0, 1, 2, 3), [0, 1, 2, 3]),
         ((4, 5, 6, 7), [4, 5, 6, 7]),
     ]
-    assert schedule.copies == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert schedule.replicas == ((0, 4), (1, 5), (2, 6), (3, 7))
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def test_gradients_are_those_of_the_sequential_model(name, data):
         return torch.randn(*shape, generator=normal, dtype=torch.float64)
 
     params = {s: {"w": draw(3, 3), "b": draw(3)} for s in range(stages)}
-    copies = schedule.copies or tuple((s,) for s in range(stages))
+    copies = schedule.replicas or tuple((s,) for s in range(stages))
     inputs, targets = draw(m, 2, 3), draw(m, 2, 3)
     expected, expected_loss = torch.func.grad_and_value(sequential(stages, m))(params, inputs, targets)
     held = {s: {k: v.clone() for k, v in params[group[0]].items()} for group in copies for s in group}

@@ -105,8 +105,8 @@ def test_slots_give_the_same_bits_in_every_step(name):
     schedule = SCHEDULES[name]()
     stages = [dense] * schedule.stages
     params, inputs, targets = problem(schedule.stages, schedule.microbatches)
-    if schedule.copies:
-        params = {s: params[group[0]] for group in schedule.copies for s in group}
+    if schedule.replicas:
+        params = {s: params[group[0]] for group in schedule.replicas for s in group}
         stages = stages[: schedule.stages // 2]
     recorded = pp.value_and_grad(stages, squared, schedule, engine=in_slots)
     plain = pp.value_and_grad(stages, squared, schedule)
@@ -202,8 +202,8 @@ def test_cuda_graphs(name, compiled):
     schedule = SCHEDULES[name]()
     stages = [dense] * schedule.stages
     params, inputs, targets = optree.tree_map(lambda t: t.cuda(), problem(schedule.stages, schedule.microbatches))
-    if schedule.copies:
-        params = {s: params[group[0]] for group in schedule.copies for s in group}
+    if schedule.replicas:
+        params = {s: params[group[0]] for group in schedule.replicas for s in group}
         stages = stages[: schedule.stages // 2]
     recorded = pp.value_and_grad(stages, squared, schedule, engine=pp.graph(cuda_graphs=True, compile=compiled))
     plain = pp.value_and_grad(stages, squared, schedule, engine=pp.graph(compile=compiled))

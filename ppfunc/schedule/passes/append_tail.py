@@ -32,9 +32,9 @@ def append_tail(
     >>> print(*append_tail(gpipe(ranks=1, microbatches=1), tied=True).programs[0][-1])
     0REDUCE_TIED 0REDUCE_GRAD 0STEP
     """
-    tied = bool(schedule.copies) if tied is None else tied
+    tied = bool(schedule.replicas) if tied is None else tied
     ops = [op for op, wanted in ((Op.REDUCE_TIED, tied), (Op.REDUCE_GRAD, reduce_grad), (Op.STEP, step)) if wanted]
-    group = {stage: number for number, stages in enumerate(schedule.copies) for stage in stages}
+    group = {stage: number for number, stages in enumerate(schedule.replicas) for stage in stages}
 
     def tail(rank: int) -> Step:
         stages = sorted(schedule.stages_of(rank), key=lambda s: (group.get(s, s), s))

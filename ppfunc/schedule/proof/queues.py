@@ -141,7 +141,7 @@ def _check_streams(schedule: Schedule, flow: Dataflow, record: Record) -> None:
 def describe(schedule: Schedule, flow: Dataflow, message: int) -> str:
     """A message in words."""
     if message < 0:
-        return f"the sum over the copies {schedule.copies[-1 - message]}"
+        return f"the sum over the copies {schedule.replicas[-1 - message]}"
     value, target = divmod(message, schedule.stages)
     return f"{flow.name(value)} to stage {target}"
 

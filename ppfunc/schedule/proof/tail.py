@@ -90,7 +90,7 @@ def _check_all_stages(schedule: Schedule, present: list[Op], found: dict[tuple[O
                 reason = f"stage {stage} has no {op}, but other stages have: expected it in all or none"
                 raise refuse(schedule, rank, last_place(schedule, rank), reason)
     replicas = len(schedule.chains[0].stages) == 1 and Op.REDUCE_GRAD in present
-    if Op.STEP in present and schedule.copies and Op.REDUCE_TIED not in present and not replicas:
-        rank, step, place = found[Op.STEP, schedule.copies[0][0]]
-        reason = f"stages {schedule.copies[0]} are copies, but their gradients are never summed: expected REDUCE_TIED before STEP"
+    if Op.STEP in present and schedule.replicas and Op.REDUCE_TIED not in present and not replicas:
+        rank, step, place = found[Op.STEP, schedule.replicas[0][0]]
+        reason = f"stages {schedule.replicas[0]} are copies, but their gradients are never summed: expected REDUCE_TIED before STEP"
         raise refuse(schedule, rank, (step, place), reason)

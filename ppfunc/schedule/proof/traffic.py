@@ -169,7 +169,7 @@ def _reduce(
         if stage in sums:
             found.events[rank].append((sums.pop(stage), step, place))
         return
-    group = next((g for g, copies in enumerate(schedule.copies) if stage in copies), None)
+    group = next((g for g, copies in enumerate(schedule.replicas) if stage in copies), None)
     if group is not None:
         sums[stage] = _open(found, rank, step, queues.setdefault(("sum", stage), len(queues)))
         _join(found, sums[stage], -1 - group)
