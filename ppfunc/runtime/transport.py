@@ -1,24 +1,29 @@
-"""What the interpreter asks of a transport: to carry named tuples of tensors between ranks."""
+"""The two protocols of a transport: data, which carries tensors between stages, and control, which keeps ranks together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 import torch
 
 from ppfunc.schedule import Instruction
 from ppfunc.stage import LeafSignature
 
-Thunk = Callable[[], None]
+if TYPE_CHECKING:
+    from .buffers import Buffers
+
+Call = Callable[["Buffers"], None]
+"""One entry of a compiled program: reads and writes the buffers of the running step, and nothing else."""
 
 
 class Tag(NamedTuple):
     """The name of a message, the same at both ends.
 
     Args:
-        direction: ``"F"`` for activations, ``"B"`` for their gradients, ``"R"`` for parameter gradients of copies.
-        source: the stage that produces it, -1 for the batch.
+        direction: ``"F"`` for activations, ``"B"`` for their gradients, ``"R"`` for sums over replicas.
+        source: the stage of the schedule that produces it, -1 for the batch.
         destination: the stage that consumes it.
         microbatch: the microbatch, -1 where it belongs to the whole stage.
     """
@@ -29,11 +34,8 @@ class Tag(NamedTuple):
     microbatch: int
 
 
-Values = dict[Tag, tuple[torch.Tensor, ...]]
-
-
-class Route(NamedTuple):
-    """Messages of one kind from one rank to another.
+class Link(NamedTuple):
+    """Messages of one direction from one rank to another.
 
     Args:
         direction: as in :class:`Tag`.
@@ -44,18 +46,13 @@ class Route(NamedTuple):
     sender: int
     receiver: int
 
-    @property
-    def ranks(self) -> tuple[int, int]:
-        """Both ends."""
-        return self.sender, self.receiver
-
 
 class Transfer(NamedTuple):
     """One end of one message.
 
     Args:
         outgoing: whether this is the sending end.
-        tag: the name of the message; the tensors are taken from, or put into, ``values[tag]``.
+        tag: the name of the message; the tensors are popped from, or put into, ``buffers.values[tag]``.
         peer: the rank at the other end.
         leaves: shape and dtype of each tensor, agreed at both ends before data moves.
         device: where received tensors are to live.
@@ -68,17 +65,22 @@ class Transfer(NamedTuple):
     device: torch.device
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    return tensor.reshape(-1).view(torch.uint8)
+class LossPart(NamedTuple):
+    """Where the losses of one stage of the schedule are computed, and their form.
+
+    Args:
+        rank: the rank that computes them.
+        leaf: signature of all of them beside each other, ``[microbatches of the chain, *shape of a loss]``.
+    """
+
+    rank: int
+    leaf: LeafSignature
 
 
 class Failure(NamedTuple):
-    """Where a rank was when it failed: its step and instruction are None outside the program.
+    """Where a rank was when it failed: position and instruction are None outside the program.
 
-    ``context`` says more about the instruction, such as what its stage was given.
+    ``context`` says more about the instruction, such as the shapes that its stage was given.
     """
 
     rank: int
@@ -87,22 +89,33 @@ class Failure(NamedTuple):
     cause: BaseException
     context: str = ""
 
-    @property
-    def reason(self) -> str:
-        """One line: the type of the exception, its message, and the context."""
-        try:
-            message = str(self.cause)
-        except Exception:
-            message = "(its message cannot be had)"
-        return f"{type(self.cause).__name__}: {message}{self.context}"
+
+class DataTransport(Protocol):
+    """Carries tensors between ranks.
+
+    ``post``, ``wait_recv`` and ``wait_send`` are called while a program is compiled. They return the call
+    that does it in every step, or None where nothing has to be done.
+    """
+
+    def connect(self, links: Iterable[Link]) -> None:
+        """Open what messages need on these links; every rank names the same ones. Collective, idempotent."""
+        ...
+
+    def post(self, rank: int, batch: Sequence[Transfer]) -> Call | None:
+        """Post sends and receives as one batch, in the order given."""
+        ...
+
+    def wait_recv(self, rank: int, transfer: Transfer) -> Call | None:
+        """Wait until a posted receive is in ``buffers.values``."""
+        ...
+
+    def wait_send(self, rank: int, transfer: Transfer) -> Call | None:
+        """Wait until a posted send no longer needs its tensors, and let go of them."""
+        ...
 
 
-class Transport(Protocol):
-    """Carries messages between the ranks of one pipeline.
-
-    ``post``, ``arrive`` and ``release`` are called once, when a program is bound, and return
-    what is to run at that place in every step, or None where nothing has to be done there.
-    The other methods act at once.
+class ControlTransport(Protocol):
+    """Keeps the ranks of one pipeline together. All methods act at once.
 
     ``generation`` counts the failures: what was agreed before one has to be agreed again.
     """
@@ -110,43 +123,64 @@ class Transport(Protocol):
     generation: int
 
     def local_ranks(self, ranks: int) -> tuple[int, ...]:
-        """The ranks that live in this process, of a pipeline of ``ranks``; ValueError where the number does not fit."""
+        """The ranks of a pipeline of ``ranks`` that live in this process; ValueError where the number does not fit."""
+        ...
 
-    def connect(self, routes: Iterable[Route]) -> None:
-        """Open what messages need on these routes; every process names the same ones."""
+    def register_step(self) -> int:
+        """The number of one more step function; ranks make theirs in the same order."""
+        ...
 
-    def enroll(self) -> int:
-        """The number of one more step function, the same on all ranks, which make theirs in the same order."""
+    def all_gather(self, text: str) -> list[str]:
+        """The text of every process, by rank. Collective."""
+        ...
 
-    def share(self, text: str) -> list[str]:
-        """The text of every process."""
+    def send_text(self, rank: int, peer: int, text: str) -> None:
+        """Send a text of any length from ``rank`` to ``peer``, without waiting for it."""
+        ...
 
-    def begin(self, call: str, key: str | None) -> str:
-        """Begin a step: the first rank's key is passed on and returned.
-
-        AgreementError where a rank makes another call, or has another key; None stands for no opinion.
-        """
-
-    def end(self) -> None:
-        """End a step: returns once every rank has come to its end, so that a step fails on all ranks or on none."""
-
-    def tell(self, rank: int, peer: int, text: str) -> None:
-        """Send a text from ``rank`` to ``peer``, without waiting for it; all are heard before the next ``share``."""
-
-    def hear(self, rank: int, peer: int) -> str:
+    def recv_text(self, rank: int, peer: int) -> str:
         """Receive the next text that ``peer`` sent to ``rank``."""
+        ...
 
-    def post(self, rank: int, batch: Sequence[Transfer], values: Values) -> Thunk | None:
-        """Post the messages of one step as one batch, in the order given."""
+    def begin(self, call: str, key: str | None, source: int) -> str:
+        """Begin a step: every rank compares ``call``, and gets the ``key`` of rank ``source``.
 
-    def arrive(self, rank: int, transfer: Transfer, values: Values) -> Thunk | None:
-        """Wait until a posted receive is in ``values``."""
+        Args:
+            call: what all ranks have to agree on, terms separated by ``"; "``.
+            key: names the shapes of the batch; None on ranks that were not given the batch.
+            source: a rank whose key is not None.
 
-    def release(self, rank: int, transfer: Transfer, values: Values) -> Thunk | None:
-        """Wait until a posted send no longer needs its tensors, and let go of them."""
+        Raises:
+            AgreementError: a rank makes another call, or has another key; on every rank.
+        """
+        ...
 
-    def spread(self, owner: int, tensors: tuple[torch.Tensor, ...], leaves: tuple[LeafSignature, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
-        """The tensors of rank ``owner``, on every rank; ``tensors`` is read where ``owner`` lives."""
+    def end(self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart]) -> torch.Tensor | None:
+        """End a step: returns once every rank is at its end, so that a step fails on all ranks or on none.
+
+        Equivalent to, with the ``losses`` of all ranks together: ``torch.cat([losses[s] for s in sorted(parts)]).sum(0)``.
+
+        Args:
+            losses: the weighted losses of the stages of this process, as ``parts`` says.
+            parts: the form of the losses of all ranks, the same everywhere; empty where there is no loss.
+
+        Returns:
+            The sum, on every rank, None where ``parts`` is empty.
+        """
+        ...
 
     def fail(self, failure: Failure) -> BaseException:
         """Tell the peers, tear down what they may be waiting on, and return the error to raise here."""
+        ...
+
+
+class Transport(DataTransport, ControlTransport, Protocol):
+    """Both; owns connections, so it is a context manager."""
+
+    def close(self) -> None:
+        """Let go of all connections."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...

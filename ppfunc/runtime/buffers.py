@@ -1,0 +1,43 @@
+"""The memory of one call of a compiled step: made for the call, dropped with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .gradients import Gradients
+from .transport import Tag
+
+Key = tuple[int, int]  # (stage of the schedule, microbatch)
+Leaves = tuple[torch.Tensor, ...]
+
+
+@dataclass(slots=True)
+class Buffers:
+    """Everything that the calls of a program read and write; two calls of one step share none of it.
+
+    Args:
+        params: leaves of the parameters, by stage of the model.
+        constants: leaves that are not differentiated (targets, extras), by (stage, microbatch).
+        state: leaves of the state, by stage of the model; each forward takes it and puts the new one there.
+        cotangents: cotangent of the loss, which is the weight of the microbatch, by (stage, microbatch).
+        values: messages between stages, by tag.
+        residuals: what a backward needs of its forward, and a weight gradient of its input gradient, by (stage, microbatch).
+        kept: outputs that belong to the caller, by (stage, microbatch).
+        gradients: sums of the parameter gradients so far, by stage of the schedule.
+        seed: ``(seed, step)``, None where the caller gave none.
+        pending: messages that the transport has posted and not waited for, by tag; only the transport looks into it.
+    """
+
+    params: dict[int, Leaves] = field(default_factory=dict)
+    constants: dict[Key, Leaves] = field(default_factory=dict)
+    state: dict[int, Leaves] = field(default_factory=dict)
+    cotangents: dict[Key, Leaves] = field(default_factory=dict)
+    values: dict[Tag, Leaves] = field(default_factory=dict)
+    residuals: dict[Key, tuple[Any, ...]] = field(default_factory=dict)
+    kept: dict[Key, Leaves] = field(default_factory=dict)
+    gradients: dict[int, Gradients] = field(default_factory=dict)
+    seed: tuple[int, int] | None = None
+    pending: dict[Tag, Any] = field(default_factory=dict)
