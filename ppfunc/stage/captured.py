@@ -73,12 +73,12 @@ def captured(
     """
     lend = _Homes(example, y, recorder).lend
 
-    def forward(params: Leaves, x: Leaves, consts: Leaves) -> tuple[Leaves, tuple[Any, ...]]:
+    def forward(params: Leaves, x: Leaves, extras: Leaves) -> tuple[Leaves, tuple[Any, ...]]:
         _refuse_transforms()
         lease = lend(params)
         slot = lease.slot
-        _fill(slot.x + slot.consts, x + consts)
-        outputs, _ = slot.run("forward", flat.forward, lease.home.params, slot.x, slot.consts)
+        _fill(slot.x + slot.extras, x + extras)
+        outputs, _ = slot.run("forward", flat.forward, lease.home.params, slot.x, slot.extras)
         return _fresh(outputs), (lease,)
 
     def backward(residuals: tuple[Any, ...], gy: Leaves) -> tuple[Gradients, Gradients]:
@@ -110,7 +110,7 @@ class _Slot:
         def empty(leaves: Sequence[LeafSignature]) -> Leaves:
             return tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device=example.device) for leaf in leaves)
 
-        self.x, self.consts = empty(example.x.leaves), empty(example.const_leaves)
+        self.x, self.extras = empty(example.x.leaves), empty(example.extra_leaves)
         self.gy = empty([leaf for leaf in y.leaves if leaf.grad])
         self.record = record
         self.results: dict[str, Any] = {}

@@ -12,10 +12,10 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..abstract import Outline
-from ..boundary import settled
+from ..contiguous import contiguous
 from ..errors import StageError
 from ..example import Example, Leaves
-from ..primals import Primals
+from ..differentiable import DifferentiableStage
 from .honest import HIDDEN, HONEST
 from .operators import is_call, is_element, is_mutable, is_random
 
@@ -52,7 +52,7 @@ class Joint(NamedTuple):
         return wanted + [n for n in self.graph.nodes if is_random(n)]
 
 
-def trace(stage: Primals, example: Example, known: Outline, name: str) -> Joint:
+def trace(stage: DifferentiableStage, example: Example, known: Outline, name: str) -> Joint:
     """Trace ``stage`` and its gradient by ``torch.autograd.grad`` under fake tensors.
 
     Raises:
@@ -72,7 +72,7 @@ def trace(stage: Primals, example: Example, known: Outline, name: str) -> Joint:
     return joint
 
 
-def _joint(stage: Primals, groups: tuple[Leaves, ...]) -> Callable[..., list[torch.Tensor | None]]:
+def _joint(stage: DifferentiableStage, groups: tuple[Leaves, ...]) -> Callable[..., list[torch.Tensor | None]]:
     """The function ``(*params, *x, *consts, *gy) -> [*outputs, *gparams, *gx]``."""
 
     def joint(*flat: torch.Tensor) -> list[torch.Tensor | None]:
@@ -85,7 +85,7 @@ def _joint(stage: Primals, groups: tuple[Leaves, ...]) -> Callable[..., list[tor
                 return [*outputs, *(None for _ in inputs)]
             gradients = torch.autograd.grad(y, inputs, gy, allow_unused=True)
         cut = len(primals[0])
-        return [*outputs, *gradients[:cut], *settled(gradients[cut:])]
+        return [*outputs, *gradients[:cut], *contiguous(gradients[cut:])]
 
     return joint
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..watch import draws
+from ..purity import draws
 
 ELEMENT = operator.getitem
 """Target of the nodes that take one result of an operator with several."""
