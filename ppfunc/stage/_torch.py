@@ -11,23 +11,48 @@ from typing import Any
 import torch
 
 # Types of dispatched operators: `OpOverload` has a schema, everything else is an operator on functions.
-from torch._ops import OpOverload as OpOverload
+from torch._ops import OpOverload
 
 # Tensors without values, and the errors of operators that need values.
-from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
-from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
-from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
-from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-from torch._subclasses.fake_tensor import UnsupportedOperatorException as UnsupportedOperatorException
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 
 # Traces Python into a graph of operators; used with its option `_allow_non_fake_inputs`.
-from torch.fx.experimental.proxy_tensor import make_fx as make_fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
 # Sees every operator below autograd; `supports_higher_order_operators` is an attribute of such modes.
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # Leaves all modes, to compute with values during a trace.
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
+
+__all__ = [
+    "BINDINGS",
+    "FAKE_TENSOR_LOGGER",
+    "METHODS",
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "OpOverload",
+    "TorchDispatchMode",
+    "UnsupportedOperatorException",
+    "binding",
+    "copy_each",
+    "inductor",
+    "innermost_transform",
+    "is_wrapped",
+    "make_fx",
+    "rename",
+    "schema",
+    "version",
+    "without_modes",
+]
 
 # Name of the logger that prints errors of fake evaluation with their whole traceback.
 FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"

@@ -137,7 +137,7 @@ class _Home:
     def holds(self, params: Leaves) -> bool:
         """Whether these are the tensors that it was filled from, unchanged."""
         return len(self._copied) == len(params) and all(
-            seen() is t and version == version(t) for (seen, version), t in zip(self._copied, params, strict=True)
+            seen() is t and count == version(t) for (seen, count), t in zip(self._copied, params, strict=True)
         )
 
     def fill(self, params: Leaves) -> None:
