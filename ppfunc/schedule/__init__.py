@@ -1,8 +1,11 @@
 r"""Schedules: instructions, builders, lowering passes, proof, simulation, formats.
 
->>> from ppfunc.schedule import Costs, check, one_f_one_b, simulate, to_csv
+>>> from ppfunc.schedule import Costs, check, one_f_one_b, simulate, to_csv, to_grid
 >>> schedule = one_f_one_b(ranks=2, microbatches=3)
 >>> print(schedule)
+0F0 0F1 0B0 0F2 0B1 0B2
+1F0 1B0 1F1 1B1 1F2 1B2
+>>> print(to_grid(schedule), end="")
 rank 0  0F0 0F1  .  0B0 0F2 0B1  .  0B2
 rank 1   .  1F0 1B0 1F1 1B1 1F2 1B2  .
 >>> check(schedule).peak_activations
