@@ -13,6 +13,10 @@ from .example import Example, Leaves
 from .signature import LeafSignature, Signature, differentiable
 
 Gradients = tuple[torch.Tensor | None, ...]
+Stage = Callable[..., Any]
+"""``fn(params, x, *extras) -> y``, pure, over trees of tensors; or ``-> Output`` where it returns more than ``y``."""
+Loss = Callable[[Any, Any], torch.Tensor]
+"""``loss_fn(y, target) -> scalar``."""
 
 
 class FlatProgram(NamedTuple):
