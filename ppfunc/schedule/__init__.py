@@ -72,6 +72,7 @@ if TYPE_CHECKING:
         place_communication as place_communication,
         remove_communication as remove_communication,
         remove_slots as remove_slots,
+        remove_tail as remove_tail,
         split_backward as split_backward,
     )
     from .schedule import (
@@ -138,6 +139,7 @@ else:
                 "place_communication",
                 "remove_communication",
                 "remove_slots",
+                "remove_tail",
                 "split_backward",
             ),
             "schedule": ("Chain", "Program", "Schedule", "Step", "elementary", "single_chain"),
