@@ -32,8 +32,8 @@ class LinkError(ConnectionError):
 
     Args:
         peer: the rank at the other end.
-        kind: ``"gone"`` where its process is gone, ``"late"`` where it did not answer in time, ``"failed"`` where a
-            failure has been published, ``"closed"`` where it has closed its transport.
+        kind: ``"gone"`` where it can answer no more, ``"late"`` where it did not in time, ``"failed"`` where a failure has
+            been published.
         reason: one sentence.
     """
 
@@ -59,11 +59,7 @@ class Links(Protocol):
     generation: int
 
     def send(self, peer: int, channel: str, data: bytes) -> None:
-        """Send a message of any length without waiting for the peer.
-
-        Raises:
-            LinkError: the peer is gone, or a failure has been published.
-        """
+        """Send a message of any length without waiting for the peer; one that is gone does not get it."""
         ...
 
     def recv(self, peer: int, channel: str) -> bytes:
@@ -72,6 +68,14 @@ class Links(Protocol):
         Raises:
             LinkError: there is none, and the peer is gone or late, or a failure has been published; after ``vote(step)``
                 a failure that was published when rank 0 had committed that step is no reason.
+        """
+        ...
+
+    def begin(self, step: int) -> None:
+        """Raise where a failure has been published, or a neighbour in the tree is gone.
+
+        Raises:
+            LinkError: with that rank.
         """
         ...
 
@@ -144,6 +148,7 @@ class Control:
         rank = self.links.rank
         if key is None and rank == source:
             raise ValueError(f"inputs: got None on rank {rank}, which tells the others their shapes; give it the inputs")
+        self.links.begin(self.ended)
         mine = f"{call}; shapes from rank {source}; steps ended: {self.ended}"
         if self._parent is None:
             told, shapes = mine, key if source == 0 else None
@@ -318,6 +323,11 @@ class _Told(NamedTuple):
             return AgreementError(self.reason if rank == self.reporter else f"{self.reason} [found by rank {self.reporter}]")
         instruction = None if self.instruction is None else parse_instruction(self.instruction)
         return PipelineError(self.rank, self.position, instruction, self.reason, reported_by=rank)
+
+
+def gone(peer: int, reporter: int, reason: str) -> str:
+    """The failure that a rank is gone, as it is published."""
+    return json.dumps(_Told(peer, None, None, reason, reporter, False))
 
 
 def _insist(interrupts: list[BaseException], call: Callable[..., Any], *args: Any) -> Any:
