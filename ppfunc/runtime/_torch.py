@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,19 +12,19 @@ import torch.distributed as dist
 ProcessGroupGloo = dist.ProcessGroupGloo
 
 
-def ProcessGroupNCCL(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:  # noqa: N802
+def ProcessGroupNCCL(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
     """An NCCL communicator of its own."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
-def start_coalescing(group: dist.ProcessGroup) -> None:
+def start_coalescing(group: Any) -> None:
     """Collect the operations that follow, for :func:`end_coalescing` to issue as one."""
     group._start_coalescing()
 
 
-def end_coalescing(group: dist.ProcessGroup) -> dist.Work:
+def end_coalescing(group: Any) -> Any:
     """Issue what was collected."""
     return group._end_coalescing()
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from .control import LinkError
+from .control import GONE, LinkError
 from .rendezvous import Rendezvous
 from .sockets import Address, Stream, connect, hosts, listen, welcome
 
@@ -23,7 +23,6 @@ _PATIENCE = 1.0  # seconds to wait for the ranks above to decide
 _ANSWERS = 0.5  # seconds to wait for the ranks that live to say whom they wait for
 _SPINS = 200  # looks at a socket before sleeping: who sleeps is woken some 30 us after the message
 _KEPT = 16  # failures that a rank which comes late hears of
-_GONE = "its process is gone or out of reach, or it has closed its transport"
 
 # Lets other processes run that wait for this core. The one that a message is for may be one of them.
 give_way: Callable[[], None] = getattr(os, "sched_yield", partial(time.sleep, 0))
@@ -101,14 +100,15 @@ class SocketLinks:
         if decided is not None and (self._voted is None or decided[0] <= self._voted):
             return LinkError(stream.peer, "failed", "a rank has failed")
         if stream.ended or (self._voted is None and stream.peer in self._gone):
-            return LinkError(stream.peer, "gone", _GONE)
+            return LinkError(stream.peer, "gone", GONE)
         return None
 
     def _sleep(self, stream: Stream, end: float) -> None:
         """Wait until there is something to look at."""
         left = end - time.monotonic()
         if left <= 0:
-            raise LinkError(stream.peer, "late", f"rank {self.rank} waited {self._rendezvous.timeout:g} s for rank {stream.peer}")
+            limit = self._rendezvous.timeout
+            raise LinkError(stream.peer, "late", f"rank {self.rank} waited for rank {stream.peer}, which has not answered in {limit:g} s")
         poll = select.poll()
         poll.register(self._woken, select.POLLIN)
         if stream.socket is not None and not stream.ended:
@@ -126,17 +126,19 @@ class SocketLinks:
                 self.waiting_on = peer
                 address = self._rendezvous.wait(f"address/{peer}", peer, self.check)
                 if not self._connect(stream, address):
-                    raise LinkError(peer, "gone", _GONE)
+                    raise LinkError(peer, "gone", GONE)
         return self._streams[peer, channel]
 
     # -- steps -----------------------------------------------------------------------------
 
     def check(self, peer: int | None = None) -> None:
         """Raise where a failure has been published, or this peer is gone, or any neighbour where none is given."""
+        if self._closed:
+            raise RuntimeError("got a call on a P2P() that has been closed; make a new one, on every rank")
         if self.generation in self._decided:
             raise LinkError(-1, "failed", "a rank has failed")
         for neighbour in self._gone if peer is None else self._gone & {peer}:
-            raise LinkError(neighbour, "gone", _GONE)
+            raise LinkError(neighbour, "gone", GONE)
 
     def begin(self, step: int) -> None:
         self.check()
@@ -167,7 +169,7 @@ class SocketLinks:
             mine = self.generation
             self._voted, self._deferred = None, []
             self._report(mine, failure)
-            if not self._changed.wait_for(lambda: mine in self._decided, _PATIENCE):
+            if self._closed or not self._changed.wait_for(lambda: mine in self._decided, _PATIENCE):
                 self._decide(mine, self._committed, failure)  # the ranks above are frozen
             self.waiting_on = None
             self.generation += 1
@@ -346,7 +348,7 @@ def _culprit(rank: int, awaited: Mapping[int, int | None]) -> int:
         seen.add(following)
         suspect = following
     if suspect in awaited:
-        return suspect if awaited[suspect] is None else awaited[rank]
+        return suspect if following is None else awaited[rank] or 0  # in a circle: whom this rank waits for
     return next(r for r in _path(rank, suspect) if r not in awaited)
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -60,12 +61,12 @@ class Rendezvous:
         while (text := self.read(key)) is None:
             check(peer)
             if time.monotonic() > end:
-                raise LinkError(peer, "late", f"rank {self.rank} waited {self.timeout:g} s for rank {peer} to begin")
+                raise LinkError(peer, "late", f"rank {self.rank} waited for rank {peer}, which has not come in {self.timeout:g} s")
             time.sleep(pause)
             pause = min(2 * pause, 0.02)
         return text
 
-    def open(self, name: str, peer: int, check: Callable[[int], None]) -> dist.ProcessGroup:
+    def open(self, name: str, peer: int, check: Callable[[int], None]) -> Any:
         """A communicator of this rank and a peer, which comes to the same call. The higher rank has the place 1 in it."""
         place = int(self.rank > peer)
         self._written[-1] += [f"{name}/{self.rank}", f"{name}/0/{place}"]  # the second one by gloo
