@@ -11,6 +11,7 @@ from .dataflow import Dataflow, dataflow
 from .errors import ScheduleError
 from .instruction import COMMUNICATION, Op
 from .proof.buffers import check_activations, check_offloads, check_slots
+from .proof.columns import prove_columns
 from .proof.order import Record, check_order
 from .proof.queues import check_queues
 from .proof.routes import routes
@@ -113,17 +114,11 @@ def check(schedule: Schedule, *, queue: str = "pair", max_activations: int | Non
     if queue not in _QUEUES:
         raise ValueError(f"queue is {queue!r}, expected 'pair' or 'rank'")
     check_structure(schedule)
-    flow = dataflow(schedule)
-    ways = routes(schedule, flow)
-    record = check_order(schedule, flow, ways)
     if schedule.ops & COMMUNICATION:
-        found = traffic(schedule, flow, ways, queue)
-        check_queues(schedule, flow, record, found)
-        atomic = _batches_are_atomic(found if queue == "pair" else traffic(schedule, flow, ways, "pair"))
+        atomic = _prove_lowered(schedule, queue)
         models = ("rendezvous", f"one queue per {_QUEUES[queue]}")
     else:
-        earliest(schedule, lambda op, stage: 1, lambda f, b: 1, lambda a, b: 0)
-        atomic = _values_are_atomic(flow, record)
+        atomic = _prove_bare(schedule)
         models = ("by data dependencies",)
     check_offloads(schedule)
     check_loads(schedule)
@@ -142,6 +137,30 @@ def check(schedule: Schedule, *, queue: str = "pair", max_activations: int | Non
         slots=check_slots(schedule),
         step_atomic=atomic,
     )
+
+
+def _prove_lowered(schedule: Schedule, queue: str) -> bool:
+    """Prove the order and the end of a schedule with communication; returns whether it is step-atomic."""
+    atomic = prove_columns(schedule) if queue == "pair" else None
+    return _prove_by_steps(schedule, queue) if atomic is None else atomic
+
+
+def _prove_by_steps(schedule: Schedule, queue: str) -> bool:
+    """Prove the same instruction by instruction, and name the first that is wrong."""
+    flow = dataflow(schedule)
+    ways = routes(schedule, flow)
+    record = check_order(schedule, flow, ways)
+    found = traffic(schedule, flow, ways, queue)
+    check_queues(schedule, flow, record, found)
+    return _batches_are_atomic(found if queue == "pair" else traffic(schedule, flow, ways, "pair"))
+
+
+def _prove_bare(schedule: Schedule) -> bool:
+    """Prove the order and the end of a schedule without communication; returns whether it is step-atomic."""
+    flow = dataflow(schedule)
+    record = check_order(schedule, flow, {})
+    earliest(schedule, lambda op, stage: 1, lambda f, b: 1, lambda a, b: 0)
+    return _values_are_atomic(flow, record)
 
 
 def is_step_atomic(schedule: Schedule) -> bool:
