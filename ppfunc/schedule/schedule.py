@@ -156,9 +156,7 @@ class Schedule:
         head = [list(self.placement), [[c.stages, [c.microbatches.start, c.microbatches.stop]] for c in self.chains], self.skips]
         state = hashlib.sha256(json.dumps(head, separators=(",", ":")).encode())
         for program in self.programs:
-            state.update(b"\n")
-            for step in program:
-                state.update(" ".join(map(str, step)).encode() + b";")
+            state.update("".join(["\n", *[" ".join([str(i) for i in step]) + ";" for step in program]]).encode())
         return state.hexdigest()
 
 
