@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from itertools import groupby
 
-from .earliest import earliest
+from .collector import collector_paused
 from .dataflow import Dataflow, dataflow
+from .earliest import earliest
 from .errors import ScheduleError
 from .instruction import COMMUNICATION, Op
 from .proof.buffers import check_activations, check_offloads, check_slots
@@ -81,6 +81,7 @@ class Certificate:
         return "\n".join(lines)
 
 
+@collector_paused()
 def check(schedule: Schedule, *, queue: str = "pair", max_activations: int | None = None) -> Certificate:
     """Prove a schedule, compute only or with communication, in one pass of linear time.
 
@@ -123,7 +124,6 @@ def check(schedule: Schedule, *, queue: str = "pair", max_activations: int | Non
     check_offloads(schedule)
     check_loads(schedule)
     check_tail(schedule)
-    kinds = Counter(i[0] for program in schedule.programs for step in program for i in step)
     return Certificate(
         digest=schedule.digest,
         name=schedule.name,
@@ -131,7 +131,7 @@ def check(schedule: Schedule, *, queue: str = "pair", max_activations: int | Non
         stages=schedule.stages,
         chains=len(schedule.chains),
         microbatches=schedule.microbatches,
-        instructions=tuple((op.value, kinds[op]) for op in Op if op in kinds),
+        instructions=tuple((op.value, schedule.counts[op]) for op in Op if op in schedule.counts),
         peak_activations=check_activations(schedule, max_activations),
         models=models,
         slots=check_slots(schedule),

@@ -8,6 +8,7 @@ from functools import partial
 from itertools import accumulate, repeat
 from math import inf
 
+from ..collector import collector_paused
 from ..dataflow import PRODUCT, Dataflow, dataflow
 from ..earliest import Times, earliest
 from ..instruction import COMMUNICATION, COMPUTE, Instruction, Op
@@ -25,6 +26,7 @@ Message = tuple[int, int, int, int, int, int, Instruction, Instruction]
 Posting = tuple[int, int, int, int, int, Instruction]
 
 
+@collector_paused()
 def place_communication(schedule: Schedule, *, lookahead: int = 0) -> Schedule:
     """Write every message that the data flow needs between ranks into the programs.
 

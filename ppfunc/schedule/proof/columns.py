@@ -24,7 +24,6 @@ from typing import NamedTuple
 
 from ..instruction import COMMUNICATION, COMPUTE, Instruction, Op
 from ..schedule import Program, Schedule
-from .buffers import has_slots
 
 Column = list[int]
 Kind = tuple[Op, int, int | None]
@@ -69,7 +68,7 @@ def prove_columns(schedule: Schedule) -> bool | None:
     Args:
         schedule: well formed, with communication.
     """
-    if not schedule.ops <= COMPUTE | COMMUNICATION | _TAIL or has_slots(schedule):
+    if not schedule.ops <= COMPUTE | COMMUNICATION | _TAIL or schedule.has_slots:
         return None
     ranks = [_columns(schedule, rank) for rank in range(schedule.ranks)]
     if None in ranks:
