@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from .balance import partition_balanced
 from .partition import Partition, partition_uniform
-from .spread import partition_spread
+from .min_range import partition_min_range
 
-Method = Literal["uniform", "balanced", "spread"]
+Method = Literal["uniform", "balanced", "min_range"]
 
 
 def partition_by_weights(
@@ -24,14 +24,14 @@ def partition_by_weights(
         weights: one per layer.
         stages: number of stages.
         method: ``"uniform"`` for equal numbers of layers, ``"balanced"`` for the least maximum load,
-            ``"spread"`` for the least maximum minus minimum.
+            ``"min_range"`` for the least maximum minus minimum.
         allow_empty: whether there may be fewer layers than stages.
     """
     if method == "uniform":
         return partition_uniform(len(weights), stages, allow_empty=allow_empty)
-    methods = {"balanced": partition_balanced, "spread": partition_spread}
+    methods = {"balanced": partition_balanced, "min_range": partition_min_range}
     if method not in methods:
-        raise ValueError(f"unknown method {method!r}: expected 'uniform', 'balanced' or 'spread'")
+        raise ValueError(f"unknown method {method!r}: expected 'uniform', 'balanced' or 'min_range'")
     return methods[method](weights, stages, allow_empty=allow_empty)
 
 

@@ -1,4 +1,4 @@
-"""The partition whose stages differ least in load: the least maximum minus minimum."""
+"""Minimise the range of the loads: the heaviest load minus the lightest."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from .balance import exact_weights, least_maximum, partition_balanced
 from .partition import Partition, partition_uniform, require_counts
 
 
-def partition_spread(weights: Sequence[float], stages: int, *, allow_empty: bool = False) -> Partition:
-    """The partition with the least difference between the heaviest and the lightest load, exactly.
+def partition_min_range(weights: Sequence[float], stages: int, *, allow_empty: bool = False) -> Partition:
+    """Cut layers into stages with the least range of loads, heaviest minus lightest, exactly.
 
     Where several have it, later cuts are preferred, the last cut first.
 
@@ -28,7 +28,7 @@ def partition_spread(weights: Sequence[float], stages: int, *, allow_empty: bool
         The objective of DeepSpeed's ``partition_balanced``. Its dynamic programme keeps one
         partition per prefix of the layers, which is not always part of a best one.
 
-    >>> partition_spread([1, 1, 1, 1, 1], 4).boundaries
+    >>> partition_min_range([1, 1, 1, 1, 1], 4).boundaries
     (0, 2, 3, 4, 5)
     """
     require_counts(len(weights), stages)
@@ -36,12 +36,12 @@ def partition_spread(weights: Sequence[float], stages: int, *, allow_empty: bool
         exact_weights(weights)
         return partition_uniform(len(weights), stages, allow_empty=allow_empty)
     prefix = list(accumulate(exact_weights(weights), initial=0))
-    spread, (low, high) = _least_spread(prefix, stages, partition_balanced(weights, stages))
-    return Partition(tuple(_best_of_prefixes(prefix, stages, spread) or _within(prefix, stages, low, high)))
+    width, (low, high) = _least_range(prefix, stages, partition_balanced(weights, stages))
+    return Partition(tuple(_best_of_prefixes(prefix, stages, width) or _within(prefix, stages, low, high)))
 
 
-def _least_spread(prefix: Sequence[int], stages: int, start: Partition) -> tuple[int, tuple[int, int]]:
-    """The least spread, and bounds of the loads that it is reached with.
+def _least_range(prefix: Sequence[int], stages: int, start: Partition) -> tuple[int, tuple[int, int]]:
+    """Find the least width, heaviest minus lightest load, and bounds of the loads that reach it.
 
     For every upper bound, the largest lower bound with which the loads can lie between the two. Upper
     bounds are ruled out many at once: where not even the largest goes with the lower bound with which
@@ -119,16 +119,16 @@ def _within(prefix: Sequence[int], stages: int, low: int, high: int) -> list[int
     return boundaries[::-1]
 
 
-def _best_of_prefixes(prefix: Sequence[int], stages: int, spread: int) -> list[int] | None:
-    """Boundaries made of the best partition of every prefix, ties to the later cut; None above ``spread``.
+def _best_of_prefixes(prefix: Sequence[int], stages: int, width: int) -> list[int] | None:
+    """Boundaries made of the best partition of every prefix, ties to the later cut; None above ``width``.
 
-    The heaviest load is at least the least maximum, so the others are within ``spread`` of that, and
+    The heaviest load is at least the least maximum, so the others are within ``width`` of that, and
     none is further above the average.
     """
     total = prefix[-1]
-    low = max(0, least_maximum(prefix, stages) - spread)
-    high = total // stages + spread
-    reached = {0: (0, 0, total)}  # end of a prefix: spread, heaviest and lightest load of its partition
+    low = max(0, least_maximum(prefix, stages) - width)
+    high = total // stages + width
+    reached = {0: (0, 0, total)}  # end of a prefix: width, heaviest and lightest load of its partition
     cuts: list[dict[int, int]] = []
     for left in reversed(range(stages)):
         found: dict[int, tuple[int, int, int]] = {}
@@ -139,7 +139,7 @@ def _best_of_prefixes(prefix: Sequence[int], stages: int, spread: int) -> list[i
             for end in range(first, final):
                 load = prefix[end] - prefix[cut]
                 up, down = max(heaviest, load), min(lightest, load)
-                if up - down <= min(spread, found[end][0] if end in found else spread):
+                if up - down <= min(width, found[end][0] if end in found else width):
                     found[end], cut_at[end] = (up - down, up, down), cut
         reached = found
         cuts.append(cut_at)
