@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         explicit as explicit,
         loop as loop,
         place as place,
-        stage_ids_of_rank as stage_ids_of_rank,
+        stages_of as stages_of,
         v_shape as v_shape,
     )
     from .split import (
@@ -80,7 +80,7 @@ else:
             "layout": ("Layout", "parse_layout"),
             "min_range": ("partition_min_range",),
             "partition": ("Partition", "partition_explicit", "partition_uniform"),
-            "placement": ("Placement", "bidirectional", "explicit", "loop", "place", "stage_ids_of_rank", "v_shape"),
+            "placement": ("Placement", "bidirectional", "explicit", "loop", "place", "stages_of", "v_shape"),
             "split": ("count_stages", "effective_loads", "partition_layers", "split_points"),
             "topology": ("Topology", "default_grid", "pipe_data", "pipe_model_data", "prime_factors"),
             "weigh": (

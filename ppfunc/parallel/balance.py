@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate
 
-from .partition import Partition, partition_uniform, require_counts
+from .counts import require_counts
+from .partition import Partition, partition_uniform
 
 
 def partition_balanced(weights: Sequence[float], stages: int, *, allow_empty: bool = False) -> Partition:
@@ -28,7 +29,7 @@ def partition_balanced(weights: Sequence[float], stages: int, *, allow_empty: bo
     >>> partition_balanced([1, 2, 3], 2).boundaries
     (0, 2, 3)
     """
-    require_counts(len(weights), stages)
+    require_counts(stages=stages)
     if len(weights) <= stages:
         exact_weights(weights)
         return partition_uniform(len(weights), stages, allow_empty=allow_empty)

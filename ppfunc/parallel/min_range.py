@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from .balance import exact_weights, least_maximum, partition_balanced
-from .partition import Partition, partition_uniform, require_counts
+from .counts import require_counts
+from .partition import Partition, partition_uniform
 
 
 def partition_min_range(weights: Sequence[float], stages: int, *, allow_empty: bool = False) -> Partition:
@@ -31,7 +32,7 @@ def partition_min_range(weights: Sequence[float], stages: int, *, allow_empty: b
     >>> partition_min_range([1, 1, 1, 1, 1], 4).boundaries
     (0, 2, 3, 4, 5)
     """
-    require_counts(len(weights), stages)
+    require_counts(stages=stages)
     if len(weights) <= stages:
         exact_weights(weights)
         return partition_uniform(len(weights), stages, allow_empty=allow_empty)

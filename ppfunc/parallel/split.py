@@ -5,7 +5,8 @@ from __future__ import annotations
 import heapq
 from typing import Literal
 
-from .partition import Partition, require_counts
+from .counts import require_counts
+from .partition import Partition
 
 
 def split_points(
@@ -62,7 +63,8 @@ def partition_layers(
     >>> partition_layers(61, 8).sizes
     (7, 8, 8, 8, 8, 8, 8, 6)
     """
-    require_counts(layers, stages)
+    require_counts(stages=stages)
+    require_counts(0, layers=layers)
     for name, weight in (("input_weight", input_weight), ("output_weight", output_weight)):
         if not 0 <= weight < float("inf"):
             raise ValueError(f"{name} is the cost of modules in layers, zero or more; got {weight!r}")
@@ -113,7 +115,8 @@ def count_stages(
     >>> count_stages(32, 4, several=True, layers_per_stage=4), count_stages(32, 4, several=True)
     (8, 8)
     """
-    require_counts(layers, ranks)
+    require_counts(ranks=ranks)
+    require_counts(0, layers=layers)
     if layers_per_stage is None:
         stages = ranks * (2 if several else 1)
         if stages > layers:
@@ -121,8 +124,7 @@ def count_stages(
                 f"{layers} layers cannot fill {stages} stages ({stages // ranks} on each of {ranks} ranks): use fewer ranks"
             )
         return stages
-    if layers_per_stage < 1:
-        raise ValueError(f"layers_per_stage is one or more, got {layers_per_stage}")
+    require_counts(layers_per_stage=layers_per_stage)
     stages = -(-(layers + input_weight + output_weight) // layers_per_stage)
     if stages % ranks or not stages:
         raise ValueError(

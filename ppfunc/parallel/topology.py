@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
 
+from .counts import require_counts
+
 
 @dataclass(frozen=True)
 class Topology:
@@ -43,9 +45,7 @@ class Topology:
                 raise ValueError(f"{axis!r} cannot name an axis: use letters, digits and _, as in 'pipe'")
             if self.axes.count(axis) > 1:
                 raise ValueError(f"axis {axis!r} occurs twice in {self.axes}: name every axis once")
-        for axis, size in zip(self.axes, self.sizes, strict=True):
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"the size of axis {axis!r} is a whole number, one or more; got {size!r}")
+        require_counts(**dict(zip(self.axes, self.sizes, strict=True)))
 
     @classmethod
     def of(cls, **sizes: int) -> Topology:
@@ -226,6 +226,7 @@ def default_grid(world_size: int) -> Topology:
     >>> [str(default_grid(n)) for n in (1, 6, 12, 30)]
     ['pipe=1,data=1', 'pipe=2,data=3', 'pipe=6,data=2', 'pipe=10,data=3']
     """
+    require_counts(world_size=world_size)
     factors = prime_factors(world_size)
     return pipe_data(pipe=math.prod(factors[0::2]), data=math.prod(factors[1::2]))
 
@@ -236,8 +237,7 @@ def prime_factors(number: int) -> tuple[int, ...]:
     >>> prime_factors(12), prime_factors(1)
     ((2, 2, 3), ())
     """
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise ValueError(f"prime factors are those of a whole number, one or more; got {number!r}")
+    require_counts(number=number)
     factors, candidate = [], 2
     while candidate * candidate <= number:
         while number % candidate == 0:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from .balance import partition_balanced
+from .counts import require_counts
 from .partition import Partition, partition_uniform
 from .min_range import partition_min_range
 
@@ -125,8 +126,8 @@ def measure_layers(
         synchronize: waits until the device is idle, such as ``torch.cuda.synchronize``.
         clock: a clock in seconds.
     """
-    if repeats < 1 or warm_up < 0:
-        raise ValueError(f"expected one or more timed runs and no fewer than zero others, got {repeats} and {warm_up}")
+    require_counts(repeats=repeats)
+    require_counts(0, warm_up=warm_up)
     times = []
     for layer in layers:
         runs = []

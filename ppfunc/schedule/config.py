@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..parallel.counts import require_counts
 from ..parallel.split import count_stages, split_points
 from .builders import BUILDERS
 from .formats.files import read_csv
@@ -80,9 +81,7 @@ def count_microbatches(batch_size: int, microbatch_size: int) -> int:
     >>> count_microbatches(32, 4)
     8
     """
-    for name, size in (("batch size", batch_size), ("microbatch size", microbatch_size)):
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"the {name} is a whole number, one or more; got {size!r}")
+    require_counts(batch_size=batch_size, microbatch_size=microbatch_size)
     if batch_size % microbatch_size:
         raise ValueError(
             f"a batch of {batch_size} samples does not divide into microbatches of {microbatch_size}: use a microbatch "

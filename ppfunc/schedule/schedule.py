@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from ..parallel.placement import stages_of
 from .instruction import COMMUNICATION, Instruction, Op, parts_of
 
 Step = tuple[Instruction, ...]
@@ -71,7 +72,7 @@ class Schedule:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that ``rank`` holds, ascending."""
-        return tuple(s for s, r in enumerate(self.placement) if r == rank)
+        return stages_of(self.placement, rank)
 
     def instructions(self, rank: int) -> Iterator[Instruction]:
         """The instructions of ``rank`` in order, steps opened up, overlapped pairs whole."""

@@ -79,7 +79,7 @@ def test_partition_by_layout_shows_the_stages(run):
     ("words", "message"),
     [
         (["topology", "--axes", "pipe=2,data"], "cannot read 'data'"),
-        (["topology", "--axes", "pipe=0"], "one or more; got 0"),
+        (["topology", "--axes", "pipe=0"], "pipe = 0, expected an integer of at least 1"),
         (["topology", "--axes", f"pipe={10**20}"], f"{10**20} ranks are too many to print"),
         (["partition", "--layers", "1000000000", "--stages", "4"], "1000000000 layers are too many"),
         (["partition", "--layers", "4", "--stages", "1000000000"], "1000000000 stages are too many"),
@@ -88,7 +88,7 @@ def test_partition_by_layout_shows_the_stages(run):
         (["partition", "--weights", "1,2"], "--stages is missing"),
         (["partition", "--weights", "1,2", "--stages", "3"], "sizes [1, 1, 0]"),
         (["partition", "--layers", "0", "--stages", "1"], "--layers is one or more"),
-        (["partition", "--layers", "3", "--stages", "0"], "1 or more; got 0"),
+        (["partition", "--layers", "3", "--stages", "0"], "stages = 0, expected an integer of at least 1"),
         (["partition", "--layout", "Et*|L"], "expected a number after '*'"),
         (["partition", "--layout", "Et|L", "--stages", "3"], "the layout has 2 stages, but --stages is 3"),
         (["partition", "--layout", "Et|L", "--method", "min_range"], "--method has no meaning"),

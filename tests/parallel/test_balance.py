@@ -142,5 +142,5 @@ def test_what_is_refused(partition, objective):
         for layers in (1, 3):
             with pytest.raises(ValueError, match="the weight of layer 0 is a finite number, zero or more; got"):
                 partition([wrong] + [1] * (layers - 1), 1)
-    with pytest.raises(ValueError, match="stages is a whole number, 1 or more"):
+    with pytest.raises(ValueError, match="stages = 0, expected an integer of at least 1"):
         partition([1], 0)
