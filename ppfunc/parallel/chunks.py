@@ -34,8 +34,7 @@ def chunks_uniform(layers: int, ranks: int, chunks: int = 1, *, allow_empty: boo
     require_counts(0, layers=layers)
     if layers % chunks:
         raise ValueError(
-            f"{layers} layers do not divide into {chunks} equal chunks: use a number of chunks that divides {layers}, "
-            "or chunks_balanced"
+            f"{layers} layers do not divide into {chunks} equal chunks: use a number of chunks that divides {layers}, or chunks_balanced"
         )
     one = partition_uniform(layers // chunks, ranks, remainder="last", allow_empty=True)
     return Partition.from_sizes(one.sizes * chunks, allow_empty)

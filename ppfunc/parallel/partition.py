@@ -126,9 +126,7 @@ class Partition:
             raise ValueError(f"expected one item for each of the {self.layers} layers, got {len(items)}")
 
 
-def partition_uniform(
-    layers: int, stages: int, *, remainder: Literal["first", "last"] = "first", allow_empty: bool = False
-) -> Partition:
+def partition_uniform(layers: int, stages: int, *, remainder: Literal["first", "last"] = "first", allow_empty: bool = False) -> Partition:
     """Equal numbers of layers; what is left over goes one each to the first stages, or to the last.
 
     Args:

@@ -10,15 +10,13 @@ from typing import Any, Literal
 
 from .balance import partition_balanced
 from .counts import require_counts
-from .partition import Partition, partition_uniform
 from .min_range import partition_min_range
+from .partition import Partition, partition_uniform
 
 Method = Literal["uniform", "balanced", "min_range"]
 
 
-def partition_by_weights(
-    weights: Sequence[float], stages: int, method: Method = "balanced", *, allow_empty: bool = False
-) -> Partition:
+def partition_by_weights(weights: Sequence[float], stages: int, method: Method = "balanced", *, allow_empty: bool = False) -> Partition:
     """The partition that a method makes.
 
     Args:
@@ -36,9 +34,7 @@ def partition_by_weights(
     return methods[method](weights, stages, allow_empty=allow_empty)
 
 
-def partition_by_parameters(
-    layers: Sequence[Any], stages: int, method: Method = "balanced", *, allow_empty: bool = False
-) -> Partition:
+def partition_by_parameters(layers: Sequence[Any], stages: int, method: Method = "balanced", *, allow_empty: bool = False) -> Partition:
     """The partition by the number of parameters of each layer, as `count_layer_parameters` finds them."""
     return partition_by_weights(count_layer_parameters(layers), stages, method, allow_empty=allow_empty)
 
@@ -143,10 +139,7 @@ def measure_layers(
 
 
 def _count(layer: Any) -> int:
-    if hasattr(layer, "parameters"):
-        found = [p for p in layer.parameters() if p.requires_grad]
-    else:
-        found = list(_tensors(layer))
+    found = (p for p in layer.parameters() if p.requires_grad) if hasattr(layer, "parameters") else _tensors(layer)
     return sum(tensor.numel() for tensor in {id(t): t for t in found}.values())
 
 

@@ -161,9 +161,7 @@ def sgd(
     [tensor(0.8000)]
     """
     if nesterov and (momentum <= 0 or dampening != 0):
-        raise ValueError(
-            f"nesterov needs momentum > 0 and dampening 0, got momentum={momentum} and dampening={dampening}"
-        )
+        raise ValueError(f"nesterov needs momentum > 0 and dampening 0, got momentum={momentum} and dampening={dampening}")
 
     def init(params: Tree) -> SGDState:
         return SGDState(_zero_count(), _zeros_like(params) if momentum else None)

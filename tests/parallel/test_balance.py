@@ -8,8 +8,7 @@ import time
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ppfunc.parallel import partition_balanced, partition_min_range
 
@@ -27,9 +26,7 @@ OBJECTIVES = [(partition_balanced, maximum), (partition_min_range, spread)]
 
 def best_by_trying_all(weights, stages, objective):
     cuts = itertools.combinations(range(1, len(weights)), stages - 1)
-    return min(
-        objective([sum(weights[a:b]) for a, b in itertools.pairwise((0, *c, len(weights)))]) for c in cuts
-    )
+    return min(objective([sum(weights[a:b]) for a, b in itertools.pairwise((0, *c, len(weights)))]) for c in cuts)
 
 
 @st.composite

@@ -6,8 +6,7 @@ import dataclasses
 import pickle
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ppfunc.parallel import Partition, partition_explicit, partition_uniform
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ppfunc.parallel import bidirectional, explicit, loop, place, stages_of, v_shape
 
@@ -27,7 +28,7 @@ def test_every_rank_has_as_many_stages(ranks, chunks):
     for placement in (loop(ranks, chunks), v_shape(ranks, 2 * chunks)):
         assert {len(stages) for stages in held(placement)} == {len(placement) // ranks}
     snake = v_shape(ranks, 2 * chunks)
-    assert all(abs(a - b) <= 1 for a, b in zip(snake, snake[1:], strict=False))
+    assert all(abs(a - b) <= 1 for a, b in pairwise(snake))
     assert snake[0] == snake[-1] == 0
 
 

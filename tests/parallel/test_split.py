@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ppfunc.parallel import count_stages, effective_loads, partition_layers, split_points
 
@@ -91,6 +90,7 @@ def test_extra_layers_for_the_first_stages(layers, stages, weights, sizes):
         (lambda: partition_layers(8, 4, 1, 4, extra="first"), "output_weight=4 is more than the 3"),
         (lambda: partition_layers(4, 4, extra="first"), r"sizes \[1, 2, 1, 0\]"),
         (lambda: partition_layers(8, 4, 0.5, 0.25, extra="first"), "whole weights"),
+        (lambda: partition_layers(8, 4, 0.5, 0.5, extra="first"), "whole weights"),
         (lambda: partition_layers(8, 4, -1), "input_weight is the cost of modules in layers, zero or more; got -1"),
         (lambda: partition_layers(8, 4, 1, float("nan")), "output_weight is the cost"),
         (lambda: partition_layers(8, 4, extra="last"), "'middle' or the 'first' stages, got 'last'"),

@@ -7,8 +7,7 @@ import pickle
 import timeit
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ppfunc.parallel import Topology, default_grid, pipe_data, pipe_model_data, prime_factors
 
@@ -103,8 +102,10 @@ def test_text_of_a_rank_and_its_options():
 
 @pytest.mark.parametrize(
     ("world", "pipe", "data"),
-    [(1, 1, 1), (2, 2, 1), (3, 3, 1), (4, 2, 2), (6, 2, 3), (8, 4, 2), (12, 6, 2), (16, 4, 4), (24, 4, 6)]
-    + [(30, 10, 3), (32, 8, 4), (64, 8, 8), (7, 7, 1)],
+    [
+        *[(1, 1, 1), (2, 2, 1), (3, 3, 1), (4, 2, 2), (6, 2, 3), (8, 4, 2), (12, 6, 2), (16, 4, 4), (24, 4, 6)],
+        *[(30, 10, 3), (32, 8, 4), (64, 8, 8), (7, 7, 1)],
+    ],
 )
 def test_default_grid(world, pipe, data):
     assert default_grid(world) == pipe_data(pipe=pipe, data=data)

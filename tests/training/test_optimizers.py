@@ -4,8 +4,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ppfunc.training import adamw, sgd
 
