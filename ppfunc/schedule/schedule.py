@@ -12,6 +12,7 @@ from itertools import chain
 from operator import itemgetter
 from typing import NamedTuple
 
+from ..parallel.placement import stages_of
 from .instruction import COMMUNICATION, Instruction, Op, parts_of
 
 Step = tuple[Instruction, ...]
@@ -81,7 +82,7 @@ class Schedule:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that ``rank`` holds, ascending."""
-        return tuple(s for s, r in enumerate(self.placement) if r == rank)
+        return stages_of(self.placement, rank)
 
     def instructions(self, rank: int) -> Iterator[Instruction]:
         """The instructions of ``rank`` in order, steps opened up, overlapped pairs whole."""
