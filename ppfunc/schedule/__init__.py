@@ -75,6 +75,7 @@ _ROOMS = {
         "place_communication",
         "remove_communication",
         "remove_slots",
+        "send_completion",
         "split_backward",
     ),
 }
