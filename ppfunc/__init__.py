@@ -53,6 +53,7 @@ if TYPE_CHECKING:
         AgreementError as AgreementError,
         Aux as Aux,
         InProcess as InProcess,
+        Microbatches as Microbatches,
         PipelineError as PipelineError,
         Transport as Transport,
         interleaved as interleaved,
@@ -103,7 +104,17 @@ else:
         __name__,
         {
             "pipeline": ("evaluate", "microbatch", "value_and_grad", "with_skips"),
-            "runtime": ("AgreementError", "Aux", "InProcess", "P2P", "PipelineError", "Transport", "interleaved", "two_streams"),
+            "runtime": (
+                "AgreementError",
+                "Aux",
+                "InProcess",
+                "Microbatches",
+                "P2P",
+                "PipelineError",
+                "Transport",
+                "interleaved",
+                "two_streams",
+            ),
             "schedule": (
                 "Certificate",
                 "Costs",
