@@ -13,13 +13,15 @@ from typing import Any, NamedTuple
 import optree
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
+
+from ._torch import (
+    FAKE_TENSOR_LOGGER,
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
     UnsupportedOperatorException,
+    version,
 )
-
 from .errors import StageError
 from .example import Example, Leaves, split_aux, stand_ins
 from .signature import LeafSignature, Signature, differentiable
@@ -262,7 +264,7 @@ def _call(fn: Callable[..., Any], trees: tuple[Any, ...], example: Example, name
 @contextmanager
 def quiet() -> Iterator[None]:
     """Keeps torch from logging, with its whole traceback, an error that we raise in our words."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger = logging.getLogger(FAKE_TENSOR_LOGGER)
     before, logger.disabled = logger.disabled, True
     try:
         yield
@@ -290,7 +292,7 @@ def _require_unchanged(example: Example, trees: tuple[Any, ...], groups: tuple[L
     for what, tree, signature in zip(names, trees, (example.params, example.x, *example.extras), strict=True):
         mine = [next(before) for _ in signature.leaves]
         leaves, treedef = optree.tree_flatten(tree)
-        written = [path for path, t in zip(signature.paths, mine, strict=True) if t._version]
+        written = [path for path, t in zip(signature.paths, mine, strict=True) if version(t)]
         same = treedef == signature.treedef and all(a is b for a, b in zip(leaves, mine, strict=True))
         if written or not same:
             place = what + (written[0] if written else "")

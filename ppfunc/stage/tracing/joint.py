@@ -7,10 +7,9 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 
+from .._torch import FakeTensorMode, OpOverload, make_fx, rename
 from ..abstract import Outline
 from ..contiguous import contiguous
 from ..errors import StageError
@@ -111,7 +110,7 @@ def _read(traced: GraphModule, groups: tuple[Leaves, ...], counts: tuple[int, in
     arguments = list(_regroup((n for n in graph.nodes if n.op == "placeholder"), groups))
     for letter, nodes in zip("pxcg", arguments, strict=True):
         for index, node in enumerate(nodes):
-            node._rename(f"{letter}{index}")
+            rename(node, f"{letter}{index}")
     (results,) = graph.output_node().args
     names = {n.target for n in graph.nodes if n.op == "get_attr"}
     constants = {target: getattr(traced, target) for target in names}
@@ -120,7 +119,7 @@ def _read(traced: GraphModule, groups: tuple[Leaves, ...], counts: tuple[int, in
 
 def _require_served(joint: Joint, known: Outline, name: str) -> None:
     for node in joint.graph.nodes:
-        if is_call(node) and not (is_element(node) or isinstance(node.target, torch._ops.OpOverload)):
+        if is_call(node) and not (is_element(node) or isinstance(node.target, OpOverload)):
             raise StageError(name, f"it uses {node.target}, an operator on functions", "use the functional engine")
         if is_mutable(node) or node.target in HIDDEN:
             raise StageError(
