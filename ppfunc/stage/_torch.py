@@ -5,6 +5,7 @@ Checked on torch 2.13 by running the tests, on 2.11 and 2.14 by their sources. `
 
 from __future__ import annotations
 
+import sys
 from operator import attrgetter
 from typing import Any
 
@@ -28,6 +29,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 # Sees every operator below autograd; `supports_higher_order_operators` is an attribute of such modes.
 from torch.utils._python_dispatch import TorchDispatchMode
 
+# The registry of classes that are nodes of trees: `(type, flatten_fn, unflatten_fn, flatten_with_keys_fn)` of each.
+from torch.utils._pytree import SUPPORTED_NODES as PYTREE_NODES
+
 # Leaves all modes, to compute with values during a trace.
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
@@ -35,6 +39,7 @@ __all__ = [
     "BINDINGS",
     "FAKE_TENSOR_LOGGER",
     "METHODS",
+    "PYTREE_NODES",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
@@ -42,6 +47,7 @@ __all__ = [
     "OpOverload",
     "TorchDispatchMode",
     "UnsupportedOperatorException",
+    "awaited",
     "binding",
     "copy_each",
     "inductor",
@@ -50,6 +56,7 @@ __all__ = [
     "make_fx",
     "rename",
     "schema",
+    "storage",
     "version",
     "without_modes",
 ]
@@ -94,3 +101,17 @@ def inductor() -> Any:
     from torch._inductor.lowering import lowerings, make_fallback
 
     return compile_fx, decompositions, lowerings, make_fallback
+
+
+def storage(tensor: torch.Tensor) -> int | None:
+    """Identity of the memory of a tensor while it lives; None where it has none of its own, sparse or wrapped by a transform."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def awaited(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself; of the result of a functional collective a copy, which waits for it and keeps its gradient."""
+    module = sys.modules.get("torch.distributed._functional_collectives")  # imported by whoever made such a result
+    return tensor.clone() if module is not None and isinstance(tensor, module.AsyncCollectiveTensor) else tensor
