@@ -147,7 +147,7 @@ class Signature:
         try:
             structure, leaves = json.loads(text)
             read = tuple(_leaf_from_json(*leaf) for leaf in leaves)
-        except (TypeError, KeyError, ValueError) as error:
+        except (TypeError, KeyError, ValueError, RecursionError) as error:
             raise ValueError(f"not the JSON text of a signature: {text[:200]!r} ({error})") from error
         return cls(structure_from_json(structure), read)
 
@@ -185,7 +185,7 @@ def flatten(tree: Any, name: str = "tree") -> tuple[tuple[torch.Tensor, ...], Py
     Raises:
         TypeError: a leaf is not a dense tensor; the message gives its path below ``name``.
     """
-    leaves, treedef = tree_flatten(tree)
+    leaves, treedef = tree_flatten(tree, name)
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor):
             got, expected = f"{_SHORT.repr(leaf)} of type {type(leaf).__name__}", "a tensor"

@@ -18,8 +18,8 @@ NAMESPACE = "ppfunc"
 """Where classes known to torch alone are registered: in its own namespace torch changes the order of dictionaries."""
 
 
-def tree_flatten(tree: Any) -> tuple[list[Any], PyTreeSpec]:
-    """The leaves of a tree and its structure.
+def tree_flatten(tree: Any, name: str = "tree") -> tuple[list[Any], PyTreeSpec]:
+    """The leaves of a tree, called ``name`` in errors, and its structure.
 
     Raises:
         ValueError: the tree is nested deeper than optree allows.
@@ -32,7 +32,7 @@ def tree_flatten(tree: Any) -> tuple[list[Any], PyTreeSpec]:
     try:
         return optree.tree_flatten(tree, namespace=NAMESPACE)
     except RecursionError as error:
-        raise ValueError(f"got a tree nested deeper than {optree.MAX_RECURSION_DEPTH} levels, expected a flatter one") from error
+        raise ValueError(f"{name}: got a tree nested deeper than {optree.MAX_RECURSION_DEPTH} levels, expected a flatter one") from error
 
 
 def tree_leaves(tree: Any) -> list[Any]:
