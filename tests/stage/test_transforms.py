@@ -240,8 +240,9 @@ def test_derivatives_of_normalisation_are_those_of_arithmetic(kind):
     [(F.batch_norm, (1, 3)), (F.batch_norm, (1, 3, 1)), (F.instance_norm, (2, 3, 1))],
     ids=["batch", "batch with an axis", "instance"],
 )
-def test_one_value_per_channel_is_refused_as_by_torch(norm, shape):
-    mean, var = (torch.zeros(3), torch.ones(3)) if norm is F.batch_norm else (None, None)
+@pytest.mark.parametrize("kept", [False, True])
+def test_one_value_per_channel_is_refused_as_by_torch(norm, shape, kept):
+    mean, var = (torch.zeros(3), torch.ones(3)) if kept and norm is F.batch_norm else (None, None)
     x = torch.ones(shape)
 
     def stage(p, x):
