@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from .._torch import FakeTensorMode, OpOverload, make_fx, rename
-from ..abstract import Outline
+from .._torch import OpOverload, make_fx, rename
+from ..abstract import Outline, without_values
 from ..contiguous import contiguous
 from ..errors import StageError
 from ..example import Example, Leaves
@@ -58,7 +58,7 @@ def trace(stage: DifferentiableStage, example: Example, known: Outline, name: st
         StageError: what the stage does cannot be traced, or its backward draws random numbers.
     """
     # Looking for anomalies asks for values.
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.autograd.set_detect_anomaly(False):
+    with without_values(), torch.autograd.set_detect_anomaly(False):
         params, x, consts = example.make()
         gy = tuple(torch.empty(s.shape, dtype=s.dtype, device=example.device) for s in known.y.leaves if s.grad)
         groups = (params, x, consts, gy)
@@ -102,7 +102,7 @@ def _make_fx(fn: Callable[..., Any], flat: list[torch.Tensor], name: str) -> Gra
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
         reason = f"it runs, but its gradient cannot be traced ({type(error).__name__}: {first})"
-        raise StageError(name, reason, "use the functional engine, or the eager engine") from error
+        raise StageError(name, reason, "use the eager engine") from error
 
 
 def _read(traced: GraphModule, groups: tuple[Leaves, ...], counts: tuple[int, int, int]) -> Joint:
