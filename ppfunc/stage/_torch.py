@@ -5,6 +5,8 @@ Checked on torch 2.13 by running the tests, on 2.11 and 2.14 by their sources. `
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -42,6 +44,7 @@ __all__ = [
     "OpOverload",
     "TorchDispatchMode",
     "UnsupportedOperatorException",
+    "below_autograd",
     "binding",
     "copy_each",
     "inductor",
@@ -81,6 +84,14 @@ def version(tensor: torch.Tensor) -> int | None:
 def rename(node: torch.fx.Node, name: str) -> None:
     """Give a node another name, or one like it if another node has it."""
     node._rename(name)
+
+
+@contextmanager
+def below_autograd() -> Iterator[None]:
+    """Within it, operators go straight to dispatch modes: without derivatives, records of views, casts of autocast."""
+    views = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+    with torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(views):
+        yield
 
 
 def inductor() -> Any:

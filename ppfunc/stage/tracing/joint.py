@@ -15,7 +15,7 @@ from ..contiguous import contiguous
 from ..errors import StageError
 from ..example import Example, Leaves
 from ..differentiable import DifferentiableStage
-from .honest import HIDDEN, HONEST
+from .decompositions import DECOMPOSITIONS, HIDDEN
 from .operators import is_call, is_element, is_mutable, is_random
 
 Nodes = tuple[Node, ...]
@@ -96,7 +96,7 @@ def _regroup(flat: Any, groups: Any) -> Iterator[tuple[Any, ...]]:
 
 def _make_fx(fn: Callable[..., Any], flat: list[torch.Tensor], name: str) -> GraphModule:
     try:
-        return make_fx(fn, tracing_mode="real", decomposition_table=HONEST, _allow_non_fake_inputs=True)(*flat)
+        return make_fx(fn, tracing_mode="real", decomposition_table=DECOMPOSITIONS, _allow_non_fake_inputs=True)(*flat)
     except StageError:
         raise
     except Exception as error:
