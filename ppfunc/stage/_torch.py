@@ -24,9 +24,6 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-# Traces Python into a graph of operators; used with its option `_allow_non_fake_inputs`.
-from torch.fx.experimental.proxy_tensor import make_fx
-
 # Sees every operator below autograd; `supports_higher_order_operators` is an attribute of such modes.
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -50,8 +47,6 @@ __all__ = [
     "inductor",
     "innermost_transform",
     "is_wrapped",
-    "make_fx",
-    "rename",
     "schema",
     "version",
     "without_modes",
@@ -79,11 +74,6 @@ binding = attrgetter("_op")
 def version(tensor: torch.Tensor) -> int | None:
     """Counts the writes into a tensor; None for inference tensors, whose writes are not counted."""
     return None if tensor.is_inference() else tensor._version
-
-
-def rename(node: torch.fx.Node, name: str) -> None:
-    """Give a node another name, or one like it if another node has it."""
-    node._rename(name)
 
 
 @contextmanager
