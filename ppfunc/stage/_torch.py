@@ -5,6 +5,7 @@ Checked on torch 2.13 by running the tests, on 2.11 and 2.14 by their sources. `
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from operator import attrgetter
@@ -27,6 +28,9 @@ from torch._subclasses.fake_tensor import (
 # Sees every operator below autograd; `supports_higher_order_operators` is an attribute of such modes.
 from torch.utils._python_dispatch import TorchDispatchMode
 
+# The registry of classes that are nodes of trees: `(type, flatten_fn, unflatten_fn, flatten_with_keys_fn)` of each.
+from torch.utils._pytree import SUPPORTED_NODES as PYTREE_NODES
+
 # Leaves all modes, to compute with values during a trace.
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
@@ -34,6 +38,7 @@ __all__ = [
     "BINDINGS",
     "FAKE_TENSOR_LOGGER",
     "METHODS",
+    "PYTREE_NODES",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
@@ -41,6 +46,7 @@ __all__ = [
     "OpOverload",
     "TorchDispatchMode",
     "UnsupportedOperatorException",
+    "awaited",
     "below_autograd",
     "binding",
     "copy_each",
@@ -48,6 +54,7 @@ __all__ = [
     "innermost_transform",
     "is_wrapped",
     "schema",
+    "storage",
     "version",
     "without_modes",
 ]
@@ -95,3 +102,17 @@ def inductor() -> Any:
     from torch._inductor.lowering import lowerings, make_fallback
 
     return compile_fx, decompositions, lowerings, make_fallback
+
+
+def storage(tensor: torch.Tensor) -> int | None:
+    """Identity of the memory of a tensor while it lives; None where it has none of its own, sparse or wrapped by a transform."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def awaited(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself; of the result of a functional collective a copy, which waits for it and keeps its gradient."""
+    module = sys.modules.get("torch.distributed._functional_collectives")  # imported by whoever made such a result
+    return tensor.clone() if module is not None and isinstance(tensor, module.AsyncCollectiveTensor) else tensor

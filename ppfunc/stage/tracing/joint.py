@@ -10,8 +10,7 @@ from typing import NamedTuple
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from .._torch import FakeTensorMode
-from ..abstract import Outline
+from ..abstract import Outline, without_values
 from ..contiguous import contiguous
 from ..errors import StageError
 from ..example import Example, Leaves
@@ -61,7 +60,7 @@ def trace(stage: DifferentiableStage, example: Example, known: Outline, name: st
         StageError: what the stage does cannot be traced, or its backward draws random numbers.
     """
     # Looking for anomalies asks for values.
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.autograd.set_detect_anomaly(False):
+    with without_values(), torch.autograd.set_detect_anomaly(False):
         params, x, consts = example.make()
         gy = tuple(torch.empty(s.shape, dtype=s.dtype, device=example.device) for s in known.y.leaves if s.grad)
         groups = (params, x, consts, gy)
@@ -85,7 +84,7 @@ def _record(fn: Callable[..., Results], groups: tuple[Leaves, ...], name: str) -
         first = (str(error).splitlines() or [""])[0]
         place = record.place_of(str(error))
         reason = f"it runs, but its gradient cannot be traced ({type(error).__name__}: {first}{place and f', called at {place}'})"
-        raise StageError(name, reason, "use the functional engine, or the eager engine") from error
+        raise StageError(name, reason, "use the eager engine") from error
     groups_of_nodes = (tuple(map(record.node, group)) for group in (*groups, *results))
     return Joint(record.graph, record.constants, *groups_of_nodes)
 
