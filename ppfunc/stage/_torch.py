@@ -13,6 +13,9 @@ from typing import Any
 
 import torch
 
+# FakeTensorMode imports it when the first one is made, which takes a second. Here, ranks that wait for each other import it at the same time.
+import torch._dynamo
+
 # Types of dispatched operators: `OpOverload` has a schema, everything else is an operator on functions.
 from torch._ops import OpOverload
 

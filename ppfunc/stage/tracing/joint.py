@@ -15,7 +15,6 @@ from ..contiguous import contiguous
 from ..errors import StageError
 from ..example import Example, Leaves
 from ..differentiable import DifferentiableStage
-from .decompositions import HIDDEN
 from .operators import is_mutable, is_random
 from .record import Record
 
@@ -83,7 +82,7 @@ def _record(fn: Callable[..., Results], groups: tuple[Leaves, ...], name: str) -
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
         place = record.place_of(str(error))
-        reason = f"it runs, but its gradient cannot be traced ({type(error).__name__}: {first}{place and f', called at {place}'})"
+        reason = f"it runs, but its gradient cannot be traced ({type(error).__name__}: {first}{place})"
         raise StageError(name, reason, "use the eager engine") from error
     groups_of_nodes = (tuple(map(record.node, group)) for group in (*groups, *results))
     return Joint(record.graph, record.constants, *groups_of_nodes)
@@ -112,10 +111,8 @@ def _without_effects(joint: Joint, record: Record, *groups: Leaves) -> Results:
 
 def _require_served(joint: Joint, known: Outline, name: str) -> None:
     for node in joint.graph.nodes:
-        if is_mutable(node) or node.target in HIDDEN:
-            raise StageError(
-                name, f"the effect of {node.target} cannot be removed from its trace", "use the functional engine"
-            )
+        if is_mutable(node):
+            raise StageError(name, f"the effect of {node.target} cannot be removed from its trace", "use the functional engine")
     if sum(map(is_random, joint.graph.nodes)) > known.draws:
         raise StageError(
             name,

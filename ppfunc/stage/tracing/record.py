@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,13 +13,13 @@ import torch
 from torch.fx import Graph, Node
 
 from .._torch import FakeTensor, OpOverload, TorchDispatchMode, schema
+from ..abstract import is_of_a_library
 from ..errors import StageError
-from .decompositions import DECOMPOSITIONS
+from .decompositions import DECOMPOSITIONS, HIDDEN
 from .operators import ELEMENT
 
 aten = torch.ops.aten
 _TRACED = {torch.Tensor, torch.nn.Parameter, FakeTensor}
-_TORCH, _OWN = str(Path(torch.__file__).parent), str(Path(__file__).parents[2])
 _ENTRY = str(Path(__file__).with_name("joint.py"))
 _WITHOUT_DERIVATIVE = "torch::autograd::WarnNotImplemented"  # name of the backward of operators that no derivative is registered for
 
@@ -39,7 +40,7 @@ class Record(TorchDispatchMode):
 
     Attributes:
         graph: the operators in the order in which they are called; ``meta["val"]`` of a node is its result without
-            values, ``meta["place"]`` the line that called it.
+            values, ``meta["place"]`` the line that called it, of an operator of the forward.
         constants: the tensors that ``get_attr`` nodes name: all that is neither an input nor made within.
     """
 
@@ -71,15 +72,17 @@ class Record(TorchDispatchMode):
         if not _TRACED.issuperset(types):
             return NotImplemented  # a subclass comes down to operators on plain tensors by itself
         if not isinstance(func, OpOverload):
-            raise StageError(self.stage, f"it uses {func}, an operator on functions{_called_at(_place())}", "use the functional engine")
+            raise StageError(self.stage, f"it uses {func}, an operator on functions{_place()}", "use the functional engine")
         if func.namespace == "prim":
             return func(*args, **kwargs)
         if func.namespace == "c10d":
             raise StageError(
                 self.stage,
-                f"it uses the collective {func}{_called_at(_place())}, which writes in place and is not traced",
+                f"it uses the collective {func}{_place()}, which writes in place and is not traced",
                 "use torch.distributed._functional_collectives, or the eager engine",
             )
+        if func in HIDDEN:
+            raise StageError(self.stage, f"its operator {func}{_place()} writes into its arguments in secret", "use the functional engine")
         with self:
             if func in DECOMPOSITIONS:
                 return DECOMPOSITIONS[func](*args, **kwargs)
@@ -92,7 +95,7 @@ class Record(TorchDispatchMode):
         given, named = self._with_nodes(args), self._with_nodes(kwargs)
         histories = self._histories(func, args, kwargs)
         made = func(*args, **kwargs)
-        node = self.graph.create_node("call_function", func, given, named, schema(func).name.split("::")[1])
+        node = self.graph.create_node("call_function", func, given, named, _name(func))
         if self._in_forward:
             node.meta["place"] = _place()
         if isinstance(made, torch.Tensor):
@@ -124,14 +127,15 @@ class Record(TorchDispatchMode):
             if results and all(_has_no_derivative(t.grad_fn, before) for t, before in results):
                 raise StageError(
                     self.stage,
-                    f"its operator {node.target}{_called_at(node.meta['place'])}, has no derivative, so that its gradient would be lost",
+                    f"its operator {node.target}{node.meta['place']}, has no derivative, so that its gradient would be lost",
                     "register one (torch.library.register_autograd), or detach what it is given",
                 )
 
     def place_of(self, text: str) -> str:
         """The last line that called an operator which this text names."""
-        calls = [n for n in self.graph.nodes if isinstance(n.target, OpOverload) and n.meta.get("place")]
-        found = [n.meta["place"] for n in calls if str(n.target) in text or schema(n.target).name in text]
+        words = set(re.findall(r"\w+", text))
+        calls = [n for n in self.graph.nodes if n.meta.get("place")]
+        found = [n.meta["place"] for n in calls if words & {_name(n.target), _name(n.target).removeprefix("special_")}]
         return found[-1] if found else ""
 
     def _know(self, tensor: torch.Tensor, node: Node) -> None:
@@ -146,6 +150,10 @@ class Record(TorchDispatchMode):
         return {k: self._with_nodes(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
+def _name(operator: OpOverload) -> str:
+    return schema(operator).name.split("::")[1]
+
+
 def _tensors(values: Any) -> list[torch.Tensor]:
     """The tensors among the arguments or results of an operator."""
     if isinstance(values, torch.Tensor):
@@ -158,14 +166,10 @@ def _has_no_derivative(history: Any, before: Any) -> bool:
 
 
 def _place() -> str:
-    """The innermost line of the stage that is neither of torch nor of this library, as ``file.py:12``; empty if there is none."""
+    """The innermost line of the stage, as ``", called at file:line"``, that is of no library; empty if there is none."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _OWN)):
+    while frame is not None and is_of_a_library(frame.f_code.co_filename):
         if frame.f_code.co_filename == _ENTRY:
             return ""
         frame = frame.f_back
-    return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-
-
-def _called_at(place: str) -> str:
-    return f", called at {place}" if place else ""
+    return "" if frame is None else f", called at {frame.f_code.co_filename}:{frame.f_lineno}"
