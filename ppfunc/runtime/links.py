@@ -83,10 +83,9 @@ class SocketLinks:
         self.waiting_on = peer
         while True:
             problem = self._problem(stream)  # looked for before the message, which may have come before it
-            while (message := stream.next()) is not None:
-                if message[0] >= self.generation:
-                    self.waiting_on = None
-                    return message[1]
+            if (message := stream.next(self.generation)) is not None:
+                self.waiting_on = None
+                return message
             if problem is not None:
                 raise problem
             if spins:
@@ -282,8 +281,8 @@ class SocketLinks:
 
     def _listen_to(self, stream: Stream) -> None:
         with self._changed:
-            while (message := stream.next()) is not None:
-                self._hear(stream.peer, *json.loads(message[1]))
+            while (message := stream.next(0)) is not None:
+                self._hear(stream.peer, *json.loads(message))
             if stream.ended and not self._closed:
                 self._lose(stream.peer)
 
