@@ -140,6 +140,11 @@ WRONG = {
     "B before F": (("0B0 | 0F0",), 1, (0,)),
     "a stage before the one before it": (("1F0 | 0F0 | 1B0 | 0B0",), 1, (0, 0)),
     "gradients in the order of the forward": (("0F0 | 1F0 | 0B0 | 1B0",), 1, (0, 0)),
+    "a message to nobody": (("0F0 | 0B0 | 0SEND_F0",), 1, (0,)),
+    "another order in a batch": (
+        ("0F0 | 0F1 | 0SEND_F0 0SEND_F1 | 0RECV_B0 0B0 | 0RECV_B1 0B1", "1RECV_F1 1RECV_F0 1F0 | 1F1 | 1B0 | 1SEND_B0 1B1 | 1SEND_B1"),
+        2, (0, 1),
+    ),
     "each waits for a later step of the other": (
         (
             "0F0 | 0SEND_F0 0RECV_B0 0B0 | 0F1 | 0SEND_F1 0RECV_B1 0B1",
@@ -187,8 +192,11 @@ def test_sums_over_copies_that_wait_for_each_other_are_not_proved():
 
 def test_a_tail_in_the_step_of_a_compute_is_left_to_the_other_proof():
     schedule = append_tail(place_communication(BUILDERS["dualpipe"](2, 4)))
-    joined = tuple((*p[:-2], p[-2] + p[-1]) for p in schedule.programs)
-    assert prove_columns(replace(schedule, programs=joined)) is None
+    for joined in (
+        tuple((*p[:-2], p[-2] + p[-1]) for p in schedule.programs),
+        tuple((*p[:-2], p[-1] + p[-2]) for p in schedule.programs),
+    ):
+        assert prove_columns(replace(schedule, programs=joined)) is None
 
 
 def test_a_barrier_needs_the_sums_over_copies_in_steps_of_one_number():
