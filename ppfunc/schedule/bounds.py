@@ -47,6 +47,6 @@ def lower_bound(costs: Costs, ranks: int, microbatches: int, cap: int) -> Number
         cycle = -(-microbatches // cap) * (f[r] + around + i[r] + w[r])
         best = max(best, microbatches * (f[r] + i[r] + w[r]) + head + tail, cycle)
         for q in range(r):
-            way = sum(f[s] + i[s] + turn[s] for s in range(q, r))
-            best = max(best, way + microbatches * (f[r] + i[r]) + w[q])
+            forward_path = sum(f[s] + i[s] + turn[s] for s in range(q, r))
+            best = max(best, forward_path + microbatches * (f[r] + i[r]) + w[q])
     return best

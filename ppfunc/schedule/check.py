@@ -12,9 +12,9 @@ from .errors import ScheduleError
 from .instruction import COMMUNICATION, Op
 from .proof.buffers import check_activations, check_offloads, check_slots
 from .proof.columns import prove_columns
-from .proof.order import Record, check_order
+from .proof.order import OrderRecord, check_order
 from .proof.queues import check_queues
-from .proof.routes import routes
+from .proof.routes import find_routes
 from .proof.structure import check_structure
 from .proof.tail import check_loads, check_tail
 from .proof.traffic import Traffic, traffic
@@ -148,11 +148,11 @@ def _prove_lowered(schedule: Schedule, queue: str) -> bool:
 def _prove_by_steps(schedule: Schedule, queue: str) -> bool:
     """Prove the same instruction by instruction, and name the first that is wrong."""
     flow = dataflow(schedule)
-    ways = routes(schedule, flow)
-    record = check_order(schedule, flow, ways)
-    found = traffic(schedule, flow, ways, queue)
+    routes = find_routes(schedule, flow)
+    record = check_order(schedule, flow, routes)
+    found = traffic(schedule, flow, routes, queue)
     check_queues(schedule, flow, record, found)
-    return _batches_are_atomic(found if queue == "pair" else traffic(schedule, flow, ways, "pair"))
+    return _batches_are_atomic(found if queue == "pair" else traffic(schedule, flow, routes, "pair"))
 
 
 def _prove_bare(schedule: Schedule) -> bool:
@@ -176,7 +176,7 @@ def is_step_atomic(schedule: Schedule) -> bool:
     return check(schedule).step_atomic
 
 
-def _values_are_atomic(flow: Dataflow, record: Record) -> bool:
+def _values_are_atomic(flow: Dataflow, record: OrderRecord) -> bool:
     """Without communications: every value is made in a step no later than that of its consumer."""
     made = record.made
     for value, (_, step, _) in made.items():

@@ -51,7 +51,7 @@ class ScheduleError(ValueError):
         return f"{head}\n\n{self.picture}" if self.picture else head
 
 
-def refuse(
+def schedule_error(
     schedule: Schedule, rank: int | None, position: tuple[int, int] | None, reason: str
 ) -> ScheduleError:
     """The error for one place of ``schedule``, with its instruction and its picture; to be raised."""

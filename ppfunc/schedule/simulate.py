@@ -8,13 +8,13 @@ from functools import cache
 from itertools import compress
 from operator import sub
 
-from .earliest import Time, Times, earliest
+from .earliest import Time, EarliestTimes, earliest
 from .costs import Costs, Number
 from .dataflow import dataflow
-from .errors import refuse
+from .errors import schedule_error
 from .instruction import COMMUNICATION, COMPUTE, Op
 from .proof.buffers import HELD
-from .proof.routes import routes
+from .proof.routes import find_routes
 from .proof.structure import require_schedule
 from .schedule import Schedule
 
@@ -162,17 +162,17 @@ def _share_idle(busy: Sequence[Time], time: Time) -> Time:
     return (len(busy) * time - sum(busy)) / (len(busy) * time) if time else 0
 
 
-def _all_instructions(schedule: Schedule, costs: Costs, times: Times) -> tuple[Sequence, Sequence]:
+def _all_instructions(schedule: Schedule, costs: Costs, times: EarliestTimes) -> tuple[Sequence, Sequence]:
     """The times of all instructions from those of the compute instructions."""
     if schedule.ops <= COMPUTE:
         return times.starts, times.ends
     flow = dataflow(schedule)
-    ways = routes(schedule, flow)
+    routes = find_routes(schedule, flow)
     # Per end of a message: the number of its value for microbatch 0, and how long it takes.
     carried = {}
-    for way, route in ways.items():
-        value = flow.output(way[1], 0) + route.distance
-        carried[way] = (value, costs.message_of(value // 2 // flow.microbatches))
+    for end, route in routes.items():
+        value = flow.output(end[1], 0) + route.distance
+        carried[end] = (value, costs.message_of(value // 2 // flow.microbatches))
     done = times.done
     starts: list[list[Time]] = []
     ends: list[list[Time]] = []
@@ -192,7 +192,7 @@ def _all_instructions(schedule: Schedule, costs: Costs, times: Times) -> tuple[S
                     value, delay = carried.get((op, instruction[1], instruction[3]), (0, None))
                     made = done.get(value + 2 * instruction[2])
                     if delay is None or made is None:
-                        raise refuse(schedule, rank, (step, place), "nothing computes what this message carries")
+                        raise schedule_error(schedule, rank, (step, place), "nothing computes what this message carries")
                     begins.append(made)
                     stops.append(made + delay)
                 else:

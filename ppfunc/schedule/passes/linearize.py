@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from ..dataflow import PRODUCT, Dataflow, dataflow
-from ..errors import ScheduleError, cycle_text, refuse
+from ..errors import ScheduleError, cycle_text, schedule_error
 from ..instruction import COMPUTE
 from ..proof.structure import check_structure
 from ..schedule import Schedule, Step
@@ -69,4 +69,4 @@ def _stuck(schedule: Schedule, flow: Dataflow, at: list[int], missing: dict[int,
     """The error for steps that wait for ever; ``missing`` gives what each blocked rank waits for."""
     sentences = [f"rank {rank} waits at step {at[rank]} for {flow.name(value)}" for rank, value in sorted(missing.items())]
     rank = min(missing)
-    return refuse(schedule, rank, (at[rank], 0), "no order of the steps exists: " + cycle_text(sentences))
+    return schedule_error(schedule, rank, (at[rank], 0), "no order of the steps exists: " + cycle_text(sentences))

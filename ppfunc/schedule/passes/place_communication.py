@@ -10,7 +10,7 @@ from math import inf
 
 from ..collector import collector_paused
 from ..dataflow import PRODUCT, Dataflow, dataflow
-from ..earliest import Times, earliest
+from ..earliest import EarliestTimes, earliest
 from ..instruction import COMMUNICATION, COMPUTE, Instruction, Op
 from ..schedule import Program, Schedule, Step
 from .remove_slots import remove_slots
@@ -64,7 +64,7 @@ def place_communication(schedule: Schedule, *, lookahead: int = 0) -> Schedule:
     return replace(schedule, programs=programs)
 
 
-def _indices(schedule: Schedule, flow: Dataflow, times: Times) -> tuple[dict[int, int], list[list[int]]]:
+def _indices(schedule: Schedule, flow: Dataflow, times: EarliestTimes) -> tuple[dict[int, int], list[list[int]]]:
     """The index of the instruction that makes each value, and the end of the last compute before each index."""
     where: dict[int, int] = {}
     before: list[list[int]] = []

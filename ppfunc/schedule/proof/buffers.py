@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import accumulate, islice, repeat
 
-from ..errors import refuse
+from ..errors import schedule_error
 from ..instruction import COMPUTE, WHOLE_STAGE, Instruction, Op, parts_of
 from ..schedule import Program, Schedule
 from .order import in_order
@@ -39,7 +39,7 @@ def check_activations(schedule: Schedule, limit: int | None) -> tuple[int, ...]:
         if limit is not None and peaks[-1] > limit:
             above = next(n for n, number in enumerate(live) if number > limit)
             reason = f"with it {live[above]} activations are live, the limit is {limit}"
-            raise refuse(schedule, rank, _place_of(program, above), reason)
+            raise schedule_error(schedule, rank, _place_of(program, above), reason)
     return tuple(peaks)
 
 
@@ -64,7 +64,7 @@ def check_offloads(schedule: Schedule) -> None:
                 for part in instruction.parts or (instruction,):
                     fault = _move(state, part)
                     if fault:
-                        raise refuse(schedule, rank, (step, place), fault)
+                        raise schedule_error(schedule, rank, (step, place), fault)
 
 
 def _move(state: dict[tuple[int, int], str], part: Instruction) -> str:
@@ -109,7 +109,7 @@ def check_slots(schedule: Schedule) -> tuple[int, ...]:
             stage, slot = part.stage, part.slot
             fault = _take(slot_of, holder, left, stage, slot, key)
             if fault:
-                raise refuse(schedule, rank, (step, place), fault)
+                raise schedule_error(schedule, rank, (step, place), fault)
             sizes[stage] = max(sizes[stage], slot + 1)
     return tuple(sizes)
 

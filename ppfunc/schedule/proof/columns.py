@@ -157,7 +157,7 @@ def _links(schedule: Schedule, ranks: Sequence[Columns]) -> list[Link] | None:
         if forward is None or (backward and not _before(forward, at[stage].get((Op.B, stage, None)))):
             return None
     links = []
-    for a, b, op, send, receive, peers in _ways(schedule):
+    for a, b, op, send, receive, peers in _flows(schedule):
         made, used = at[a].get((op, a, None)), at[b].get((op, b, None))
         if home[a] == home[b]:
             if not _before(made, used):
@@ -170,7 +170,7 @@ def _links(schedule: Schedule, ranks: Sequence[Columns]) -> list[Link] | None:
     return links
 
 
-def _ways(schedule: Schedule) -> Iterator[tuple[int, int, Op, Op, Op, tuple[int | None, int | None]]]:
+def _flows(schedule: Schedule) -> Iterator[tuple[int, int, Op, Op, Op, tuple[int | None, int | None]]]:
     """Every edge there and, with a backward, back: source, target, what makes and uses, what sends and receives, the peers named."""
     skips = frozenset(schedule.skips)
     for a, b in schedule.edges:

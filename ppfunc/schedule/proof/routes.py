@@ -9,7 +9,7 @@ from ..instruction import Instruction, Op
 from ..schedule import Schedule
 
 
-class Route(NamedTuple):
+class MessageRoute(NamedTuple):
     """One end of the messages of one edge in one direction.
 
     Args:
@@ -23,10 +23,10 @@ class Route(NamedTuple):
     other: int
 
 
-Routes = dict[tuple[Op, int, int | None], Route]
+Routes = dict[tuple[Op, int, int | None], MessageRoute]
 
 
-def routes(schedule: Schedule, flow: Dataflow) -> Routes:
+def find_routes(schedule: Schedule, flow: Dataflow) -> Routes:
     """The routes of ``schedule``, by op, stage that performs it, and peer."""
     found: Routes = {}
     home, skips = schedule.placement, frozenset(schedule.skips)
@@ -36,14 +36,14 @@ def routes(schedule: Schedule, flow: Dataflow) -> Routes:
         skip = (a, b) in skips
         far, near = (b, a) if skip else (None, None)
         back = 2 * flow.microbatches * (a - b)
-        found[Op.SEND_F, a, far] = Route(0, b, home[b])
-        found[Op.RECV_F, b, near] = Route(back, b, home[a])
-        found[Op.SEND_B, b, near] = Route(1, a, home[a])
-        found[Op.RECV_B, a, far] = Route(1 - back, a, home[b])
+        found[Op.SEND_F, a, far] = MessageRoute(0, b, home[b])
+        found[Op.RECV_F, b, near] = MessageRoute(back, b, home[a])
+        found[Op.SEND_B, b, near] = MessageRoute(1, a, home[a])
+        found[Op.RECV_B, a, far] = MessageRoute(1 - back, a, home[b])
     return found
 
 
-def message_number(schedule: Schedule, flow: Dataflow, route: Route, instruction: Instruction) -> int:
+def message_number(schedule: Schedule, flow: Dataflow, route: MessageRoute, instruction: Instruction) -> int:
     """The number of a message, the same at both ends: ``value * S + stage that consumes it``."""
     value = 2 * (instruction[1] * flow.microbatches + instruction[2]) + route[0]
     return value * len(schedule.placement) + route[1]

@@ -34,7 +34,7 @@ class Traffic(NamedTuple):
     events: list[list[Event]]
 
 
-def traffic(schedule: Schedule, flow: Dataflow, ways: Routes, queue: str) -> Traffic:
+def traffic(schedule: Schedule, flow: Dataflow, routes: Routes, queue: str) -> Traffic:
     """The batches of ``schedule``, with a queue per pair of ranks (``"pair"``) or one per rank (``"rank"``)."""
     found = Traffic([], [], [], [], {}, [[] for _ in schedule.programs])
     queues: dict[Hashable, int] = {}
@@ -51,7 +51,7 @@ def traffic(schedule: Schedule, flow: Dataflow, ways: Routes, queue: str) -> Tra
                 if slotted:
                     _take_buffers(found, begin, buffers, instruction, (rank, step, place))
                 if op in COMMUNICATION:
-                    route = ways[op, instruction[1], instruction[3]]
+                    route = routes[op, instruction[1], instruction[3]]
                     key = (rank, route[2]) if queue == "pair" else rank
                     batch = batches.get(key)
                     if batch is None:
