@@ -1,4 +1,4 @@
-"""The earliest times: every compute instruction starts once its rank is free and its inputs are there."""
+"""Run compute instructions as early as possible: each starts once its rank is free and its inputs are there."""
 
 from __future__ import annotations
 

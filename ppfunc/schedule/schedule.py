@@ -1,4 +1,4 @@
-"""A schedule: the immutable value that says what every rank does, and in which order."""
+"""Hold the programs of all ranks in one immutable value."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Schedule:
 
     @property
     def stages(self) -> int:
-        """Number of stages, the copies in a second chain counted too."""
+        """Number of stages, the replicas in further chains counted too."""
         return len(self.placement)
 
     @cached_property
@@ -89,7 +89,7 @@ class Schedule:
 
     @cached_property
     def counts(self) -> dict[Op, int]:
-        """How many instructions there are of each kind that occurs, overlapped pairs counted as pairs."""
+        """Number of instructions of each kind that occurs, overlapped pairs counted as pairs."""
         return dict(Counter(map(itemgetter(0), _flat(self.programs))))
 
     @cached_property
@@ -108,12 +108,12 @@ class Schedule:
 
     @property
     def lowered(self) -> bool:
-        """Whether communication has been placed (true where no two ranks have to talk)."""
+        """Whether communication has been placed. True where no two ranks exchange anything."""
         return bool(self.ops & COMMUNICATION) or not self.crossing_edges
 
     @property
     def forward_only(self) -> bool:
-        """Whether there is no backward in it, as in inference."""
+        """Whether the schedule has no backward, as in inference."""
         return not self.ops & {Op.B, Op.I, Op.W}
 
     @cached_property
@@ -183,7 +183,7 @@ def _flat(programs: Iterable[Program]) -> Iterator[Instruction]:
 def single_chain(
     name: str, placement: Iterable[int], microbatches: int, programs: Iterable[Iterable[Instruction]]
 ) -> Schedule:
-    """A schedule with one chain through stages 0, 1, ... and one instruction per step."""
+    """Make a schedule with one chain through stages 0, 1, ... and one instruction per step."""
     placement = tuple(placement)
     return Schedule(
         name,
@@ -194,5 +194,5 @@ def single_chain(
 
 
 def elementary(schedule: Schedule, rank: int) -> Iterator[Instruction]:
-    """The instructions of ``rank`` in order, overlapped pairs opened into their parts."""
+    """Iterate over the instructions of ``rank`` in order, overlapped pairs opened into their parts."""
     return (part for i in schedule.instructions(rank) for part in parts_of(i))

@@ -1,4 +1,4 @@
-"""Time and memory of a schedule on paper."""
+"""Compute time and memory of a schedule on paper."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def measure(
     ends: Sequence[Sequence[Time]],
     costs: Costs | None = None,
 ) -> Timeline:
-    """The timeline of given times, such as measured ones: per rank, one per instruction of its program.
+    """Make the timeline of given times, such as measured ones: per rank, one per instruction of its program.
 
     Raises:
         ValueError: the number of times is not that of the instructions.
@@ -123,7 +123,7 @@ def measure(
 
 
 def peak_activations(schedule: Schedule, costs: Costs | None = None) -> tuple[Number, ...]:
-    """The largest memory that each rank holds for its backwards.
+    """Return the largest memory that each rank holds for its backwards.
 
     An activation is held from the start of its F to the end of its B, or of its I, after which
     its weight share is held until the end of its W; not while it is offloaded.

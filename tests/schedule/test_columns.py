@@ -180,7 +180,7 @@ def with_last_steps(schedule, *texts):
     return replace(schedule, programs=tuple((*p, step) for p, step in zip(schedule.programs, last, strict=True)))
 
 
-def test_sums_over_copies_that_wait_for_each_other_are_not_proved():
+def test_sums_over_replicas_that_wait_for_each_other_are_not_proved():
     schedule = compute_only(BUILDERS["dualpipe"](2, 4))
     assert schedule.placement == (0, 1, 1, 0)
     right = with_last_steps(place_communication(schedule), "0REDUCE_TIED 3REDUCE_TIED", "2REDUCE_TIED 1REDUCE_TIED")
@@ -199,7 +199,7 @@ def test_a_tail_in_the_step_of_a_compute_is_left_to_the_other_proof():
         assert prove_columns(replace(schedule, programs=joined)) is None
 
 
-def test_a_barrier_needs_the_sums_over_copies_in_steps_of_one_number():
+def test_a_barrier_needs_the_sums_over_replicas_in_steps_of_one_number():
     schedule = append_tail(compute_only(BUILDERS["data_parallel"](2, 3)))
     assert prove_columns(schedule) is by_steps(schedule) is True
     idle = replace(schedule, programs=(((), *schedule.programs[0]), schedule.programs[1]))
@@ -213,7 +213,7 @@ def test_slots_are_left_to_the_other_proof():
     assert prove_columns(remove_slots(slotted)) is False
 
 
-def test_a_sum_over_copies_before_the_end_is_left_to_the_other_proof():
+def test_a_sum_over_replicas_before_the_end_is_left_to_the_other_proof():
     schedule = append_tail(place_communication(BUILDERS["dualpipe"](2, 4)), step=False)
     early = ((Instruction(Op.REDUCE_TIED, 0),), *schedule.programs[0])
     assert prove_columns(replace(schedule, programs=(early, *schedule.programs[1:]))) is None

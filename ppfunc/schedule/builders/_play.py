@@ -87,7 +87,7 @@ def play(times: StageTimes, microbatches: int, cap: int, rules: Rules) -> Outcom
 def _next(
     r: int, times: StageTimes, ends: dict[str, list[list[Any]]], free: Any, microbatches: int, cap: int, rules: Rules
 ) -> tuple[Any, str] | None:
-    """When the rank starts what, or None while it does not know what comes to it."""
+    """The time and the letter of the rank's next start, or None while an arrival is unknown."""
     f, b, w = (len(ends[letter][r]) for letter in "FIW")
     warm = f >= rules.warm_up[r]
     forward = inf if f == microbatches or (b == 0 and warm) else _arrival("F", r, r - 1, f, times, ends)
@@ -112,7 +112,7 @@ def _next(
 
 
 def _arrival(letter: str, r: int, source: int, number: int, times: StageTimes, ends: dict[str, list[list[Any]]]) -> Any:
-    """When the product of the neighbour ``source`` is there, as far as is known; 0 where there is none."""
+    """The time at which the product of the neighbour ``source`` is there, as far as is known; 0 where there is none."""
     if not 0 <= source < len(times.forward):
         return 0
     known = ends[letter][source]

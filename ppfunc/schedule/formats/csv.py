@@ -1,4 +1,4 @@
-"""The CSV form of ``torch.distributed.pipelining``: one row per rank, one instruction per cell.
+"""Write and read the CSV form of ``torch.distributed.pipelining``: one row per rank, one instruction per cell.
 
 What torch has a token for comes out as torch's own file, compute only or with communication, and
 torch's files are read, blanks included. Everything else is written in the same grammar (see
@@ -34,7 +34,7 @@ _ONCE = COMPUTE | COMMUNICATION
 
 
 def to_csv(schedule: Schedule) -> str:
-    r"""The CSV text of ``schedule``: a row per rank, a cell per instruction.
+    r"""Return the CSV text of ``schedule``: a row per rank, a cell per instruction.
 
     >>> from ppfunc.schedule.builders import gpipe
     >>> to_csv(gpipe(ranks=2, microbatches=2))
@@ -46,7 +46,7 @@ def to_csv(schedule: Schedule) -> str:
 
 
 def from_csv(text: str, name: str = "csv") -> Schedule:
-    """The schedule that the CSV ``text`` describes, not yet checked.
+    """Read the schedule that the CSV ``text`` describes; it is not yet checked.
 
     >>> from_csv("0F0,0B0\\n1F0,1B0\\n").placement
     (0, 1)

@@ -1,4 +1,4 @@
-"""A schedule in time as a Chrome trace: opens in Perfetto (ui.perfetto.dev) and chrome://tracing.
+"""Write a schedule in time as a Chrome trace, which opens in Perfetto (ui.perfetto.dev) and chrome://tracing.
 
 One track per rank, one slice per instruction that takes time, one arrow per message, from the end of
 the instruction that makes the value to the start of the one that consumes it.
@@ -20,10 +20,10 @@ _Place = tuple[int, float, float]
 
 
 def to_trace(schedule: Schedule, timeline: Timeline | None = None, *, microseconds: float = 1000.0) -> str:
-    """The trace of ``schedule`` as JSON text.
+    """Return the trace of ``schedule`` as JSON text.
 
     Args:
-        schedule: what ran, or would run.
+        schedule: the one that ran, or would run.
         timeline: start and end of every instruction, simulated or measured (see
             :func:`ppfunc.schedule.simulate.measure`); by default simulated with the default costs.
         microseconds: how long one unit of the timeline is in the trace; 1e6 for seconds.

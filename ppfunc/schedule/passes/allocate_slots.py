@@ -36,7 +36,7 @@ class Range(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """When messages moved in one run of the schedule.
+    """The moments of messages in one run of the schedule.
 
     Args:
         latest: per rank and step, the last moment at which the step may have begun.

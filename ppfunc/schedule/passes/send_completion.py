@@ -17,7 +17,7 @@ _MessageName = tuple[bool, int, int, int]
 
 
 def send_completion(schedule: Schedule, rank: int) -> dict[int, list[Instruction]]:
-    """For each step of ``rank``, the sends to wait for at its end.
+    """Return, for each step of ``rank``, the sends to wait for at its end.
 
     Every send of the rank occurs once. Those that nothing follows are waited for in the last step.
     Only the programs of ``rank`` and of those that it sends to or receives from are read.

@@ -1,4 +1,4 @@
-"""Memory: live activations, residuals that are away, slots that are overwritten."""
+"""Prove the use of memory: live activations, residuals that are away, slots that are overwritten."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LIVE = {op: whole for op, (whole, _) in HELD.items()}
 
 
 def check_activations(schedule: Schedule, limit: int | None) -> tuple[int, ...]:
-    """The peak number of live activations of every rank.
+    """Return the peak number of live activations of every rank.
 
     One is live per stage and microbatch from its F to the end of its B or I, except while it is
     offloaded; where there is no backward, during its F only.
@@ -50,7 +50,7 @@ def _place_of(program: Program, number: int) -> tuple[int, int]:
 
 
 def check_offloads(schedule: Schedule) -> None:
-    """Residuals leave after their forward, come back once, and are not used while away.
+    """Prove that residuals leave after their forward, come back once, and are not used while away.
 
     Raises:
         ScheduleError: at the first OFFLOAD, FETCH or backward for which this does not hold.
@@ -89,7 +89,7 @@ def _move(state: dict[tuple[int, int], str], part: Instruction) -> str:
 
 
 def check_slots(schedule: Schedule) -> tuple[int, ...]:
-    """Number of slots of every stage, none where no slots have been allocated.
+    """Return the number of slots of every stage, none where no slots have been allocated.
 
     A slot belongs to its stage and holds all of one microbatch: input, output, residuals and
     gradients, from the first instruction that names it to the last, or until it is offloaded.
@@ -115,7 +115,7 @@ def check_slots(schedule: Schedule) -> tuple[int, ...]:
 
 
 def uses(program: tuple) -> Iterator[tuple[int, int, Instruction, Holder]]:
-    """Every use of a slot: step, place, instruction, and its holder: stage, microbatch, times offloaded."""
+    """Iterate over the uses of slots: step, place, instruction, and its holder: stage, microbatch, times offloaded."""
     moved: Counter = Counter()
     for step, instructions in enumerate(program):
         for place, instruction in in_order(instructions):

@@ -1,8 +1,8 @@
 """Prove the usual lowered schedule on whole columns of positions, one per kind of instruction.
 
-The proofs in the other rooms walk instruction by instruction and name the place of a fault. This one
+The proofs in the other modules walk instruction by instruction and name the place of a fault. This one
 answers for a schedule of a million instructions in a second. It accepts nothing that they refuse;
-what it does not accept they decide. It leaves to them slots, loads, offloads, and sums over copies
+what it does not accept they decide. It leaves to them slots, loads, offloads, and sums over replicas
 that are not the end of each program.
 
 Between two ranks with one queue each way round, let a message have the step in which each end posts it.
@@ -107,7 +107,7 @@ def _columns(schedule: Schedule, rank: int) -> Columns | None:
 
 
 def _in_phases(program: Program, flat: Sequence[Instruction]) -> bool:
-    """Whether each step has its messages first, and a last step with a tail the sums over copies before all else."""
+    """Whether each step has its messages first, and a last step with a tail the sums over replicas before all else."""
     talks = [i[0] in COMMUNICATION for i in flat]
     starts = set(accumulate(map(len, program)))
     if not starts.issuperset(compress(count(1), map(lt, talks, talks[1:]))):

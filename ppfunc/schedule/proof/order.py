@@ -1,4 +1,4 @@
-"""What each rank computes, sends and receives, and whether its own order makes sense."""
+"""Prove the order of each rank on its own: inputs before uses, everything once, nothing missing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Position = tuple[int, int, int]  # rank, step, place
 
 
 class OrderRecord(NamedTuple):
-    """Where everything happens. A message is numbered ``value * S + stage that consumes it``.
+    """The position of everything that happens. A message is numbered ``value * S + stage that consumes it``.
 
     Args:
         made: position of the instruction that makes each value.
@@ -31,7 +31,7 @@ class OrderRecord(NamedTuple):
 
 
 def in_order(step: Step) -> Iterable[tuple[int, Instruction]]:
-    """The instructions of a step with their places, in the order of its meaning.
+    """Return the instructions of a step with their places, in the order of its meaning.
 
     Communications first, then loads, then the rest.
     """
@@ -48,7 +48,7 @@ _PHASE = {**dict.fromkeys(COMMUNICATION, 0), Op.LOAD: 1}
 
 
 def check_order(schedule: Schedule, flow: Dataflow, routes: Routes) -> OrderRecord:
-    """Walk through each program and refuse what no other rank can mend.
+    """Walk through each program and refuse faults that no other rank can mend.
 
     Every value that a rank itself must provide is there before it is used or sent, every value
     from elsewhere has its receive posted (in a schedule with communications), nothing happens
@@ -78,7 +78,7 @@ def check_order(schedule: Schedule, flow: Dataflow, routes: Routes) -> OrderReco
 
 
 def _compute(schedule: Schedule, flow: Dataflow, record: OrderRecord, part: Instruction, lowered: bool) -> str:
-    """What is wrong with computing this here, if anything."""
+    """The fault of computing this here in words, empty where there is none."""
     op, stage, microbatch, *_ = part
     output = 2 * (stage * flow.microbatches + microbatch)
     rank, home = schedule.placement[stage], schedule.placement
@@ -119,7 +119,7 @@ def _enter(schedule: Schedule, flow: Dataflow, record: OrderRecord, instruction:
 def _message(
     schedule: Schedule, flow: Dataflow, routes: Routes, record: OrderRecord, instruction: Instruction, position: Position
 ) -> str:
-    """Note one end of a message; returns what is wrong with it, if anything."""
+    """Record one end of a message; returns its fault in words, empty where there is none."""
     route = routes.get((instruction[0], instruction[1], instruction[3]))
     if route is None:
         return no_route(schedule, instruction)

@@ -1,4 +1,4 @@
-"""Whether messages and waits can all come to an end: one simulated run decides.
+"""Prove that all messages and waits come to an end, by one simulated run.
 
 A rank posts the communications of a step as one batch and goes on; its compute waits for the
 batches whose receives it consumes. A message moves once both its ends are posted and each is in
@@ -20,7 +20,7 @@ from .traffic import Traffic
 
 
 class QueueState(NamedTuple):
-    """Where a run stands.
+    """The state of a run.
 
     Args:
         at: per rank, the index of its next event.
@@ -118,7 +118,7 @@ def _arrive(
 
 
 def _check_streams(schedule: Schedule, flow: Dataflow, record: OrderRecord) -> None:
-    """What one rank sends to another is received there in the same order: messages carry no names."""
+    """Refuse a pair of ranks whose receives are in another order than the sends: messages carry no names."""
     home, stages = schedule.placement, schedule.stages
     sent: dict[tuple[int, int], list[int]] = {}
     for message, position in record.sends.items():
@@ -139,9 +139,9 @@ def _check_streams(schedule: Schedule, flow: Dataflow, record: OrderRecord) -> N
 
 
 def describe(schedule: Schedule, flow: Dataflow, message: int) -> str:
-    """A message in words."""
+    """Return a message in words."""
     if message < 0:
-        return f"the sum over the copies {schedule.replicas[-1 - message]}"
+        return f"the sum over the replicas {schedule.replicas[-1 - message]}"
     value, target = divmod(message, schedule.stages)
     return f"{flow.name(value)} to stage {target}"
 

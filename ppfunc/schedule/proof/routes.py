@@ -1,4 +1,4 @@
-"""Where each message goes."""
+"""Find the two ends of every message."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Routes = dict[tuple[Op, int, int | None], MessageRoute]
 
 
 def find_routes(schedule: Schedule, flow: Dataflow) -> Routes:
-    """The routes of ``schedule``, by op, stage that performs it, and peer."""
+    """Return the routes of ``schedule``, by op, stage that performs it, and peer."""
     found: Routes = {}
     home, skips = schedule.placement, frozenset(schedule.skips)
     for a, b in schedule.edges:
@@ -44,13 +44,13 @@ def find_routes(schedule: Schedule, flow: Dataflow) -> Routes:
 
 
 def message_number(schedule: Schedule, flow: Dataflow, route: MessageRoute, instruction: Instruction) -> int:
-    """The number of a message, the same at both ends: ``value * S + stage that consumes it``."""
+    """Return the number of a message, the same at both ends: ``value * S + stage that consumes it``."""
     value = 2 * (instruction[1] * flow.microbatches + instruction[2]) + route[0]
     return value * len(schedule.placement) + route[1]
 
 
 def no_route(schedule: Schedule, instruction: Instruction) -> str:
-    """Why a message that has no route cannot exist."""
+    """Say why a message that has no route cannot exist."""
     stage, other = instruction.stage, schedule.other_end(instruction)
     if instruction.peer is None and other is None:
         end = "last" if instruction.op in (Op.SEND_F, Op.RECV_B) else "first"

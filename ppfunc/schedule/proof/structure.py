@@ -1,4 +1,4 @@
-"""Whether a schedule is well formed: the right types, numbers in range, stages on their ranks."""
+"""Prove that a schedule is well formed: the right types, numbers in range, stages on their ranks."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _check_chains(schedule: Schedule) -> Ranges:
     if None in ranges:
         raise _plain(f"stage {ranges.index(None)} is in no chain, expected each stage in one")
     if len({len(c.stages) for c in schedule.chains}) > 1:
-        raise _plain("the chains differ in length: equal positions of two chains hold copies of one stage")
+        raise _plain("the chains differ in length: equal positions of two chains hold replicas of one stage")
     spans = sorted((c.microbatches.start, c.microbatches.stop) for c in schedule.chains)
     for (_, stop), (start, _) in pairwise(spans):
         if start < stop:

@@ -1,4 +1,4 @@
-"""What frames the compute: loads before it, reductions and the optimizer step after it."""
+"""Prove the frame of the compute: loads before it, reductions and the optimizer step after it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _TAIL = (Op.REDUCE_TIED, Op.REDUCE_GRAD, Op.STEP)
 
 
 def check_loads(schedule: Schedule) -> None:
-    """Where anything is loaded: every microbatch once, before its forward, in the stages that take data.
+    """Prove that, where anything is loaded, every microbatch is, once, before its forward, in the stages that take data.
 
     All first stages load their inputs; the last stages load their targets, all of them or none.
 
@@ -46,11 +46,11 @@ def _loads_any(schedule: Schedule, stages: set[int]) -> bool:
 
 
 def check_tail(schedule: Schedule) -> None:
-    """Reductions and the optimizer step: once in all stages or in none, in order, after the last backward.
+    """Prove reductions and the optimizer step: once in all stages or in none, in order, after the last backward.
 
     Raises:
         ScheduleError: one that is missing, doubled, early or out of order, or without a backward
-            to follow; copies of a stage that are stepped but never summed.
+            to follow; replicas of a stage that are stepped but never summed.
     """
     present = [op for op in _TAIL if op in schedule.ops]
     if not present:
@@ -91,5 +91,5 @@ def _check_all_stages(schedule: Schedule, present: list[Op], found: dict[tuple[O
     replicas = len(schedule.chains[0].stages) == 1 and Op.REDUCE_GRAD in present
     if Op.STEP in present and schedule.replicas and Op.REDUCE_TIED not in present and not replicas:
         rank, step, place = found[Op.STEP, schedule.replicas[0][0]]
-        reason = f"stages {schedule.replicas[0]} are copies, but their gradients are never summed: expected REDUCE_TIED before STEP"
+        reason = f"stages {schedule.replicas[0]} are replicas, but their gradients are never summed: expected REDUCE_TIED before STEP"
         raise schedule_error(schedule, rank, (step, place), reason)
