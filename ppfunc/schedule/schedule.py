@@ -58,6 +58,9 @@ class Schedule:
     def __str__(self) -> str:
         return "\n".join(" ".join("+".join(map(str, step)) or "." for step in program) for program in self.programs)
 
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
     def __repr__(self) -> str:
         return (
             f"Schedule({self.name!r}, ranks={self.ranks}, stages={self.stages}, microbatches={self.microbatches}, "
