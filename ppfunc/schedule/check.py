@@ -115,12 +115,8 @@ def check(schedule: Schedule, *, queue: str = "pair", max_activations: int | Non
     if queue not in _QUEUES:
         raise ValueError(f"queue is {queue!r}, expected 'pair' or 'rank'")
     check_structure(schedule)
-    if schedule.ops & COMMUNICATION:
-        atomic = _prove_lowered(schedule, queue)
-        models = ("rendezvous", f"one queue per {_QUEUES[queue]}")
-    else:
-        atomic = _prove_bare(schedule)
-        models = ("by data dependencies",)
+    lowered = bool(schedule.ops & COMMUNICATION)
+    atomic = _prove_lowered(schedule, queue) if lowered else _prove_bare(schedule)
     check_offloads(schedule)
     check_loads(schedule)
     check_tail(schedule)
@@ -133,7 +129,7 @@ def check(schedule: Schedule, *, queue: str = "pair", max_activations: int | Non
         microbatches=schedule.microbatches,
         instructions=tuple((op.value, schedule.counts[op]) for op in Op if op in schedule.counts),
         peak_activations=check_activations(schedule, max_activations),
-        models=models,
+        models=("rendezvous", f"one queue per {_QUEUES[queue]}") if lowered else ("by data dependencies",),
         slots=check_slots(schedule),
         step_atomic=atomic,
     )
