@@ -1,140 +1,359 @@
-"""Small facts between processes, over gloo on the host: which step begins, that it has ended, and texts."""
+"""Keeps the ranks of a pipeline together: a step begins, ends or fails on all of them, told along a binary tree."""
 
 from __future__ import annotations
 
+import ctypes
+import json
+import struct
+import threading
+from collections.abc import Callable, Mapping
+from functools import reduce
 from itertools import zip_longest
+from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 
-from .errors import AgreementError
-from .meeting import Meeting, give_way
+from ppfunc.schedule.formats.text import parse_instruction
+from ppfunc.stage import LeafSignature
 
-_LINE = 1024  # bytes of a short message
-# Tags: a text; the line that begins a step; a rank has come to the end of it; every rank has.
-_TEXT, _FIRST, _DONE, _CLOSED = range(4)
+from .errors import AgreementError, PipelineError
+from .interrupts import hold_interrupts
+from .transport import Failure, LossPart
+
+GONE = "its process is gone or out of reach, or it has closed its transport"
+_TREE, _KEY, _TEXT = "tree", "key", "text"  # channels
+_BEGIN, _SHAPES, _GATHER, _END = b"B", b"S", b"G", b"E"  # messages along the tree
+_CALLS = {_BEGIN: "begins a step", _SHAPES: "begins a step", _GATHER: "gathers texts", _END: "ends a step"}
+_COUNT = struct.Struct("<q")
+
+
+class LinkError(ConnectionError):
+    """A message cannot be had.
+
+    Args:
+        peer: the rank at the other end.
+        kind: ``"gone"`` where it can answer no more, ``"late"`` where it did not in time, ``"failed"`` where a failure has
+            been published.
+        reason: one sentence.
+    """
+
+    def __init__(self, peer: int, kind: str, reason: str) -> None:
+        self.peer, self.kind, self.reason = peer, kind, reason
+        super().__init__(reason)
+
+
+class Links(Protocol):
+    """Messages of bytes between ranks, and one place where the first failure is decided.
+
+    Messages of one channel from one rank to another arrive in order. ``generation`` counts the failures that this rank
+    has taken notice of, by ``publish``; messages that were sent in an earlier generation are dropped.
+
+    A rank decides alone whether it fails a step until it votes. From then on only rank 0 does, and tells by a message
+    down the tree: either it has committed the step, and no failure can undo it, or a failure came first.
+
+    A call that raises an interrupt, such as KeyboardInterrupt, has done nothing, and may be made again.
+    """
+
+    rank: int
+    size: int
+    generation: int
+
+    def send(self, peer: int, channel: str, data: bytes) -> None:
+        """Send a message of any length without waiting for the peer; one that is gone does not get it."""
+        ...
+
+    def recv(self, peer: int, channel: str) -> bytes:
+        """Receive the next message.
+
+        Raises:
+            LinkError: there is none, and the peer is gone or late, or a failure has been published; after ``vote(step)``
+                a failure that was published when rank 0 had committed that step is no reason.
+        """
+        ...
+
+    def begin(self, step: int) -> None:
+        """Raise where a failure has been published, or a neighbour in the tree is gone.
+
+        Raises:
+            LinkError: with that rank.
+        """
+        ...
+
+    def vote(self, step: int) -> None:
+        """From now on this rank cannot fail this step.
+
+        Raises:
+            LinkError: a failure has been published.
+        """
+        ...
+
+    def commit(self, step: int) -> None:
+        """From now on nobody can. Called on rank 0, and on the others once its message has come.
+
+        Raises:
+            LinkError: on rank 0, a failure has been published.
+        """
+        ...
+
+    def publish(self, failure: str) -> str:
+        """Publish a failure of this generation and begin the next one.
+
+        Returns:
+            The failure that was published first, the same on every rank that can be reached.
+        """
+        ...
+
+    def suspect(self, peer: int) -> int:
+        """The rank that holds up a peer which is late: the peer, or the one that it waits for itself, and so on."""
+        ...
+
+    def close(self) -> None:
+        """End all connections, so that peers that wait raise at once."""
+        ...
+
+
+class StepRunning(RuntimeError):
+    """A step was called while another one runs on the same transport; the running one is not disturbed."""
+
+    refused = False  # whether `fail` has heard of it
 
 
 class Control:
-    """The control messages of one transport, until a failure; then another one takes over."""
+    """The control messages of one transport, over its links.
 
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
-        self._group: dist.ProcessGroup | None = None
-        self._calls = self._shared = 0
-        self._ahead: tuple[dist.Work, torch.Tensor] | None = None
-        self._told: tuple[dist.Work, torch.Tensor] | None = None
-        self._texts: list[tuple[int, dist.Work, torch.Tensor]] = []
-        self._ends: list[tuple[int, dist.Work]] = []
-        self._marks: list[torch.Tensor] = []
+    Rank r has the parent (r - 1) // 2 and the children 2r + 1 and 2r + 2. Steps begin down the tree, and end up and
+    down again, with the losses on the way.
+
+    Args:
+        links: carry the messages; closed with it.
+        tear_down: ends what else peers may be waiting on; called after a failure has been published.
+    """
+
+    def __init__(self, links: Links, tear_down: Callable[[], None] = lambda: None) -> None:
+        self.links, self._tear_down = links, tear_down
+        self.ended = 0  # steps that have ended on this rank
+        rank, size = links.rank, links.size
+        self._parent = None if rank == 0 else (rank - 1) // 2
+        self._children = [child for child in (2 * rank + 1, 2 * rank + 2) if child < size]
+        self._running = threading.Lock()
 
     @property
-    def group(self) -> dist.ProcessGroup:
-        """The communicator of all ranks, opened once every rank is there."""
-        if self._group is None:
-            meeting = self._meeting
-            meeting.write(f"here/{meeting.rank}", "")
-            for peer in range(meeting.size):
-                meeting.read(f"here/{peer}", f"rank {peer} to begin")
-            self._marks = [torch.zeros(1, dtype=torch.uint8) for _ in range(meeting.size)]
-            self._group = meeting.open("control", meeting.rank, meeting.size, "gloo")
-        return self._group
+    def generation(self) -> int:
+        return self.links.generation
 
-    def share(self, text: str) -> list[str]:
-        """The text of every rank, once every rank has heard what was told before."""
-        self._shared += 1
-        place, meeting = f"shared/{self._shared}", self._meeting
-        meeting.write(f"{place}/{meeting.rank}", text)
-        shared = [meeting.read(f"{place}/{peer}", f"rank {peer} to share what it knows") for peer in range(meeting.size)]
-        for peer, work, _ in self._texts:
-            meeting.wait(work, peer)
-        self._texts.clear()
-        return shared
+    # -- agreement -------------------------------------------------------------------------
 
-    def begin(self, call: str, key: str | None) -> str:
-        """Begin a step, as :meth:`~ppfunc.runtime.transport.Transport.begin`: a line passed on from rank to rank."""
-        rank, size = self._meeting.rank, self._meeting.size
-        if size == 1:
+    def begin(self, call: str, key: str | None, source: int) -> str:
+        if not self._running.acquire(blocking=False):
+            raise StepRunning(
+                "got a step while another step runs on the same P2P(); the order of their messages would differ between "
+                "ranks: wait for the first, or make a P2P() for each thread, in the same order on every rank"
+            )
+        rank = self.links.rank
+        if key is None and rank == source:
+            raise ValueError(f"inputs: got None on rank {rank}, which tells the others their shapes; give it the inputs")
+        self.links.begin(self.ended)
+        mine = f"{call}; shapes from rank {source}; steps ended: {self.ended}"
+        if self._parent is None:
+            told, shapes = mine, key if source == 0 else None
+        else:
+            told, shapes = json.loads(self._recv(self._parent, _BEGIN))
+            self._compare(mine, told)
+        self._send_down(_BEGIN, json.dumps([told, shapes]).encode())
+        if shapes is None:
+            shapes = self._shapes(key, source)
+        if key is not None:
+            self._compare(key, shapes)
+        return shapes
+
+    def _shapes(self, key: str | None, source: int) -> str:
+        """The key of a rank other than 0, which tells rank 0, which tells all."""
+        if self.links.rank == source:
             assert key is not None
-            return key
-        self._calls += 1
-        mine = f"call {self._calls}; {call}"
-        theirs = key
-        if rank > 0:
-            told, _, theirs = self._first_line(rank - 1).rpartition("\n")
-            if told != mine or (key is not None and key != theirs):
-                here, there = _differences(f"{mine}; {theirs if key is None else key}", f"{told}; {theirs}")
-                raise AgreementError(
-                    f"the ranks disagree on the step that begins: rank {rank} has {here}, rank {rank - 1} has {there}; every "
-                    f"rank must make the same calls of the same step functions, with the same schedule and with batches of the same shapes"
-                )
-        if theirs is None:
-            raise ValueError("inputs: got None on rank 0, which tells the others their shapes; give it the inputs, whoever holds the first stage")
-        if rank + 1 < size:
-            line = _written(f"{mine}\n{theirs}")
-            self._told = self.group.send([line], rank + 1, _FIRST), line  # kept until the next; nobody waits for it
-        tag, peers = (_CLOSED, [0]) if rank else (_DONE, range(1, size))
-        self._ends = [(peer, self.group.recv([self._marks[peer]], peer, tag)) for peer in peers]
-        return theirs
+            self.links.send(0, _KEY, json.dumps(key).encode())
+        if self._parent is None:
+            shapes = self.links.recv(source, _KEY)
+        else:
+            shapes = self._recv(self._parent, _SHAPES)
+        self._send_down(_SHAPES, shapes)
+        return str(json.loads(shapes))
 
-    def end(self) -> None:
-        """End the step: every rank is at its end, and none can fail in it any more. Does nothing where none has begun.
+    def _compare(self, mine: str, told: str) -> None:
+        if mine != told:
+            here, there = _differences(mine, told)
+            mend = "make the same calls of the same step functions, with the same schedule and with batches of the same shapes"
+            if "steps ended" in here:
+                mend = "go on from the same point: load the same checkpoint on every rank, and make a new P2P()"
+            raise AgreementError(
+                f"the ranks disagree on the step that begins: rank {self.links.rank} has {here}, rank 0 has {there}; every rank must {mend}"
+            )
 
-        Ranks tell the first one, which tells all. What they wait for has been received ahead.
+    def all_gather(self, text: str) -> list[str]:
+        texts = {self.links.rank: text}
+        for child in self._children:
+            texts |= {int(rank): theirs for rank, theirs in json.loads(self._recv(child, _GATHER)).items()}
+        if self._parent is not None:
+            self._send(self._parent, _GATHER, json.dumps(texts).encode())
+            texts = {int(rank): theirs for rank, theirs in json.loads(self._recv(self._parent, _GATHER)).items()}
+        self._send_down(_GATHER, json.dumps(texts).encode())
+        return [texts[rank] for rank in range(self.links.size)]
+
+    def send_text(self, peer: int, text: str) -> None:
+        self.links.send(peer, _TEXT, text.encode(errors="surrogatepass"))
+
+    def recv_text(self, peer: int) -> str:
+        return self.links.recv(peer, _TEXT).decode(errors="surrogatepass")
+
+    # -- the end of a step -----------------------------------------------------------------
+
+    def end(
+        self,
+        losses: Mapping[int, torch.Tensor],
+        parts: Mapping[int, LossPart],
+        after: Callable[[], torch.Tensor | None] | None = None,
+    ) -> torch.Tensor | None:
+        """End a step, as in :class:`~ppfunc.runtime.transport.ControlTransport`; ``after`` gives the sum once all are at their ends."""
+        gathered = self._gather(losses, parts)
+        interrupts: list[BaseException] = []
+        with hold_interrupts():
+            total = self._settle(gathered, parts, interrupts)
+            if after is not None:
+                total = after()
+        if interrupts:
+            raise interrupts[0]
+        # Not reached where an interrupt was held. The next step then finds that this rank did not get what the others got.
+        self.ended += 1
+        self._running.release()
+        return total
+
+    def _gather(self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart]) -> dict[int, bytes]:
+        """The losses of this rank and those below it, by stage, once all of these are at their ends."""
+        gathered = {stage: _bytes_of(losses[stage], part.leaf) for stage, part in parts.items() if part.rank == self.links.rank}
+        for child in self._children:
+            data = memoryview(self._counted(child))
+            for stage, part in sorted(parts.items()):
+                if _below(child, part.rank):
+                    gathered[stage], data = bytes(data[: part.leaf.nbytes]), data[part.leaf.nbytes :]
+        return gathered
+
+    def _settle(
+        self, gathered: dict[int, bytes], parts: Mapping[int, LossPart], interrupts: list[BaseException]
+    ) -> torch.Tensor | None:
+        """Learn the outcome and tell it. Interrupts are held: peers may have the same outcome already."""
+        step, links = self.ended, self.links
+        if self._parent is None:
+            total = _total({stage: _tensor(gathered[stage], part.leaf.shape, part.leaf.dtype) for stage, part in parts.items()})
+            summed = b"" if total is None else ctypes.string_at(total.data_ptr(), total.nbytes)
+        else:
+            losses = b"".join(data for _, data in sorted(gathered.items()))
+            _insist(interrupts, links.vote, step)
+            _insist(interrupts, self._send, self._parent, _END, _COUNT.pack(step) + losses)
+            summed = _insist(interrupts, self._counted, self._parent)
+            total = _tensor(summed, *_form(parts)) if parts else None
+        _insist(interrupts, links.commit, step)
+        for child in self._children:
+            _insist(interrupts, self._send, child, _END, _COUNT.pack(step) + summed)
+        return total
+
+    def _counted(self, peer: int) -> bytes:
+        """What a peer says at the end of the step that this rank ends, too."""
+        data = self._recv(peer, _END)
+        (theirs,) = _COUNT.unpack_from(data)
+        if theirs != self.ended:
+            self._compare(f"steps ended: {self.ended}", f"steps ended: {theirs}")
+        return data[_COUNT.size :]
+
+    # -- messages along the tree -----------------------------------------------------------
+
+    def _send(self, peer: int, kind: bytes, data: bytes) -> None:
+        self.links.send(peer, _TREE, kind + data)
+
+    def _send_down(self, kind: bytes, data: bytes) -> None:
+        for child in self._children:
+            self._send(child, kind, data)
+
+    def _recv(self, peer: int, kind: bytes) -> bytes:
+        data = self.links.recv(peer, _TREE)
+        if data[:1] != kind:
+            raise AgreementError(
+                f"the ranks disagree on what comes next: rank {self.links.rank} {_CALLS[kind]}, rank {peer} "
+                f"{_CALLS[data[:1]]}; every rank must make the same calls in the same order"
+            )
+        return data[1:]
+
+    # -- failures --------------------------------------------------------------------------
+
+    def fail(self, failure: Failure) -> BaseException:
+        """Publish a failure, begin the next generation, and return the error to raise.
+
+        Returns:
+            The cause itself where it arose here outside the program; else the first failure, which rank it was and where.
         """
-        ends, self._ends = self._ends, []
-        if not ends:
-            return
-        meeting = self._meeting
-        if meeting.rank > 0:
-            done = self._send_mark(0, _DONE)
-        for peer, work in ends:
-            meeting.wait(work, peer)
-        if meeting.rank > 0:
-            meeting.wait(done, 0)
-        else:  # not before they are under way: what this process does next, its end too, must not hold them up
-            for peer, work in [(peer, self._send_mark(peer, _CLOSED)) for peer, _ in ends]:
-                meeting.wait(work, peer)
-
-    def _send_mark(self, peer: int, tag: int) -> dist.Work:
-        give_way()
-        work = self.group.send([self._marks[self._meeting.rank]], peer, tag)
-        give_way()
-        return work
+        cause, rank = failure.cause, self.links.rank
+        if isinstance(cause, StepRunning) and not cause.refused:
+            cause.refused = True
+            return cause
+        with hold_interrupts():
+            try:
+                mine = _Told.of(failure, self.links)
+                first = _Told(*json.loads(self.links.publish(json.dumps(mine))))
+            finally:
+                self._tear_down()
+                if self._running.locked():
+                    self._running.release()
+        if first == mine and failure.instruction is None and not isinstance(cause, LinkError):
+            return cause
+        return first.error(rank)
 
     def close(self) -> None:
-        """Let go of the connections, which ends them."""
-        self._group = self._ahead = self._told = None
-        self._texts.clear()
-        self._ends.clear()
+        """End all connections. Idempotent."""
+        self.links.close()
 
-    def _first_line(self, peer: int) -> str:
-        """What the rank before says at the beginning of a step.
 
-        The next one is received ahead of its time: a send whose receive is posted is one message, any other is three.
-        """
-        work, line = self._ahead or self._receive_first(peer)
-        self._meeting.wait(work, peer)
-        self._ahead = self._receive_first(peer)
-        return _read(line)
+class _Told(NamedTuple):
+    """A failure as it travels: what :class:`PipelineError` takes, and whether it is an AgreementError instead."""
 
-    def _receive_first(self, peer: int) -> tuple[dist.Work, torch.Tensor]:
-        line = torch.empty(_LINE, dtype=torch.uint8)
-        return self.group.recv([line], peer, _FIRST), line
+    rank: int
+    position: int | None
+    instruction: str | None
+    reason: str
+    reporter: int
+    disagreement: bool
 
-    def tell(self, peer: int, text: str) -> None:
-        """Send a text of any length, without waiting until it is heard: two ranks may tell each other at once."""
-        data = text.encode()
-        for part in (_written(str(len(data))), torch.frombuffer(bytearray(data), dtype=torch.uint8)):
-            self._texts.append((peer, self.group.send([part], peer, _TEXT), part))
+    @classmethod
+    def of(cls, failure: Failure, links: Links) -> _Told:
+        cause, place = failure.cause, failure.instruction and str(failure.instruction)
+        if not isinstance(cause, LinkError) or cause.kind == "failed":
+            disagreement = isinstance(cause, AgreementError)
+            reason = str(cause) if disagreement else failure.reason
+            return cls(failure.rank, failure.position, place, reason, links.rank, disagreement)
+        culprit = links.suspect(cause.peer) if cause.kind == "late" else cause.peer
+        victim = "" if culprit == cause.peer else f", which waits for rank {culprit}"
+        where = "" if place is None else f" (rank {failure.rank} was at {place}, step {failure.position})"
+        return cls(culprit, None, None, f"{cause.reason}{victim}{where}", links.rank, False)
 
-    def hear(self, peer: int) -> str:
-        """Receive the next text that ``peer`` tells."""
-        line = torch.empty(_LINE, dtype=torch.uint8)
-        self._meeting.wait(self.group.recv([line], peer, _TEXT), peer)
-        data = torch.empty(int(_read(line)), dtype=torch.uint8)
-        self._meeting.wait(self.group.recv([data], peer, _TEXT), peer)
-        return bytes(data.tolist()).decode()
+    def error(self, rank: int) -> AgreementError | PipelineError:
+        """The error to raise on a rank."""
+        if self.disagreement:
+            return AgreementError(self.reason if rank == self.reporter else f"{self.reason} [found by rank {self.reporter}]")
+        instruction = None if self.instruction is None else parse_instruction(self.instruction)
+        return PipelineError(self.rank, self.position, instruction, self.reason, reported_by=rank)
+
+
+def gone(peer: int, reporter: int) -> str:
+    """The failure that a rank is gone, as it is published."""
+    return json.dumps(_Told(peer, None, None, GONE, reporter, False))
+
+
+def _insist(interrupts: list[BaseException], call: Callable[..., Any], *args: Any) -> Any:
+    """Make a call again for as long as it is interrupted."""
+    while True:
+        try:
+            return call(*args)
+        except Exception:
+            raise
+        except BaseException as interrupt:
+            interrupts.append(interrupt)
 
 
 def _differences(one: str, other: str) -> tuple[str, str]:
@@ -147,11 +366,33 @@ def _differences(one: str, other: str) -> tuple[str, str]:
     return "; ".join(a for a, _ in pairs), "; ".join(b for _, b in pairs)
 
 
-def _written(line: str) -> torch.Tensor:
-    data = line.encode().ljust(_LINE)
-    assert len(data) == _LINE, line
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+def _below(top: int, rank: int) -> bool:
+    """Whether a rank is in the tree under ``top``, or is it.
+
+    >>> [rank for rank in range(15) if _below(2, rank)]
+    [2, 5, 6, 11, 12, 13, 14]
+    """
+    while rank > top:
+        rank = (rank - 1) // 2
+    return rank == top
 
 
-def _read(line: torch.Tensor) -> str:
-    return bytes(line.tolist()).decode().rstrip()
+def _total(losses: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
+    """The sum over the microbatches of all stages, in the order of the stages."""
+    return torch.cat([losses[stage] for stage in sorted(losses)]).sum(0) if losses else None
+
+
+def _form(parts: Mapping[int, LossPart]) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and dtype of the sum."""
+    leaves = [part.leaf for part in parts.values()]
+    return leaves[0].shape[1:], reduce(torch.promote_types, (leaf.dtype for leaf in leaves))
+
+
+def _bytes_of(tensor: torch.Tensor, leaf: LeafSignature) -> bytes:
+    assert (tensor.shape, tensor.dtype) == (leaf.shape, leaf.dtype), (tensor.shape, tensor.dtype, leaf)
+    tensor = tensor.detach().cpu().contiguous()
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+
+
+def _tensor(data: bytes, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)

@@ -9,16 +9,16 @@ from typing import Self
 import torch
 
 from .buffers import Buffers
-from .errors import PipelineError, reason_of
+from .errors import PipelineError
 from .transport import Call, Failure, Link, LossPart, Transfer
 
 
 class InProcess:
-    """The transport of a pipeline whose ranks all live in this process.
+    """The transport of a pipeline whose ranks all live in this process and this thread.
 
-    A program runs the steps of all ranks in one order in which everything that a step consumes has been
-    produced before, so no step ever waits: a message is an entry of the buffers that its consumer takes
-    out, moved to the consumer's device where that differs. Threads may use one at the same time.
+    The calls of all ranks run in one order in which everything that a call consumes has been produced before, so none
+    ever waits: a message is an entry of ``buffers.values``, moved to the consumer's device where that differs. It holds
+    nothing, so steps may share it, also between threads.
     """
 
     generation = 0
@@ -29,32 +29,29 @@ class InProcess:
     def register_step(self) -> int:
         return 0
 
-    def connect(self, links: Iterable[Link]) -> None:
-        pass
-
     def all_gather(self, text: str) -> list[str]:
         return [text]
 
     def send_text(self, rank: int, peer: int, text: str) -> None:
-        raise AssertionError("one process tells itself nothing")
+        raise AssertionError("ranks of one process need no texts")
 
     def recv_text(self, rank: int, peer: int) -> str:
-        raise AssertionError("one process tells itself nothing")
+        raise AssertionError("ranks of one process need no texts")
 
     def begin(self, call: str, key: str | None, source: int) -> str:
         assert key is not None  # one process holds the first stage, and so the batch
         return key
 
     def end(self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart]) -> torch.Tensor | None:
-        if not losses:
-            return None
-        device = next(iter(losses.values())).device
-        return torch.cat([losses[stage].to(device) for stage in sorted(losses)]).sum(0)
+        return torch.cat([losses[stage] for stage in sorted(parts)]).sum(0) if parts else None
 
     def fail(self, failure: Failure) -> BaseException:
         if failure.instruction is None:
             return failure.cause
-        return PipelineError(failure.rank, failure.position, failure.instruction, reason_of(failure))
+        return PipelineError(failure.rank, failure.position, failure.instruction, failure.reason)
+
+    def connect(self, links: Iterable[Link]) -> None:
+        pass
 
     def post(self, rank: int, batch: Sequence[Transfer]) -> Call | None:
         return None
@@ -79,4 +76,4 @@ class InProcess:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        pass
+        self.close()
