@@ -29,13 +29,11 @@ def problem(schedule):
     generator = torch.Generator().manual_seed(0)
     params = {
         s: {"w": torch.randn(D, D, generator=generator, dtype=torch.float64), "scale": torch.rand(D, generator=generator, dtype=torch.float64)}
-        for s in range(schedule.stages)
+        for s in set(schedule.model_stages)
     }
-    for group in schedule.replicas:
-        params.update(dict.fromkeys(group, params[group[0]]))
-    m = schedule.microbatches
-    h, targets = (torch.randn(m, 3, D, generator=generator, dtype=torch.float64) for _ in range(2))
-    return params, {"h": h, "seen": torch.zeros(m, dtype=torch.int64)}, targets
+    rows = schedule.microbatches * 3
+    h, targets = (torch.randn(rows, D, generator=generator, dtype=torch.float64) for _ in range(2))
+    return params, {"h": h, "seen": torch.zeros(rows, dtype=torch.int64)}, targets
 
 
 def run(schedule, engine, overlapped, device="cpu"):
