@@ -252,7 +252,7 @@ def _instruction(binding: _Binding, place: Place) -> Iterator[tuple[Call, Place]
             yield from _placed(place, _seeded(binding, compiled, part, forward))
         case Op.B | Op.I:
             yield from _arrivals(binding, place, part)
-            yield from _placed(place, _backward_call(compiled, stage, microbatch, part.op is Op.B).whole())
+            yield from _placed(place, _backward(compiled, stage, microbatch, part.op is Op.B))
         case Op.W:
             yield from _placed(place, _weight(compiled, stage, microbatch))
         case Op.OFFLOAD | Op.FETCH:
@@ -367,15 +367,12 @@ def _seeded(binding: _Binding, compiled: CompiledStage, part: Instruction, forwa
 
 def _backward_call(compiled: CompiledStage, stage: int, microbatch: int, whole: bool) -> ProgramCall:
     """A full backward, or an input gradient that leaves the rest to a weight gradient."""
-    key, device, weighted = (stage, microbatch), compiled.device, compiled.weighted
-    sinks = [Tag("B", e.stage, stage, microbatch) for e in compiled.sinks if e.carrying]
+    key, device, cotangents = (stage, microbatch), compiled.device, _cotangents(compiled, stage, microbatch)
     edges = list(_places(compiled.sources, carrying=True))
     sources = [(Tag("B", stage, e.stage, microbatch), e.carrying, place) for e, place in edges if e.carrying]
 
     def take(buffers: Buffers) -> tuple[tuple[Any, ...], Leaves]:
-        # Hands over the only reference to the residuals, which are freed on the way.
-        gy = tuple(t for tag in sinks for t in buffers.values.pop(tag))
-        return buffers.residuals.pop(key), gy + buffers.cotangents[key] if weighted else gy
+        return buffers.residuals.pop(key), cotangents(buffers)
 
     def put(buffers: Buffers, result: tuple[Any, Any]) -> None:
         gradients, rest = result
@@ -388,6 +385,25 @@ def _backward_call(compiled: CompiledStage, stage: int, microbatch: int, whole: 
             buffers.values[tag] = _dense(gradients[place], leaves, device)
 
     return ProgramCall(compiled.program.backward if whole else compiled.program.backward_input, take, put)
+
+
+def _cotangents(compiled: CompiledStage, stage: int, microbatch: int) -> Callable[[Buffers], Leaves]:
+    """Gathers the gradients of the outputs: from the stages that took them, then the weight of the loss."""
+    key, weighted = (stage, microbatch), compiled.weighted
+    sinks = [Tag("B", e.stage, stage, microbatch) for e in compiled.sinks if e.carrying]
+
+    def cotangents(buffers: Buffers) -> Leaves:
+        gy = tuple(t for tag in sinks for t in buffers.values.pop(tag))
+        return gy + buffers.cotangents[key] if weighted else gy
+
+    return cotangents
+
+
+def _backward(compiled: CompiledStage, stage: int, microbatch: int, whole: bool) -> Call:
+    """The call of a backward. It hands over the only reference to the residuals, which are freed on the way."""
+    key, cotangents = (stage, microbatch), _cotangents(compiled, stage, microbatch)
+    run, _, put = _backward_call(compiled, stage, microbatch, whole)
+    return lambda buffers: put(buffers, run(buffers.residuals.pop(key), cotangents(buffers)))
 
 
 def _weight(compiled: CompiledStage, stage: int, microbatch: int) -> Call:
