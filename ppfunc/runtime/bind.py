@@ -16,7 +16,7 @@ from ppfunc.schedule.instruction import COMMUNICATION, SENDS
 from ppfunc.stage import LeafSignature, Signature
 
 from .buffers import Buffers, Key
-from .calls import CompiledStage, backward_call, forward, forward_call, load, move_residuals, seeded, weight
+from .calls import CompiledStage, backward, backward_call, forward, forward_call, load, move_residuals, seeded, weight
 from .lower import BATCH
 from .overlap import Overlapped
 from .replicas import reduce_replicas
@@ -187,7 +187,7 @@ def _instruction(binding: _Binding, place: Place) -> Iterator[tuple[Call, Place]
             yield from _placed(place, seeded(compiled, key[1], run))
         case Op.B | Op.I:
             yield from _arrivals(binding, place, part)
-            yield from _placed(place, backward_call(compiled, key, part.op is Op.B).whole())
+            yield from _placed(place, backward(compiled, key, part.op is Op.B))
         case Op.W:
             yield from _placed(place, weight(compiled, key))
         case Op.OFFLOAD | Op.FETCH:

@@ -169,16 +169,13 @@ def load(compiled: CompiledStage, key: Key) -> Call | None:
 
 def backward_call(compiled: CompiledStage, key: Key, whole: bool) -> ProgramCall:
     """A full backward, or an input gradient that leaves the rest to a weight gradient."""
-    (stage, microbatch), device, weighted = key, compiled.device, compiled.weighted
-    sinks = [Tag("B", e.stage, stage, microbatch) for e in compiled.sinks if e.carrying]
+    (stage, microbatch), device, cotangents = key, compiled.device, _cotangents(compiled, key)
     edges = list(_places(compiled.sources, carrying=True))
     sources = [(Tag("B", stage, e.stage, microbatch), e.carrying, place) for e, place in edges if e.carrying]
     absent = _absent(compiled.program.backward)
 
     def take(buffers: Buffers) -> tuple[tuple[Any, ...], Leaves]:
-        # Hands over the only reference to the residuals, which are freed on the way.
-        gy = tuple(t for tag in sinks for t in buffers.values.pop(tag))
-        return buffers.residuals.pop(key), gy + buffers.cotangents[key] if weighted else gy
+        return buffers.residuals.pop(key), cotangents(buffers)
 
     def put(buffers: Buffers, result: tuple[Any, Any]) -> None:
         gradients, rest = result
@@ -191,6 +188,25 @@ def backward_call(compiled: CompiledStage, key: Key, whole: bool) -> ProgramCall
             buffers.values[tag] = _dense(gradients[place], leaves, device)
 
     return ProgramCall(compiled.program.backward if whole else compiled.program.backward_input, take, put)
+
+
+def backward(compiled: CompiledStage, key: Key, whole: bool) -> Call:
+    """The call of a backward. It hands over the only reference to the residuals, which are freed on the way."""
+    cotangents = _cotangents(compiled, key)
+    run, _, put = backward_call(compiled, key, whole)
+    return lambda buffers: put(buffers, run(buffers.residuals.pop(key), cotangents(buffers)))
+
+
+def _cotangents(compiled: CompiledStage, key: Key) -> Callable[[Buffers], Leaves]:
+    """Gathers the gradients of the outputs: from the stages that took them, then the weight of the loss."""
+    (stage, microbatch), weighted = key, compiled.weighted
+    sinks = [Tag("B", e.stage, stage, microbatch) for e in compiled.sinks if e.carrying]
+
+    def cotangents(buffers: Buffers) -> Leaves:
+        gy = tuple(t for tag in sinks for t in buffers.values.pop(tag))
+        return gy + buffers.cotangents[key] if weighted else gy
+
+    return cotangents
 
 
 def weight(compiled: CompiledStage, key: Key) -> Call:

@@ -97,6 +97,7 @@ class LoweredStep(NamedTuple):
         ranks: those of this process.
         stages: the stages of this process, by (stage of the schedule, microbatch).
         losses: form of the losses of the stages of this process, by stage of the schedule.
+        drawing: the stages of the model, of this process, that are known to draw random numbers.
     """
 
     schedule: Schedule
@@ -105,6 +106,7 @@ class LoweredStep(NamedTuple):
     ranks: tuple[int, ...]
     stages: Mapping[Key, LoweredStage]
     losses: Mapping[int, LossPart]
+    drawing: tuple[int, ...]
 
 
 def lower(
@@ -156,7 +158,8 @@ def lower(
             edges[stage, sink] = [lowered[stage, m].sent[n] for m in microbatches]
             if home[sink] not in local:
                 _required(exchange).send((stage, sink), edges[stage, sink])
-    return LoweredStep(schedule, spec, form, tuple(sorted(local)), lowered, _losses(schedule, lowered))
+    drawing = tuple(sorted({model[stage] for (stage, _), low in lowered.items() if low.outline.random}))
+    return LoweredStep(schedule, spec, form, tuple(sorted(local)), lowered, _losses(schedule, lowered), drawing)
 
 
 def require_honoured(schedule: Schedule) -> None:
