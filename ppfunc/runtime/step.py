@@ -7,7 +7,7 @@ import platform
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, cast
 
@@ -247,8 +247,8 @@ class StepFunction(Generic[P, R]):
             compiled = compile_step(lowered, self._engine, self.transport)
             if agreed is None:
                 agreed = _Agreed(exchange.agreed, self._share_losses(lowered))
-            elif lowered.losses != {s: part for s, part in agreed.parts.items() if part.rank in self._ranks}:
-                raise ValueError("the losses of this process have another form than the ranks agreed on; make a new step function")
+            else:
+                self._require_losses(lowered, agreed.parts)
         finally:
             self._building.active = False
         outlines = {id(low.outline): low.outline for low in lowered.stages.values()}.values()
@@ -329,6 +329,16 @@ class StepFunction(Generic[P, R]):
         if not parts and "loss" in self.spec.wants:
             raise ValueError("no stage has returned a loss")
         return dict(sorted(parts.items()))
+
+    def _require_losses(self, lowered: LoweredStep, parts: Mapping[int, LossPart]) -> None:
+        """Raise where the losses of this process have another form than the ranks agreed on."""
+        now, before = ({s: part.leaf for s, part in found.items() if part.rank in self._ranks} for found in (lowered.losses, parts))
+        if now != before:
+            stage = min(s for s in now.keys() | before.keys() if now.get(s) != before.get(s))
+            raise ValueError(
+                f"stage {self.schedule.model_stages[stage]} now gives the losses {now.get(stage, 'none')} (one for each microbatch), the ranks "
+                f"agreed on {before.get(stage, 'none')}; make a new step function for parameters of other dtypes or shapes"
+            )
 
     def _require_all_ranks_under_transforms(self) -> None:
         if transforming() and len(self._ranks) < self.schedule.ranks:
