@@ -31,7 +31,7 @@ from .results import StepResult, collect, weighted_losses
 from .rng import preserve_rng
 from .stage_programs import autocast, forget, modes
 from .terms import batch_name, call_terms, rows_of
-from .transport import Failure, Link, LossPart, Transport
+from .transport import Failure, Link, LossPart, Mode, Transport
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -75,6 +75,11 @@ class _Entry(NamedTuple):
     def holds(self) -> bool:
         """Whether every module that ran in it is in the mode in which it was traced."""
         return all(modes(outline) == before for outline, before in self.modes)
+
+    def mode(self) -> Mode:
+        """The mode of all of them."""
+        found = {mode for _, every in self.modes for mode in every}
+        return "mixed" if len(found) != 1 else "training" if found.pop() else "evaluation"
 
 
 class _Last(NamedTuple):
@@ -154,7 +159,7 @@ class StepFunction(Generic[P, R]):
                 losses = weighted_losses(compiled.lowered, arguments, buffers)
                 result = collect(compiled.lowered, arguments, buffers)
                 buffers = None
-                result = result._replace(loss=self.transport.end(losses, entry.parts))
+                result = result._replace(loss=self.transport.end(losses, entry.parts, entry.mode()))
             return self._finish(result, raw)
         except BaseException as raised:
             failure = self._failure(raised, entry)
@@ -175,6 +180,8 @@ class StepFunction(Generic[P, R]):
             arguments = self._read(self._prepare(*args, **kwargs), abstract=True)
             name = None if arguments.form.inputs is None else batch_name(arguments.form)
             name = self.transport.begin(f"{self._terms(arguments)}; lowered, not run", name, self._source)
+            if self.transport.generation != self._generation:
+                self._meet()
             lowered = self._lower(arguments, name, Negotiation(self.schedule, self.transport))
             self.transport.end({}, {})
             return Lowered(lowered, self._engine, self.transport)
