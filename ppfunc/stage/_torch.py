@@ -16,6 +16,9 @@ import torch
 # FakeTensorMode imports it when the first one is made, which takes a second. Here, ranks that wait for each other import it at the same time.
 import torch._dynamo
 
+# Operators as other operators, whose derivatives are exact to any order.
+from torch._decomp import decomposition_table as DECOMPOSITIONS
+
 # Types of dispatched operators: `OpOverload` has a schema, everything else is an operator on functions.
 from torch._ops import OpOverload
 
@@ -34,11 +37,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # The registry of classes that are nodes of trees: `(type, flatten_fn, unflatten_fn, flatten_with_keys_fn)` of each.
 from torch.utils._pytree import SUPPORTED_NODES as PYTREE_NODES
 
+# Raise torch's error for one value per channel, and for one per channel and sample.
+from torch.nn.functional import _verify_batch_size as require_batch
+from torch.nn.functional import _verify_spatial_size as require_spatial
+
 # Leaves all modes, to compute with values during a trace.
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
 __all__ = [
     "BINDINGS",
+    "DECOMPOSITIONS",
     "FAKE_TENSOR_LOGGER",
     "METHODS",
     "PYTREE_NODES",
@@ -56,6 +64,8 @@ __all__ = [
     "inductor",
     "innermost_transform",
     "is_wrapped",
+    "require_batch",
+    "require_spatial",
     "schema",
     "storage",
     "version",

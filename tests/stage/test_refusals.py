@@ -498,3 +498,27 @@ def test_a_write_into_a_tensor_from_elsewhere_by_out_is_seen(engine):
 def test_anomalies_are_looked_for_in_a_run_and_not_in_a_trace():
     with torch.autograd.set_detect_anomaly(True):
         graph(lambda w, x: (x @ w).sin(), (torch.ones(2, 2), torch.ones(2, 2)))
+
+
+@pytest.mark.parametrize("kept", ["as it is", "as a view"])
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_the_result_of_a_functional_collective_is_waited_for(kept, tmp_path):
+    import torch.distributed as dist
+    import torch.distributed._functional_collectives as collectives
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+
+        def fn(w, x):
+            y = collectives.all_reduce(x @ w, "sum", dist.group.WORLD)
+            return (y if kept == "as it is" else y.view(-1)), {"aux": collectives.all_reduce(x, "sum", dist.group.WORLD)}
+
+        args = torch.ones(2, 2), torch.ones(3, 2)
+        assert isinstance(fn(*args)[1]["aux"], collectives.AsyncCollectiveTensor)
+        program = eager(fn, args, has_aux=True)
+        (y, aux), residuals = program.forward(*args)
+        assert type(y) is type(aux["aux"]) is torch.Tensor
+        gw, _ = program.backward(residuals, torch.ones_like(y))
+        assert torch.equal(y.flatten(), torch.full((6,), 2.0)) and torch.equal(gw, torch.full((2, 2), 3.0))
+    finally:
+        dist.destroy_process_group()

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..signature import differentiable, flatten
 from ..tree import tree_flatten, tree_paths, tree_structure
-from .norms import PlainNorms
+from .norms import DecomposedNorms
 
 Leaves = tuple[torch.Tensor, ...]
 Tangents = tuple[torch.Tensor | None, ...]  # one entry per leaf, None for a zero tangent
@@ -78,7 +78,7 @@ def push(fn: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, 
 
     def run(*moved: torch.Tensor) -> tuple[Leaves, Leaves]:
         # Fused attention has no forward derivative, normalisation one that is differentiated wrongly.
-        with sdpa_kernel(SDPBackend.MATH), PlainNorms():
+        with sdpa_kernel(SDPBackend.MATH), DecomposedNorms():
             y, y_def = flatten(fn(*treedef.unflatten(replaced(leaves, moving, moved))), "y")
         structure.append(y_def)
         return tuple(t for t in y if differentiable(t.dtype)), y
