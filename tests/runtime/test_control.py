@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 
 from ppfunc.runtime import _torch
+from ppfunc.runtime.buffers import Buffers
 from ppfunc.runtime.control import Control, LinkError, StepRunning, gone
 from ppfunc.runtime.errors import AgreementError, PipelineError
 from ppfunc.runtime.inprocess import InProcess
 from ppfunc.runtime.links import SocketLinks
 from ppfunc.runtime.p2p import P2P
-from ppfunc.runtime.transport import Failure, LossPart
+from ppfunc.runtime.transport import Failure, Link, LossPart, Tag, Transfer
+from ppfunc.schedule.formats.text import parse_instruction
 from ppfunc.stage import LeafSignature
 
 SOON = 2.0  # seconds; the timeouts of the transports below are far longer
@@ -477,12 +479,110 @@ def test_interrupts_at_any_moment_leave_no_rank_a_step_behind_unheard(two):
         assert got == own if not text else "steps ended" in text and abs(got - own) == 1
 
 
-def test_private_names_of_torch_are_there():
-    import inspect
+def transfer(outgoing, source, destination, leaves):
+    return Transfer(outgoing, Tag("F", source, destination, 0), destination if outgoing else source, leaves, torch.device("cpu"))
 
-    group = torch.distributed.distributed_c10d.ProcessGroup
-    assert hasattr(group, "get_group_store"), "ppfunc.runtime._torch.store_of"
-    assert hasattr(group, "_get_backend"), "ppfunc.runtime._torch.timeout_of"
-    assert hasattr(dist, "ProcessGroupGloo"), "ppfunc.runtime._torch.ProcessGroupGloo"
-    assert "delete_key" in dir(dist.Store)
-    assert inspect.ismodule(_torch)
+
+def hand_on(transport, rank, ranks, break_at=None):
+    """A step in which each rank hands on what it gets; rank 0 waits for what the last one sends back. Leaves of odd dtypes."""
+    leaves = (leaf(3, 2, dtype=torch.complex64), leaf(0, 4), leaf(5, dtype=torch.bool), leaf(2, dtype=torch.bfloat16), leaf())
+    values = tuple(torch.ones(each.shape, dtype=each.dtype) for each in leaves)
+    before, after = (rank - 1) % ranks, (rank + 1) % ranks
+    try:
+        transport.begin("ring", "k" if rank == 0 else None, 0)
+        transport.connect([Link("F", r, (r + 1) % ranks) for r in range(ranks)])
+        buffers = Buffers()
+        comes, goes = transfer(False, before, rank, leaves), transfer(True, rank, after, leaves)
+        take = [transport.post(rank, [comes]), transport.wait_recv(rank, comes)]
+        give = [transport.post(rank, [goes]), transport.wait_send(rank, goes)]
+        for call in [*give, *take] if rank == 0 else take:
+            if call is give[0]:
+                buffers.values[goes.tag] = values
+            call(buffers)
+        if rank == break_at:
+            raise ArithmeticError("broken")
+        if rank:
+            buffers.values[goes.tag] = buffers.values[comes.tag]
+            for call in give:
+                call(buffers)
+        assert not buffers.pending
+        assert all(torch.equal(a, b) for a, b in zip(buffers.values[comes.tag], values, strict=True)) or goes.tag == comes.tag
+        transport.end({}, {})
+    except BaseException as cause:
+        instruction = parse_instruction("0F0") if isinstance(cause, ArithmeticError) else None
+        raise transport.fail(Failure(rank, None if instruction is None else 3, instruction, cause)) from cause
+
+
+def ring(rank, ranks):
+    with P2P(timeout=60) as transport:
+        hand_on(transport, rank, ranks)
+        failure = caught(hand_on, transport, rank, ranks, 2)
+        hand_on(transport, rank, ranks)
+        dist.barrier()
+    return failure
+
+
+def test_a_failure_ends_what_others_wait_for_and_the_next_step_has_new_connections(four):
+    for rank, (name, text, named, seconds) in enumerate(four(ring)):
+        assert (name, named) == ("PipelineError", 2), text
+        assert "rank 2 failed at 0F0, step 3 of its program (stage 0, microbatch 0): ArithmeticError: broken" in text
+        assert seconds < SOON, rank
+
+
+def slow(rank, ranks):
+    with P2P(timeout=1) as transport:
+        hand_on(transport, rank, ranks)
+        dist.barrier()
+        if rank == 2:
+            time.sleep(3)
+        failure = caught(hand_on, transport, rank, ranks)
+        dist.barrier()
+    return failure
+
+
+def test_a_rank_that_holds_up_others_is_named_not_those_that_wait_for_it(four):
+    """Rank 1 waits for rank 0, which waits for rank 3, which waits for rank 2."""
+    for _, text, named, _ in four(slow):
+        assert named == 2, text
+
+
+def test_what_is_left_behind_by_failures_does_not_grow(two):
+    (before, after), _ = two(many_failures, timeout=120)
+    assert after == before
+
+
+def many_failures(rank, ranks):
+    with P2P(timeout=60) as transport:
+
+        def look():
+            dist.barrier()
+            keys = transport._rendezvous._store.num_keys()
+            links = transport._links
+            held = len(links._decided), len(links._asked), len(links._streams)
+            return keys, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), held
+
+        def fail(n):
+            for _ in range(n):
+                caught(hand_on, transport, rank, ranks, 1)
+
+        fail(30)
+        before = look()
+        fail(60)
+        return before, look()
+
+
+def test_private_names_of_torch_are_there():
+    """Each that `_torch` uses, by the name of what uses it."""
+    group = dist.ProcessGroup
+    used = {
+        "ProcessGroupGloo": (dist, "ProcessGroupGloo"),
+        "start_coalescing": (group, "_start_coalescing"),
+        "end_coalescing": (group, "_end_coalescing"),
+        "store_of": (group, "get_group_store"),
+        "timeout_of": (group, "_get_backend"),
+        "backend_of": (dist, "get_backend_config"),
+        "alive": (dist.ProcessGroupGloo, "recv"),
+    }
+    gone = [f"{type(owner).__name__} {name}, for ppfunc.runtime._torch.{user}" for user, (owner, name) in used.items() if not hasattr(owner, name)]
+    assert gone == []
+    assert all(hasattr(_torch, user) for user in used)
