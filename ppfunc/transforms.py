@@ -248,7 +248,7 @@ def _each(stages: Sequence[Stage | None], transform: Transform) -> list[Stage | 
     return [made.get(id(fn), fn) for fn in stages]
 
 
-def _along_tangents(default: LossWeights, moving: Callable[[Any, Any], Any]) -> Callable[..., RawArguments]:
+def _along_tangents(default: LossWeights, moving: Callable[..., Any]) -> Callable[..., RawArguments]:
     """The arguments of a step with tangents, as the caller writes them; ``moving`` makes the pairs of the batch."""
 
     def prepare(

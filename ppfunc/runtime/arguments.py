@@ -149,14 +149,13 @@ def read_arguments(
     extras, state = ({} if given is None else given for given in (raw.extras, raw.state))
     _require_some(extras, "extras", stages)
     _require_some(state, "state", stages)
-    params = {s: tuple(map(_detached, read(raw.params[s], f"params[{s}]"))) for s in stages}
-    states = {s: tuple(map(_detached, read(state[s], f"state[{s}]"))) for s in stages if s in state}
+    params = {s: _detached(read(raw.params[s], f"params[{s}]")) for s in stages}
+    states = {s: _detached(read(state[s], f"state[{s}]")) for s in stages if s in state}
     inputs = () if raw.inputs is None else read_batch(raw.inputs, "inputs")
     targets = () if raw.targets is None or not with_targets else read_batch(raw.targets, "targets")
     further = {s: read_batch(extras[s], f"extras[{s}]") for s in stages if s in extras}
-    same = last is not None and trees.keys() == known.keys() and all(form is known[name] for name, form in trees.items())
-    if same:
-        form, trees = last.form, last.trees
+    if last is not None and trees.keys() == known.keys() and all(form is known[name] for name, form in trees.items()):
+        form = last.form
     else:
         _require_batches(raw, schedule, stages, with_targets)
         if not abstract:
@@ -186,10 +185,10 @@ def read_loss_weights(weights: LossWeights, microbatches: int) -> torch.Tensor |
 def _read_tree(tree: Any, form: TreeForm | None, name: str, microbatches: int) -> tuple[Leaves, TreeForm]:
     """The leaves of a tree, and its form: ``form`` itself where the tree has that."""
     if form is not None:
-        leaves, treedef = optree.tree_flatten(tree)
+        found, treedef = optree.tree_flatten(tree)
         try:
-            if treedef == form.treedef and _metadata(leaves) == form.metadata:
-                return tuple(leaves), form
+            if treedef == form.treedef and _metadata(found) == form.metadata:
+                return tuple(found), form
         except (AttributeError, RuntimeError):
             pass  # a leaf is something else than a dense tensor, which flatten below refuses by name
     leaves, treedef = flatten(tree, name)
@@ -287,9 +286,11 @@ def _device(params: Mapping[int, Leaves], stage: int, inputs: Sequence[Leaves]) 
     return torch.get_default_device() if found is None or found.type == "meta" else found
 
 
-def _detached(leaf: torch.Tensor) -> torch.Tensor:
-    """A tensor without its history, so that nothing outside grows with the steps."""
-    return leaf.detach() if leaf.requires_grad and not transformed(leaf) else leaf
+def _detached(leaves: Leaves) -> Leaves:
+    """Tensors without their history, so that nothing outside grows with the steps."""
+    if True not in [t.requires_grad for t in leaves]:
+        return leaves
+    return tuple([t.detach() if t.requires_grad and not transformed(t) else t for t in leaves])
 
 
 def _read_seed(seed: Any) -> Seed:
