@@ -66,7 +66,9 @@ class Processes:
     def __init__(self, size: int) -> None:
         import torch.multiprocessing as mp
 
-        context = mp.get_context("spawn")
+        # A server that has imported torch once forks the processes.
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["torch._dynamo"])
         self.size = size
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))

@@ -7,7 +7,7 @@ import platform
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, cast
 
@@ -31,7 +31,7 @@ from .results import StepResult, collect, weighted_losses
 from .rng import preserve_rng
 from .stage_programs import autocast, forget, modes
 from .terms import batch_name, call_terms, rows_of
-from .transport import Failure, Link, LossPart, Transport
+from .transport import Failure, Link, LossPart, Mode, Transport
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -75,6 +75,11 @@ class _Entry(NamedTuple):
     def holds(self) -> bool:
         """Whether every module that ran in it is in the mode in which it was traced."""
         return all(modes(outline) == before for outline, before in self.modes)
+
+    def mode(self) -> Mode:
+        """The mode of all of them."""
+        found = {mode for _, every in self.modes for mode in every}
+        return "mixed" if len(found) != 1 else "training" if found.pop() else "evaluation"
 
 
 class _Last(NamedTuple):
@@ -154,7 +159,7 @@ class StepFunction(Generic[P, R]):
                 losses = weighted_losses(compiled.lowered, arguments, buffers)
                 result = collect(compiled.lowered, arguments, buffers)
                 buffers = None
-                result = result._replace(loss=self.transport.end(losses, entry.parts))
+                result = result._replace(loss=self.transport.end(losses, entry.parts, entry.mode()))
             return self._finish(result, raw)
         except BaseException as raised:
             failure = self._failure(raised, entry)
@@ -175,6 +180,8 @@ class StepFunction(Generic[P, R]):
             arguments = self._read(self._prepare(*args, **kwargs), abstract=True)
             name = None if arguments.form.inputs is None else batch_name(arguments.form)
             name = self.transport.begin(f"{self._terms(arguments)}; lowered, not run", name, self._source)
+            if self.transport.generation != self._generation:
+                self._meet()
             lowered = self._lower(arguments, name, Negotiation(self.schedule, self.transport))
             self.transport.end({}, {})
             return Lowered(lowered, self._engine, self.transport)
@@ -247,8 +254,8 @@ class StepFunction(Generic[P, R]):
             compiled = compile_step(lowered, self._engine, self.transport)
             if agreed is None:
                 agreed = _Agreed(exchange.agreed, self._share_losses(lowered))
-            elif lowered.losses != {s: part for s, part in agreed.parts.items() if part.rank in self._ranks}:
-                raise ValueError("the losses of this process have another form than the ranks agreed on; make a new step function")
+            else:
+                self._require_losses(lowered, agreed.parts)
         finally:
             self._building.active = False
         outlines = {id(low.outline): low.outline for low in lowered.stages.values()}.values()
@@ -329,6 +336,16 @@ class StepFunction(Generic[P, R]):
         if not parts and "loss" in self.spec.wants:
             raise ValueError("no stage has returned a loss")
         return dict(sorted(parts.items()))
+
+    def _require_losses(self, lowered: LoweredStep, parts: Mapping[int, LossPart]) -> None:
+        """Raise where the losses of this process have another form than the ranks agreed on."""
+        now, before = ({s: part.leaf for s, part in found.items() if part.rank in self._ranks} for found in (lowered.losses, parts))
+        if now != before:
+            stage = min(s for s in now.keys() | before.keys() if now.get(s) != before.get(s))
+            raise ValueError(
+                f"stage {self.schedule.model_stages[stage]} now gives the losses {now.get(stage, 'none')} (one for each microbatch), the ranks "
+                f"agreed on {before.get(stage, 'none')}; make a new step function for parameters of other dtypes or shapes"
+            )
 
     def _require_all_ranks_under_transforms(self) -> None:
         if transforming() and len(self._ranks) < self.schedule.ranks:
