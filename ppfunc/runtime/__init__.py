@@ -21,6 +21,7 @@ from .batch import Microbatches, microbatch
 from .errors import AgreementError, PipelineError
 from .inprocess import InProcess
 from .lower import StepSpec, lower
+from .mesh import ProcessGroups, device_mesh, topology_of_mesh
 from .overlap import interleaved, two_streams
 from .p2p import P2P
 from .results import Aux, StepResult
@@ -36,12 +37,15 @@ __all__ = [
     "Microbatches",
     "P2P",
     "PipelineError",
+    "ProcessGroups",
     "StepFunction",
     "StepResult",
     "StepSpec",
     "Transport",
+    "device_mesh",
     "interleaved",
     "lower",
     "microbatch",
+    "topology_of_mesh",
     "two_streams",
 ]

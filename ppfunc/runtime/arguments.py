@@ -154,9 +154,8 @@ def read_arguments(
     inputs = () if raw.inputs is None else read_batch(raw.inputs, "inputs")
     targets = () if raw.targets is None or not with_targets else read_batch(raw.targets, "targets")
     further = {s: read_batch(extras[s], f"extras[{s}]") for s in stages if s in extras}
-    same = last is not None and trees.keys() == known.keys() and all(form is known[name] for name, form in trees.items())
-    if same:
-        form, trees = last.form, last.trees
+    if last is not None and trees.keys() == known.keys() and all(form is known[name] for name, form in trees.items()):
+        form = last.form
     else:
         _require_batches(raw, schedule, stages, with_targets)
         if not abstract:
@@ -186,10 +185,10 @@ def read_loss_weights(weights: LossWeights, microbatches: int) -> torch.Tensor |
 def _read_tree(tree: Any, form: TreeForm | None, name: str, microbatches: int) -> tuple[Leaves, TreeForm]:
     """The leaves of a tree, and its form: ``form`` itself where the tree has that."""
     if form is not None:
-        leaves, treedef = optree.tree_flatten(tree)
+        found, treedef = optree.tree_flatten(tree)
         try:
-            if treedef == form.treedef and _metadata(leaves) == form.metadata:
-                return tuple(leaves), form
+            if treedef == form.treedef and _metadata(found) == form.metadata:
+                return tuple(found), form
         except (AttributeError, RuntimeError):
             pass  # a leaf is something else than a dense tensor, which flatten below refuses by name
     leaves, treedef = flatten(tree, name)

@@ -18,13 +18,13 @@ from ppfunc.stage import LeafSignature
 
 from .errors import AgreementError, PipelineError
 from .interrupts import hold_interrupts
-from .transport import Failure, LossPart
+from .transport import Failure, LossPart, Mode
 
 GONE = "its process is gone or out of reach, or it has closed its transport"
 _TREE, _KEY, _TEXT = "tree", "key", "text"  # channels
 _BEGIN, _SHAPES, _GATHER, _END = b"B", b"S", b"G", b"E"  # messages along the tree
 _CALLS = {_BEGIN: "begins a step", _SHAPES: "begins a step", _GATHER: "gathers texts", _END: "ends a step"}
-_COUNT = struct.Struct("<q")
+_HEAD = struct.Struct("<qii")  # of messages at the end of a step: steps ended; a rank in training mode, one in evaluation mode, or -1
 
 
 class LinkError(ConnectionError):
@@ -210,13 +210,14 @@ class Control:
         self,
         losses: Mapping[int, torch.Tensor],
         parts: Mapping[int, LossPart],
+        mode: Mode = "mixed",
         after: Callable[[], torch.Tensor | None] | None = None,
     ) -> torch.Tensor | None:
         """End a step, as in :class:`~ppfunc.runtime.transport.ControlTransport`; ``after`` gives the sum once all are at their ends."""
-        gathered = self._gather(losses, parts)
+        gathered, modes = self._gather(losses, parts, mode)
         interrupts: list[BaseException] = []
         with hold_interrupts():
-            total = self._settle(gathered, parts, interrupts)
+            total = self._settle(gathered, parts, modes, interrupts)
             if after is not None:
                 total = after()
         if interrupts:
@@ -226,18 +227,27 @@ class Control:
         self._running.release()
         return total
 
-    def _gather(self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart]) -> dict[int, bytes]:
-        """The losses of this rank and those below it, by stage, once all of these are at their ends."""
+    def _gather(
+        self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart], mode: Mode
+    ) -> tuple[dict[int, bytes], tuple[int, int]]:
+        """The losses of this rank and those below it, by stage, once all of these are at their ends, and a rank in either mode."""
+        training, evaluation = (self.links.rank if mode == name else -1 for name in ("training", "evaluation"))
         gathered = {stage: _bytes_of(losses[stage], part.leaf) for stage, part in parts.items() if part.rank == self.links.rank}
         for child in self._children:
-            data = memoryview(self._counted(child))
+            modes, data = self._counted(child)
+            training, evaluation = max(training, modes[0]), max(evaluation, modes[1])
             for stage, part in sorted(parts.items()):
                 if _below(child, part.rank):
                     gathered[stage], data = bytes(data[: part.leaf.nbytes]), data[part.leaf.nbytes :]
-        return gathered
+        if training >= 0 and evaluation >= 0:
+            raise AgreementError(
+                f"the ranks disagree on the mode of their modules: training on rank {training}, evaluation on rank {evaluation}; call train() or "
+                f"eval() on every rank (where a stage is frozen on purpose, leave its outermost module in training mode)"
+            )
+        return gathered, (training, evaluation)
 
     def _settle(
-        self, gathered: dict[int, bytes], parts: Mapping[int, LossPart], interrupts: list[BaseException]
+        self, gathered: dict[int, bytes], parts: Mapping[int, LossPart], modes: tuple[int, int], interrupts: list[BaseException]
     ) -> torch.Tensor | None:
         """Learn the outcome and tell it. Interrupts are held: peers may have the same outcome already."""
         step, links = self.ended, self.links
@@ -247,21 +257,21 @@ class Control:
         else:
             losses = b"".join(data for _, data in sorted(gathered.items()))
             _insist(interrupts, links.vote, step)
-            _insist(interrupts, self._send, self._parent, _END, _COUNT.pack(step) + losses)
-            summed = _insist(interrupts, self._counted, self._parent)
+            _insist(interrupts, self._send, self._parent, _END, _HEAD.pack(step, *modes) + losses)
+            _, summed = _insist(interrupts, self._counted, self._parent)
             total = _tensor(summed, *_form(parts)) if parts else None
         _insist(interrupts, links.commit, step)
         for child in self._children:
-            _insist(interrupts, self._send, child, _END, _COUNT.pack(step) + summed)
+            _insist(interrupts, self._send, child, _END, _HEAD.pack(step, *modes) + summed)
         return total
 
-    def _counted(self, peer: int) -> bytes:
-        """What a peer says at the end of the step that this rank ends, too."""
+    def _counted(self, peer: int) -> tuple[tuple[int, int], bytes]:
+        """The modes and the losses that a peer tells at the end of the step that this rank ends, too."""
         data = self._recv(peer, _END)
-        (theirs,) = _COUNT.unpack_from(data)
+        theirs, *modes = _HEAD.unpack_from(data)
         if theirs != self.ended:
             self._compare(f"steps ended: {self.ended}", f"steps ended: {theirs}")
-        return data[_COUNT.size :]
+        return (modes[0], modes[1]), data[_HEAD.size :]
 
     # -- messages along the tree -----------------------------------------------------------
 

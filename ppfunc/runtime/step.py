@@ -9,7 +9,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, cast
 
 import optree
 import torch
@@ -19,6 +19,7 @@ from ppfunc.stage import Engine, Loss, Outline, Signature, Stage
 
 from .analysis import Lowered
 from .arguments import RawArguments, StepArguments, read_arguments
+from .buffers import Buffers
 from .compile import CompiledStep, compile_step
 from .errors import AgreementError, describe_inputs
 from .exchange import Edges, Negotiation, Replay
@@ -30,7 +31,7 @@ from .results import StepResult, collect, weighted_losses
 from .rng import preserve_rng
 from .stage_programs import autocast, forget, modes
 from .terms import batch_name, call_terms, rows_of
-from .transport import Failure, Link, LossPart, Transport
+from .transport import Failure, Link, LossPart, Mode, Transport
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -40,7 +41,7 @@ CACHE_SIZE = 32
 """Most forms of arguments for which one step function keeps compiled programs."""
 _RETRACES = 8  # so many forms are unusual enough for a warning
 _KNOWN = "; run before: "
-_LEAF = optree.tree_structure(0)
+_LEAF = optree.tree_structure(cast(Any, 0))
 
 
 class CacheInfo(NamedTuple):
@@ -74,6 +75,11 @@ class _Entry(NamedTuple):
     def holds(self) -> bool:
         """Whether every module that ran in it is in the mode in which it was traced."""
         return all(modes(outline) == before for outline, before in self.modes)
+
+    def mode(self) -> Mode:
+        """The mode of all of them."""
+        found = {mode for _, every in self.modes for mode in every}
+        return "mixed" if len(found) != 1 else "training" if found.pop() else "evaluation"
 
 
 class _Last(NamedTuple):
@@ -138,6 +144,9 @@ class StepFunction(Generic[P, R]):
             with torch.inference_mode(False), torch.no_grad():
                 return self(*args, **kwargs)
         entry: _Entry | None = None
+        buffers: Buffers | None = None
+        failure: Failure | None = None
+        error: BaseException | None = None
         try:
             self._require_all_ranks_under_transforms()
             raw = self._prepare(*args, **kwargs)
@@ -150,16 +159,16 @@ class StepFunction(Generic[P, R]):
                 losses = weighted_losses(compiled.lowered, arguments, buffers)
                 result = collect(compiled.lowered, arguments, buffers)
                 buffers = None
-                result = result._replace(loss=self.transport.end(losses, entry.parts))
+                result = result._replace(loss=self.transport.end(losses, entry.parts, entry.mode()))
             return self._finish(result, raw)
         except BaseException as raised:
             failure = self._failure(raised, entry)
-            cause, error = failure.cause, self.transport.fail(failure)
-            if error is cause or not isinstance(cause, Exception):
-                raise cause from cause.__cause__  # an interrupt stays what it is
-            raise error from cause
+            error = self.transport.fail(failure)
+            if error is failure.cause or not isinstance(failure.cause, Exception):
+                raise failure.cause from failure.cause.__cause__  # an interrupt stays what it is
+            raise error from failure.cause
         finally:
-            buffers = failure = error = cause = None  # an error that is kept keeps this frame, and must not be kept by it
+            buffers = failure = error = None  # an error that is kept keeps this frame, and must not keep what it held
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> Lowered:
         """Lower the step for these arguments, and run nothing; where ranks are processes, every one calls it.
@@ -171,6 +180,8 @@ class StepFunction(Generic[P, R]):
             arguments = self._read(self._prepare(*args, **kwargs), abstract=True)
             name = None if arguments.form.inputs is None else batch_name(arguments.form)
             name = self.transport.begin(f"{self._terms(arguments)}; lowered, not run", name, self._source)
+            if self.transport.generation != self._generation:
+                self._meet()
             lowered = self._lower(arguments, name, Negotiation(self.schedule, self.transport))
             self.transport.end({}, {})
             return Lowered(lowered, self._engine, self.transport)
@@ -202,10 +213,11 @@ class StepFunction(Generic[P, R]):
     def _ready(self, arguments: StepArguments) -> _Entry:
         """The compiled step for these arguments; worked out with the peers where the form of the batch is new."""
         last, now = self._last, autocast()
-        same = last is not None and last.arguments.form is arguments.form and last.autocast == now
+        if last is not None and (last.arguments.form is not arguments.form or last.autocast != now):
+            last = None  # another form than that of the last call
         mine = None
         if arguments.form.inputs is not None:
-            name = last.name if same else batch_name(arguments.form)
+            name = batch_name(arguments.form) if last is None else last.name
             mine = f"{name}{_KNOWN}{self._has_run(name)}"
         name, _, known = self.transport.begin(self._terms(arguments), mine, self._source).rpartition(_KNOWN)
         if known != self._has_run(name):
@@ -215,7 +227,7 @@ class StepFunction(Generic[P, R]):
             )
         if self.transport.generation != self._generation:
             self._meet()
-        if same and last.name == name and last.entry.holds() and known == "yes":
+        if last is not None and last.name == name and last.entry.holds() and known == "yes":
             self._hits += 1
             return last.entry
         own = (name, arguments.key, now)
@@ -265,7 +277,7 @@ class StepFunction(Generic[P, R]):
         )  # fmt: skip
 
     def _failure(self, raised: BaseException, entry: _Entry | None) -> Failure:
-        if not isinstance(raised, StepFailed):
+        if not isinstance(raised, StepFailed) or entry is None:
             return Failure(self._ranks[0], None, None, raised)
         return raised.failure._replace(context=describe_inputs(raised.failure, entry.compiled.lowered))
 

@@ -190,3 +190,85 @@ def test_normalisation_is_differentiated_rightly(engine, kind):
     assert_near(y[0], stage(params, x))
     assert_near((gparams[0], gx[0]), want)
     assert_near((gparams[1], gx[1]), first(params, x))
+
+
+def by_hand(axes, channels):
+    """Normalisation in plain arithmetic, with weight and bias along ``channels``."""
+
+    def norm(x, scale):
+        mean = x.mean(axes, keepdim=True)
+        y = (x - mean) / ((x - mean).square().mean(axes, keepdim=True) + 1e-5).sqrt()
+        shape = [-1 if n == channels else 1 for n in range(x.ndim)]
+        return y * scale.view(shape) + scale.sin().view(shape)
+
+    return norm
+
+
+BY_HAND = {"layer": (lambda x, s: F.layer_norm(x, (4,), s, s.sin()), by_hand([2], 2))} | {
+    "batch": (NORMS["batch"], by_hand([0, 2], 1)),
+    "batch without statistics": (lambda x, s: F.batch_norm(x, None, None, s, s.sin(), training=True), by_hand([0, 2], 1)),
+    "batch by torch": (lambda x, s: torch.batch_norm(x, s, s.sin(), None, None, True, 0.1, 1e-5, False), by_hand([0, 2], 1)),
+    "instance": (NORMS["instance"], by_hand([2], 1)),
+}
+
+
+@pytest.mark.parametrize("kind", BY_HAND)
+def test_derivatives_of_normalisation_are_those_of_arithmetic(kind):
+    """First and second derivatives in float64 by reverse over forward, to 1e-12."""
+    x, tx, scale, tscale = random(3, 4, 4), random(3, 4, 4, seed=7), random(4), random(4, seed=9)
+
+    def derivatives(norm):
+        def slope(x, scale):
+            y, ty = norm(((scale, tscale)), (x, tx))
+            return (ty * y.detach().cos()).sum() + ty.sin().sum()
+
+        y, ty = norm((scale, tscale), (x, tx))
+        return y, ty, *grad(slope, (0, 1))(x, scale)
+
+    own, reference = BY_HAND[kind]
+
+    def plain(params, x):
+        return jvp(lambda s, a: reference(a, s), (params[0], x[0]), (params[1], x[1]))
+
+    got, want = derivatives(dual(lambda s, x: own(x, s))), derivatives(plain)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("norm", "shape"),
+    [(F.batch_norm, (1, 3)), (F.batch_norm, (1, 3, 1)), (F.instance_norm, (2, 3, 1))],
+    ids=["batch", "batch with an axis", "instance"],
+)
+@pytest.mark.parametrize("kept", [False, True])
+def test_one_value_per_channel_is_refused_as_by_torch(norm, shape, kept):
+    mean, var = (torch.zeros(3), torch.ones(3)) if kept and norm is F.batch_norm else (None, None)
+    x = torch.ones(shape)
+
+    def stage(p, x):
+        return norm(x, mean, var, None, None, True)
+
+    for call in (lambda: stage((), x), lambda: dual(stage)(((), None), (x, x))):
+        with pytest.raises(ValueError, match="Expected more than 1 .*when training, got input size"):
+            call()
+    assert mean is None or not mean.any() and bool((var == 1).all())
+
+
+@every
+def test_a_dual_batch_norm_keeps_the_statistics_of_torch(engine):
+    from ppfunc.stage import stage_from_module
+
+    module = torch.nn.BatchNorm1d(3).double()
+    fn, params, state = stage_from_module(module)
+    x = random(5, 3)
+    tangents = {k: t.sin() for k, t in params.items()}
+
+    def pair(params, x, state):
+        out = dual(fn)(params, x, state)
+        return out.y, out.state
+
+    program = engine(pair, ((params, tangents), (x, x.cos()), state), has_aux=True)
+    ((y, _), after), _ = program.forward((params, tangents), (x, x.cos()), state)
+    want = module(x)
+    torch.testing.assert_close(y, want.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(after, dict(module.named_buffers()), rtol=1e-12, atol=1e-12)

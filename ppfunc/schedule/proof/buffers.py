@@ -1,4 +1,4 @@
-"""Memory: live activations, residuals that are away, slots that are overwritten."""
+"""Prove the use of memory: live activations, residuals that are away, slots that are overwritten."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import accumulate, islice, repeat
 
-from ..errors import refuse
+from ..errors import schedule_error
 from ..instruction import COMPUTE, WHOLE_STAGE, Instruction, Op, parts_of
 from ..schedule import Program, Schedule
 from .order import in_order
@@ -19,7 +19,7 @@ _LIVE = {op: whole for op, (whole, _) in HELD.items()}
 
 
 def check_activations(schedule: Schedule, limit: int | None) -> tuple[int, ...]:
-    """The peak number of live activations of every rank.
+    """Return the peak number of live activations of every rank.
 
     One is live per stage and microbatch from its F to the end of its B or I, except while it is
     offloaded; where there is no backward, during its F only.
@@ -39,7 +39,7 @@ def check_activations(schedule: Schedule, limit: int | None) -> tuple[int, ...]:
         if limit is not None and peaks[-1] > limit:
             above = next(n for n, number in enumerate(live) if number > limit)
             reason = f"with it {live[above]} activations are live, the limit is {limit}"
-            raise refuse(schedule, rank, _place_of(program, above), reason)
+            raise schedule_error(schedule, rank, _place_of(program, above), reason)
     return tuple(peaks)
 
 
@@ -50,7 +50,7 @@ def _place_of(program: Program, number: int) -> tuple[int, int]:
 
 
 def check_offloads(schedule: Schedule) -> None:
-    """Residuals leave after their forward, come back once, and are not used while away.
+    """Prove that residuals leave after their forward, come back once, and are not used while away.
 
     Raises:
         ScheduleError: at the first OFFLOAD, FETCH or backward for which this does not hold.
@@ -64,7 +64,7 @@ def check_offloads(schedule: Schedule) -> None:
                 for part in instruction.parts or (instruction,):
                     fault = _move(state, part)
                     if fault:
-                        raise refuse(schedule, rank, (step, place), fault)
+                        raise schedule_error(schedule, rank, (step, place), fault)
 
 
 def _move(state: dict[tuple[int, int], str], part: Instruction) -> str:
@@ -89,7 +89,7 @@ def _move(state: dict[tuple[int, int], str], part: Instruction) -> str:
 
 
 def check_slots(schedule: Schedule) -> tuple[int, ...]:
-    """Number of slots of every stage, none where no slots have been allocated.
+    """Return the number of slots of every stage, none where no slots have been allocated.
 
     A slot belongs to its stage and holds all of one microbatch: input, output, residuals and
     gradients, from the first instruction that names it to the last, or until it is offloaded.
@@ -109,13 +109,13 @@ def check_slots(schedule: Schedule) -> tuple[int, ...]:
             stage, slot = part.stage, part.slot
             fault = _take(slot_of, holder, left, stage, slot, key)
             if fault:
-                raise refuse(schedule, rank, (step, place), fault)
+                raise schedule_error(schedule, rank, (step, place), fault)
             sizes[stage] = max(sizes[stage], slot + 1)
     return tuple(sizes)
 
 
 def uses(program: tuple) -> Iterator[tuple[int, int, Instruction, Holder]]:
-    """Every use of a slot: step, place, instruction, and its holder: stage, microbatch, times offloaded."""
+    """Iterate over the uses of slots: step, place, instruction, and its holder: stage, microbatch, times offloaded."""
     moved: Counter = Counter()
     for step, instructions in enumerate(program):
         for place, instruction in in_order(instructions):

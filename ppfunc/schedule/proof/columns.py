@@ -1,8 +1,8 @@
 """Prove the usual lowered schedule on whole columns of positions, one per kind of instruction.
 
-The proofs in the other rooms walk instruction by instruction and name the place of a fault. This one
+The proofs in the other modules walk instruction by instruction and name the place of a fault. This one
 answers for a schedule of a million instructions in a second. It accepts nothing that they refuse;
-what it does not accept they decide. It leaves to them slots, loads, offloads, and sums over copies
+what it does not accept they decide. It leaves to them slots, loads, offloads, and sums over replicas
 that are not the end of each program.
 
 Between two ranks with one queue each way round, let a message have the step in which each end posts it.
@@ -107,7 +107,7 @@ def _columns(schedule: Schedule, rank: int) -> Columns | None:
 
 
 def _in_phases(program: Program, flat: Sequence[Instruction]) -> bool:
-    """Whether each step has its messages first, and a last step with a tail the sums over copies before all else."""
+    """Whether each step has its messages first, and a last step with a tail the sums over replicas before all else."""
     talks = [i[0] in COMMUNICATION for i in flat]
     starts = set(accumulate(map(len, program)))
     if not starts.issuperset(compress(count(1), map(lt, talks, talks[1:]))):
@@ -157,7 +157,7 @@ def _links(schedule: Schedule, ranks: Sequence[Columns]) -> list[Link] | None:
         if forward is None or (backward and not _before(forward, at[stage].get((Op.B, stage, None)))):
             return None
     links = []
-    for a, b, op, send, receive, peers in _ways(schedule):
+    for a, b, op, send, receive, peers in _flows(schedule):
         made, used = at[a].get((op, a, None)), at[b].get((op, b, None))
         if home[a] == home[b]:
             if not _before(made, used):
@@ -170,7 +170,7 @@ def _links(schedule: Schedule, ranks: Sequence[Columns]) -> list[Link] | None:
     return links
 
 
-def _ways(schedule: Schedule) -> Iterator[tuple[int, int, Op, Op, Op, tuple[int | None, int | None]]]:
+def _flows(schedule: Schedule) -> Iterator[tuple[int, int, Op, Op, Op, tuple[int | None, int | None]]]:
     """Every edge there and, with a backward, back: source, target, what makes and uses, what sends and receives, the peers named."""
     skips = frozenset(schedule.skips)
     for a, b in schedule.edges:
