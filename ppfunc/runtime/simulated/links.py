@@ -1,0 +1,61 @@
+"""The links of one rank of a simulated network, over which its control messages go."""
+
+from __future__ import annotations
+
+from .network import Network
+
+
+class SimulatedLinks:
+    """The links of one rank over a simulated network, as :class:`~ppfunc.runtime.control.Links` says."""
+
+    def __init__(self, network: Network, rank: int) -> None:
+        self._network, self._member = network, network.members[rank]
+        self.rank, self.size = rank, len(network.members)
+
+    @property
+    def generation(self) -> int:
+        return self._member.generation
+
+    def send(self, peer: int, channel: str, data: bytes) -> None:
+        self._network.operation(self.rank, f"send {channel} to {peer}")
+        self._go_on(peer, self._member.settling)
+        stream = self._network.stream(self.rank, self.rank, peer, channel)
+        stream.send(self._network.delay(self.rank), lambda: stream.arrived.append(data))
+
+    def recv(self, peer: int, channel: str) -> bytes:
+        self._network.operation(self.rank, f"recv {channel} of {peer}")
+        stream = self._network.stream(self.rank, peer, self.rank, channel)
+        self._network.wait(self.rank, peer, f"a message ({channel})", lambda: bool(stream.arrived), stream)
+        return stream.arrived.popleft()
+
+    def vote(self, step: int) -> None:
+        self._network.operation(self.rank, f"vote {step}")
+        self._go_on(0, False)
+        self._member.voted, self._member.voting, self._member.settling = step, True, True
+
+    def commit(self, step: int) -> None:
+        self._network.operation(self.rank, f"commit {step}")
+        if self.rank == 0:
+            self._network.commit(step)
+        self._member.voting = False
+
+    def settled(self) -> None:
+        """The step that was voted for or committed has ended here."""
+        self._member.voting = self._member.settling = False
+
+    def publish(self, failure: str) -> str:
+        self._network.operation(self.rank, "publish")
+        return self._network.publish(self.rank, failure)
+
+    def suspect(self, peer: int) -> int:
+        self._network.operation(self.rank, f"suspect {peer}")
+        return self._network.suspect(peer)
+
+    def close(self) -> None:
+        if not self._member.stopped:
+            self._network.operation(self.rank, "close")
+            self._network.close(self.rank)
+
+    def _go_on(self, peer: int, excused: bool) -> None:
+        if (trouble := self._network.trouble(self.rank, peer, excused)) is not None:
+            raise trouble
