@@ -1,55 +1,142 @@
-"""ppfunc: pipeline parallelism for PyTorch with pure stages and schedules as values."""
+"""ppfunc: pipeline parallelism for PyTorch with pure stages and schedules as values.
 
-from importlib import import_module
-from typing import Any
+Glossary, the same words in the API, in errors and in pictures:
 
-# Loaded when first used, so that schedules can be studied without loading torch.
-_HOMES = {
-    "ppfunc.pipeline": ("evaluate", "microbatch", "value_and_grad", "with_skips"),
-    "ppfunc.runtime": ("AgreementError", "Aux", "InProcess", "P2P", "PipelineError", "interleaved", "two_streams"),
-    "ppfunc.stage": ("StageError", "eager", "functional", "graph", "split_sequential", "stage_from_module"),
-    "ppfunc.stage.output": ("Output", "Received"),
-    "ppfunc.stage.layers": ("stages_from_layers",),
-    "ppfunc.stage.transforms": ("clipped_sum", "dual", "ensemble", "square_norms"),
-    "ppfunc.training": ("Optimizer", "adamw", "sgd"),
-    "ppfunc.transforms": ("gnvp", "hvp", "jvp", "per_sample_grad"),
-    "ppfunc.schedule": (
-        "Certificate",
-        "Costs",
-        "Instruction",
-        "Op",
-        "Schedule",
-        "ScheduleError",
-        "check",
-        "data_parallel",
-        "deepspeed_inference",
-        "deepspeed_train",
-        "dualpipe",
-        "dualpipev",
-        "gpipe",
-        "inference",
-        "interleaved_one_f_one_b",
-        "interleaved_zero_bubble",
-        "looped_bfs",
-        "one_f_one_b",
-        "simulate",
-        "v_half",
-        "v_min",
-        "zb_h1",
-        "zb_h2",
-        "zbv",
-    ),
-}
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+======================  ==========================================================================================
+stage                   a pure function ``fn(params, x) -> y``: one part of the model
+rank                    one process of the pipeline, numbered from 0; it holds one or more stages
+chunk                   one of the stages of a rank that holds several
+microbatch              a part of the batch, which goes through the stages by itself
+chain                   a path of stages that some microbatches take; bidirectional schedules have two
+replica                 one of several stages, in different chains, that hold the same parameters
+placement               the rank of each stage
+partition               the layers of each stage
+instruction             one thing that a rank does, such as ``2F0``: the forward of stage 2 for microbatch 0
+step, of a program      instructions whose messages are posted together
+program, of a rank      its steps, in order
+schedule                an immutable value: the program of every rank, with placement and chains
+step function           a function that ``value_and_grad`` or a sibling returns; one call is one training step
+engine                  a function that differentiates a stage: ``graph``, ``functional`` or ``eager``
+stage program           what an engine makes of a stage: its forward, and its backward, whole and in two parts
+residuals               what the forward of a stage keeps for its backward
+signature               structure, shapes and dtypes of a tree of tensors, without values
+edge                    two stages, the first of which sends activations to the second
+skip                    an edge between stages that are not neighbours
+transport               an object that carries messages between ranks: ``InProcess`` or ``P2P``
+lower                   make values from stages, schedule and signatures: signatures of all edges, bytes of all buffers
+compile                 make stage programs, and one flat list of calls, from what was lowered
+execute                 make these calls, with the tensors of one training step
+extras                  inputs of a stage beside ``x`` that get no gradient, such as masks
+state                   a tree that a stage reads, and returns anew, in every training step, such as running statistics
+metrics                 tensors that a stage returns for the caller, beside ``y``
+loss weights            the weight of each microbatch in the loss, ``1/m`` each by default
+bubble                  the share of a training step in which ranks wait
+======================  ==========================================================================================
+"""
 
-__all__ = sorted(_HOME_OF)  # noqa: PLE0605
+from typing import TYPE_CHECKING
 
+from ._lazy import attach
 
-def __getattr__(name: str) -> Any:
-    if name in _HOME_OF:
-        return getattr(import_module(_HOME_OF[name]), name)
-    raise AttributeError(f"module 'ppfunc' has no attribute {name!r}; it has {', '.join(__all__)}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+if TYPE_CHECKING:
+    from . import (
+        parallel as parallel,
+        runtime as runtime,
+        schedule as schedule,
+        stage as stage,
+        testing as testing,
+        training as training,
+    )
+    from .pipeline import evaluate as evaluate, microbatch as microbatch, value_and_grad as value_and_grad, with_skips as with_skips
+    from .runtime import (
+        P2P as P2P,
+        AgreementError as AgreementError,
+        Aux as Aux,
+        InProcess as InProcess,
+        PipelineError as PipelineError,
+        Transport as Transport,
+        interleaved as interleaved,
+        two_streams as two_streams,
+    )
+    from .schedule import (
+        Certificate as Certificate,
+        Costs as Costs,
+        Instruction as Instruction,
+        Op as Op,
+        Schedule as Schedule,
+        ScheduleError as ScheduleError,
+        check as check,
+        data_parallel as data_parallel,
+        deepspeed_inference as deepspeed_inference,
+        deepspeed_train as deepspeed_train,
+        dualpipe as dualpipe,
+        dualpipev as dualpipev,
+        gpipe as gpipe,
+        inference as inference,
+        interleaved_one_f_one_b as interleaved_one_f_one_b,
+        interleaved_zero_bubble as interleaved_zero_bubble,
+        looped_bfs as looped_bfs,
+        one_f_one_b as one_f_one_b,
+        simulate as simulate,
+        v_half as v_half,
+        v_min as v_min,
+        zb_h1 as zb_h1,
+        zb_h2 as zb_h2,
+        zbv as zbv,
+    )
+    from .stage import (
+        StageError as StageError,
+        eager as eager,
+        functional as functional,
+        graph as graph,
+        split_sequential as split_sequential,
+        stage_from_module as stage_from_module,
+    )
+    from .stage.layers import params_of_stages as params_of_stages, stages_from_layers as stages_from_layers
+    from .stage.output import Output as Output, Received as Received
+    from .stage.program import Engine as Engine, Loss as Loss, Stage as Stage
+    from .stage.transforms import clipped_sum as clipped_sum, dual as dual, ensemble as ensemble, square_norms as square_norms
+    from .training import Optimizer as Optimizer, adamw as adamw, sgd as sgd
+    from .transforms import gnvp as gnvp, hvp as hvp, jvp as jvp, per_sample_grad as per_sample_grad
+else:
+    __getattr__, __dir__, __all__ = attach(
+        __name__,
+        {
+            "pipeline": ("evaluate", "microbatch", "value_and_grad", "with_skips"),
+            "runtime": ("AgreementError", "Aux", "InProcess", "P2P", "PipelineError", "Transport", "interleaved", "two_streams"),
+            "schedule": (
+                "Certificate",
+                "Costs",
+                "Instruction",
+                "Op",
+                "Schedule",
+                "ScheduleError",
+                "check",
+                "data_parallel",
+                "deepspeed_inference",
+                "deepspeed_train",
+                "dualpipe",
+                "dualpipev",
+                "gpipe",
+                "inference",
+                "interleaved_one_f_one_b",
+                "interleaved_zero_bubble",
+                "looped_bfs",
+                "one_f_one_b",
+                "simulate",
+                "v_half",
+                "v_min",
+                "zb_h1",
+                "zb_h2",
+                "zbv",
+            ),
+            "stage": ("StageError", "eager", "functional", "graph", "split_sequential", "stage_from_module"),
+            "stage.layers": ("params_of_stages", "stages_from_layers"),
+            "stage.output": ("Output", "Received"),
+            "stage.program": ("Engine", "Loss", "Stage"),
+            "stage.transforms": ("clipped_sum", "dual", "ensemble", "square_norms"),
+            "training": ("Optimizer", "adamw", "sgd"),
+            "transforms": ("gnvp", "hvp", "jvp", "per_sample_grad"),
+        },
+        submodules=("parallel", "runtime", "schedule", "stage", "testing", "training"),
+    )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,9 +13,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1] / "ppfunc"
-FLOORS = {"schedule": 1, "parallel": 1, "stage": 2, "runtime": 3, "training": 4}
+FLOORS = {"_lazy": 0, "schedule": 1, "parallel": 1, "stage": 2, "runtime": 3, "training": 4}
 FRONT = 5
-OUTSIDE = {
+OUTSIDE: dict[int, set[str]] = {
+    0: set(),
     1: set(),
     2: {"torch", "optree", "einops", "networkx"},
     3: {"torch", "optree", "einops"},
@@ -41,7 +44,7 @@ def floor(parts: tuple[str, ...]) -> int:
 
 
 def faults(path: Path) -> list[str]:
-    own = floor(path.relative_to(ROOT).parts[:-1])
+    own = floor(path.relative_to(ROOT).with_suffix("").parts)
     found = []
     for name in imported(path):
         head, *rest = name.split(".")
@@ -84,7 +87,51 @@ def test_schedules_load_without_torch_and_quickly():
 def test_every_name_of_the_front_door_exists():
     import ppfunc
 
-    for name in ppfunc.__all__:
+    for name in dir(ppfunc):
         assert getattr(ppfunc, name) is not None
-    with pytest.raises(AttributeError, match="one_f_one_b"):
-        ppfunc.no_such_name  # noqa: B018
+    assert set(ppfunc.__all__) >= {build.__name__ for build in ppfunc.schedule.BUILDERS.values()}
+
+
+def typed_names(tree: ast.Module) -> dict[str, set[str]]:
+    """The names that each module defines, as the imports under ``if TYPE_CHECKING`` say."""
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    return {node.module or "": {alias.asname or "" for alias in node.names} for node in block.body if isinstance(node, ast.ImportFrom)}
+
+
+def loaded_names(tree: ast.Module) -> dict[str, set[str]]:
+    """The names that each module defines, as the call of ``attach`` says."""
+    (call,) = (n for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == "attach")
+    table = {module: set(names) for module, names in ast.literal_eval(call.args[1]).items()}
+    submodules = {name for keyword in call.keywords for name in ast.literal_eval(keyword.value)}
+    return table | ({"": submodules} if submodules else {})
+
+
+@pytest.mark.parametrize("package", ["", "schedule", "parallel"])
+def test_type_checkers_see_the_names_that_are_loaded(package):
+    tree = ast.parse((ROOT / package / "__init__.py").read_text())
+    assert typed_names(tree) == loaded_names(tree)
+
+
+@pytest.mark.parametrize("package", ["", "schedule", "parallel"])
+def test_no_name_is_hidden_by_a_module(package):
+    module = importlib.import_module(f"ppfunc.{package}".rstrip("."))
+    for path in (ROOT / package).glob("*.py"):
+        importlib.import_module(f"{module.__name__}.{path.stem}".removesuffix(".__init__").removesuffix(".__main__"))
+    assert not [name for name in module.__all__ if inspect.ismodule(getattr(module, name))]
+
+
+def test_an_unknown_name_is_answered_with_the_nearest():
+    import ppfunc
+
+    with pytest.raises(AttributeError, match="module 'ppfunc' has no attribute 'one_f1b'; did you mean 'one_f_one_b'"):
+        ppfunc.one_f1b  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no attribute 'xyz'; dir\(ppfunc.schedule\) lists its names"):
+        ppfunc.schedule.xyz  # noqa: B018
+
+
+def test_submodules_are_attributes_and_load_when_they_are_used():
+    code = (
+        "import sys, ppfunc as pp; pp.schedule.one_f_one_b; pp.testing.schedules; pp.parallel.loop; "
+        "assert 'torch' not in sys.modules; pp.training.sgd; pp.runtime; pp.stage"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT.parent)

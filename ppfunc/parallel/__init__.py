@@ -1,54 +1,103 @@
 """Arithmetic on ranks and layers: topologies, placements, partitions. The standard library only."""
 
-from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
 
-# Loaded when first used: builders of schedules need the placements alone.
-_HOMES = {
-    "balance": ("partition_balanced",),
-    "chunks": ("chunks_balanced", "chunks_uniform"),
-    "config": ("build_schedule", "count_microbatches", "find_builder", "split_points_for"),
-    "groups": (
-        "Membership",
-        "NamedGroup",
-        "ParallelSizes",
-        "data_parallel_groups",
-        "groups_in_creation_order",
-        "membership",
-        "model_groups",
-        "neighbour_pairs",
-        "parallel_sizes",
-        "pipeline_groups",
-        "rank_of_stage",
-        "replica_groups",
-        "slice_groups",
-    ),
-    "layout": ("Layout", "parse_layout"),
-    "partition": ("Partition", "partition_explicit", "partition_uniform"),
-    "placement": ("Placement", "bidirectional", "explicit", "loop", "place", "stage_ids_of_rank", "v_shape"),
-    "split": ("count_stages", "effective_loads", "partition_layers", "split_points"),
-    "spread": ("partition_spread",),
-    "topology": ("Topology", "default_grid", "pipe_data", "pipe_model_data", "prime_factors"),
-    "weigh": (
-        "count_layer_parameters",
-        "layer_name",
-        "measure_layers",
-        "partition_by_parameters",
-        "partition_by_pattern",
-        "partition_by_time",
-        "partition_by_weights",
-    ),
-}
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+from .._lazy import attach
 
-__all__ = sorted(_HOME_OF)  # noqa: PLE0605
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME_OF:
-        return getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+if TYPE_CHECKING:
+    from .balance import partition_balanced as partition_balanced
+    from .chunks import chunks_balanced as chunks_balanced, chunks_uniform as chunks_uniform
+    from .config import (
+        build_schedule as build_schedule,
+        count_microbatches as count_microbatches,
+        find_builder as find_builder,
+        split_points_for as split_points_for,
+    )
+    from .groups import (
+        Membership as Membership,
+        NamedGroup as NamedGroup,
+        ParallelSizes as ParallelSizes,
+        data_parallel_groups as data_parallel_groups,
+        groups_in_creation_order as groups_in_creation_order,
+        membership as membership,
+        model_groups as model_groups,
+        neighbour_pairs as neighbour_pairs,
+        parallel_sizes as parallel_sizes,
+        pipeline_groups as pipeline_groups,
+        rank_of_stage as rank_of_stage,
+        replica_groups as replica_groups,
+        slice_groups as slice_groups,
+    )
+    from .layout import Layout as Layout, parse_layout as parse_layout
+    from .partition import Partition as Partition, partition_explicit as partition_explicit, partition_uniform as partition_uniform
+    from .placement import (
+        Placement as Placement,
+        bidirectional as bidirectional,
+        explicit as explicit,
+        loop as loop,
+        place as place,
+        stage_ids_of_rank as stage_ids_of_rank,
+        v_shape as v_shape,
+    )
+    from .split import (
+        count_stages as count_stages,
+        effective_loads as effective_loads,
+        partition_layers as partition_layers,
+        split_points as split_points,
+    )
+    from .spread import partition_spread as partition_spread
+    from .topology import (
+        Topology as Topology,
+        default_grid as default_grid,
+        pipe_data as pipe_data,
+        pipe_model_data as pipe_model_data,
+        prime_factors as prime_factors,
+    )
+    from .weigh import (
+        count_layer_parameters as count_layer_parameters,
+        layer_name as layer_name,
+        measure_layers as measure_layers,
+        partition_by_parameters as partition_by_parameters,
+        partition_by_pattern as partition_by_pattern,
+        partition_by_time as partition_by_time,
+        partition_by_weights as partition_by_weights,
+    )
+else:
+    __getattr__, __dir__, __all__ = attach(
+        __name__,
+        {
+            "balance": ("partition_balanced",),
+            "chunks": ("chunks_balanced", "chunks_uniform"),
+            "config": ("build_schedule", "count_microbatches", "find_builder", "split_points_for"),
+            "groups": (
+                "Membership",
+                "NamedGroup",
+                "ParallelSizes",
+                "data_parallel_groups",
+                "groups_in_creation_order",
+                "membership",
+                "model_groups",
+                "neighbour_pairs",
+                "parallel_sizes",
+                "pipeline_groups",
+                "rank_of_stage",
+                "replica_groups",
+                "slice_groups",
+            ),
+            "layout": ("Layout", "parse_layout"),
+            "partition": ("Partition", "partition_explicit", "partition_uniform"),
+            "placement": ("Placement", "bidirectional", "explicit", "loop", "place", "stage_ids_of_rank", "v_shape"),
+            "split": ("count_stages", "effective_loads", "partition_layers", "split_points"),
+            "spread": ("partition_spread",),
+            "topology": ("Topology", "default_grid", "pipe_data", "pipe_model_data", "prime_factors"),
+            "weigh": (
+                "count_layer_parameters",
+                "layer_name",
+                "measure_layers",
+                "partition_by_parameters",
+                "partition_by_pattern",
+                "partition_by_time",
+                "partition_by_weights",
+            ),
+        },
+    )

@@ -1,9 +1,10 @@
-"""The arguments of one call of a step function, read and checked."""
+"""The arguments of one call of a step function: read, checked, and compared with those of the last call."""
 
 from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -12,144 +13,247 @@ import torch
 
 from ppfunc.schedule import Schedule
 from ppfunc.stage import Signature
+from ppfunc.stage.signature import flatten
 
-from .batch import Batch, read_batch
-from .calls import Home, Leaves
-from .outside import transformed
+from .batch import Leaves, Microbatches, cut, paths_of, require_divisible
+from .functorch import transformed
 
-
-class Arguments(NamedTuple):
-    """The arguments of one call.
-
-    Args:
-        leaves: leaves of the parameters of every local stage, without history.
-        signatures: signatures of those.
-        strides: of each of those, in elements.
-        homes: where those live.
-        inputs: the batch; None where this process holds no first stage and was given none.
-        targets: the targets, likewise for the last stage.
-        side: side inputs, by stage.
-        state: leaves of the state, by stage.
-        states: signatures of those.
-        weights: weight of every microbatch, float64[m].
-        seed: ``(seed, step)``, or None.
-    """
-
-    leaves: Mapping[int, Leaves]
-    signatures: Mapping[int, Signature]
-    strides: Mapping[int, tuple[tuple[int, ...], ...]]
-    homes: Mapping[int, Home]
-    inputs: Batch | None
-    targets: Batch | None
-    side: Mapping[int, Batch]
-    state: Mapping[int, Leaves]
-    states: Mapping[int, Signature]
-    weights: torch.Tensor
-    seed: tuple[int, int] | None
-
-    def example(self, stage: int) -> Any:
-        """The parameters of a stage, as an engine wants them for its example; without values under a transform."""
-        leaves, signature = self.leaves[stage], self.signatures[stage]
-        return signature if any(map(transformed, leaves)) else signature.unflatten(leaves)
-
-    def constants(self, stage: int, microbatch: int, targeted: bool) -> tuple[Signature, ...]:
-        """Signatures of what a stage gets after its input: the target, the side input, the state."""
-        target = (self.targets.signatures[microbatch],) if targeted else ()
-        side = (self.side[stage].signatures[microbatch],) if stage in self.side else ()
-        state = (self.states[stage],) if stage in self.states else ()
-        return (*target, *side, *state)
+LossWeights = Sequence[float] | torch.Tensor | None
+Seed = tuple[int, int] | None
 
 
-class Given(NamedTuple):
-    """The arguments of one call, as the caller gave them."""
+class RawArguments(NamedTuple):
+    """The arguments of one call, as the caller gave them; dictionaries are keyed by stage of the model."""
 
     params: Mapping[int, Any]
     inputs: Any
-    targets: Any
-    side: Mapping[int, Any] | None
-    state: Mapping[int, Any] | None
-    weights: Sequence[float] | torch.Tensor | None
-    seed: tuple[int, int] | None
+    targets: Any = None
+    extras: Mapping[int, Any] | None = None
+    state: Mapping[int, Any] | None = None
+    loss_weights: LossWeights = None
+    seed: Seed = None
 
 
-def read_arguments(given: Given, schedule: Schedule, stages: Sequence[int], with_targets: bool) -> Arguments:
-    """Read the arguments of a call in a process that holds ``stages``.
+@dataclass(frozen=True, slots=True, eq=False)
+class TreeForm:
+    """The form of one tree of tensors: all that a program depends on beside the values.
+
+    Args:
+        treedef: its structure.
+        metadata: types, shapes, dtypes, strides and devices of its leaves, a list of each.
+        signature: of the tree, or, of a whole batch, of one microbatch.
+    """
+
+    treedef: optree.PyTreeSpec
+    metadata: tuple[list[Any], ...]
+    signature: Signature
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Hashable, equal for equal forms."""
+        return self.signature, *(tuple(map(str, part)) for part in (self.metadata[0], *self.metadata[3:]))
+
+
+class StepForm(NamedTuple):
+    """The form of all arguments of one call, by stage of the model: what a program is lowered for.
+
+    Args:
+        params, state: signatures.
+        strides: of every leaf of the parameters, in elements.
+        devices: where each stage computes.
+        inputs, targets: signatures of the microbatches; None where this process was given none.
+        whole: whether the inputs came as a whole batch, in contrast to Microbatches.
+        extras: signatures of the microbatches.
+    """
+
+    params: Mapping[int, Signature]
+    strides: Mapping[int, tuple[tuple[int, ...], ...]]
+    devices: Mapping[int, torch.device]
+    inputs: tuple[Signature, ...] | None
+    targets: tuple[Signature, ...] | None
+    whole: bool
+    extras: Mapping[int, tuple[Signature, ...]]
+    state: Mapping[int, Signature]
+
+
+class StepArguments(NamedTuple):
+    """The arguments of one call, read.
+
+    Args:
+        params, state: leaves of the trees, by stage of the model, without history.
+        inputs, targets: leaves of every microbatch; empty where this process was given none.
+        extras: likewise, by stage of the model.
+        loss_weights: weight of every microbatch, float64[m]; None for ``1/m`` each.
+        seed: ``(seed, step)``, or None.
+        form: of all of them.
+        trees: the form of every tree, by its name.
+    """
+
+    params: Mapping[int, Leaves]
+    state: Mapping[int, Leaves]
+    inputs: Sequence[Leaves]
+    targets: Sequence[Leaves]
+    extras: Mapping[int, Sequence[Leaves]]
+    loss_weights: torch.Tensor | None
+    seed: Seed
+    form: StepForm
+    trees: Mapping[str, TreeForm]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Hashable, equal for arguments that run the same program."""
+        return tuple((name, form.key) for name, form in self.trees.items())
+
+    def example(self, stage: int) -> Any:
+        """The parameters of a stage of the model, to evaluate it abstractly; their signature under a transform."""
+        leaves, signature = self.params[stage], self.form.params[stage]
+        return signature if any(map(transformed, leaves)) else signature.unflatten(leaves)
+
+
+def read_arguments(
+    raw: RawArguments, schedule: Schedule, stages: Sequence[int], with_targets: bool, last: StepArguments | None = None
+) -> StepArguments:
+    """Read the arguments of a call in a process that runs ``stages`` of the model.
+
+    Args:
+        last: arguments of an earlier call; where these have the same form, ``form`` and ``trees`` are those, as objects.
 
     Raises:
         ValueError, TypeError: they do not fit the schedule; says what was got and what was expected.
     """
-    params = given.params
-    if not isinstance(params, Mapping) or set(params) != set(stages):
-        got = _keys(params) if isinstance(params, Mapping) else type(params).__name__
-        raise ValueError(
-            f"params: got {got}, expected a dictionary with the stages of this process, {list(stages)}: "
-            f"{{stage: tree of parameters}}"
-        )
     m = schedule.microbatches
-    inputs = _batch(given.inputs, "inputs", [c.stages[0] for c in schedule.chains], stages, m)
-    targets = _batch(given.targets, "targets", [c.stages[-1] for c in schedule.chains] if with_targets else [], stages, m)
-    side = {s: read_batch(tree, m, f"side[{s}]") for s, tree in _of_stages(given.side, "side", stages).items()}
-    state = _of_stages(given.state, "state", stages)
-    signatures = {s: Signature.of(params[s], f"params[{s}]") for s in stages}
-    leaves = {s: tuple(map(_own, optree.tree_leaves(params[s]))) for s in stages}
-    homes = {s: Home(_device(leaves, s, inputs), signatures[s].leaves) for s in stages}
-    return Arguments(
-        leaves,
-        signatures,
-        {s: tuple(t.stride() for t in own) for s, own in leaves.items()},
-        homes,
-        inputs,
-        targets,
-        side,
-        {s: tuple(map(_own, optree.tree_leaves(tree))) for s, tree in state.items()},
-        {s: Signature.of(tree, f"state[{s}]").without_grad() for s, tree in state.items()},
-        read_weights(given.weights, m),
-        _seed(given.seed),
-    )
+    known: Mapping[str, TreeForm] = {} if last is None else last.trees
+    trees: dict[str, TreeForm] = {}
+
+    def read(tree: Any, name: str, microbatches: int = 0) -> Leaves:
+        leaves, trees[name] = _read_tree(tree, known.get(name), name, microbatches)
+        return leaves
+
+    def read_batch(batch: Any, name: str) -> Sequence[Leaves]:
+        if not isinstance(batch, Microbatches):
+            return cut(read(batch, name, m), m)
+        if len(batch) != m:
+            raise ValueError(f"{name}: got {len(batch)} microbatches, the schedule has {m}; cut the batch into that many")
+        return [read(tree, f"{name}[{i}]") for i, tree in enumerate(batch)]
+
+    _require_stages(raw.params, "params", stages)
+    extras, state = ({} if given is None else given for given in (raw.extras, raw.state))
+    _require_some(extras, "extras", stages)
+    _require_some(state, "state", stages)
+    params = {s: tuple(map(_detached, read(raw.params[s], f"params[{s}]"))) for s in stages}
+    states = {s: tuple(map(_detached, read(state[s], f"state[{s}]"))) for s in stages if s in state}
+    inputs = () if raw.inputs is None else read_batch(raw.inputs, "inputs")
+    targets = () if raw.targets is None or not with_targets else read_batch(raw.targets, "targets")
+    further = {s: read_batch(extras[s], f"extras[{s}]") for s in stages if s in extras}
+    same = last is not None and trees.keys() == known.keys() and all(form is known[name] for name, form in trees.items())
+    if same:
+        form, trees = last.form, last.trees
+    else:
+        _require_batches(raw, schedule, stages, with_targets)
+        form = _form(trees, stages, m, params, inputs)
+    return StepArguments(params, states, inputs, targets, further, read_loss_weights(raw.loss_weights, m), _read_seed(raw.seed), form, trees)
 
 
-def read_weights(weights: Sequence[float] | torch.Tensor | None, microbatches: int) -> torch.Tensor:
-    """Weights as float64[m], ``1/m`` each where none are given.
+def read_loss_weights(weights: LossWeights, microbatches: int) -> torch.Tensor | None:
+    """Weights of the microbatches as float64[m]; None for ``1/m`` each.
 
     Raises:
         ValueError: another number of weights.
         TypeError: something else than numbers.
     """
     if weights is None:
-        return torch.full((microbatches,), 1 / microbatches, dtype=torch.float64)
+        return None
     try:
         read = torch.as_tensor(weights, dtype=torch.float64)
     except (TypeError, ValueError) as error:
-        raise TypeError(f"weights: got {reprlib.repr(weights)}, expected one number for each of the {microbatches} microbatches") from error
+        raise TypeError(f"loss_weights: got {reprlib.repr(weights)}, expected one number for each of the {microbatches} microbatches") from error
     if read.shape != (microbatches,):
-        raise ValueError(f"weights: got shape {tuple(read.shape)}, expected one weight for each of the {microbatches} microbatches")
+        raise ValueError(f"loss_weights: got shape {tuple(read.shape)}, expected one weight for each of the {microbatches} microbatches")
     return read
 
 
-def _seed(seed: Any) -> tuple[int, int] | None:
-    if seed is None:
-        return None
-    if isinstance(seed, tuple | list) and len(seed) == 2 and all(isinstance(n, Integral) for n in seed):
-        return int(seed[0]), int(seed[1])
-    raise TypeError(f"seed: got {reprlib.repr(seed)}, expected (seed, step), two integers")
+def _read_tree(tree: Any, form: TreeForm | None, name: str, microbatches: int) -> tuple[Leaves, TreeForm]:
+    """The leaves of a tree, and its form: ``form`` itself where the tree has that."""
+    if form is not None:
+        leaves, treedef = optree.tree_flatten(tree)
+        try:
+            if treedef == form.treedef and _metadata(leaves) == form.metadata:
+                return tuple(leaves), form
+        except (AttributeError, RuntimeError):
+            pass  # a leaf is something else than a dense tensor, which flatten below refuses by name
+    leaves, treedef = flatten(tree, name)
+    example: Sequence[torch.Tensor] = leaves
+    if microbatches:
+        require_divisible(leaves, paths_of(treedef), microbatches, name)
+        example = [leaf[: leaf.shape[0] // microbatches] for leaf in leaves]
+    return leaves, TreeForm(treedef, _metadata(leaves), Signature.of(treedef.unflatten(example), name))
 
 
-def _batch(batch: Any, name: str, needed_by: Sequence[int], stages: Sequence[int], microbatches: int) -> Batch | None:
-    if batch is not None:
-        return read_batch(batch, microbatches, name)
-    here = [stage for stage in needed_by if stage in stages]
-    if here:
-        raise ValueError(f"{name}: got None, but this process holds stage {here[0]}, which needs them")
-    return None
+def _metadata(leaves: Sequence[torch.Tensor]) -> tuple[list[Any], ...]:
+    return (
+        [type(t) for t in leaves],
+        [t.shape for t in leaves],
+        [t.dtype for t in leaves],
+        [t.stride() for t in leaves],
+        [t.device for t in leaves],
+    )
 
 
-def _of_stages(trees: Mapping[int, Any] | None, name: str, stages: Sequence[int]) -> Mapping[int, Any]:
-    trees = {} if trees is None else trees
+def _form(trees: Mapping[str, TreeForm], stages: Sequence[int], microbatches: int, params: Mapping[int, Leaves], inputs: Sequence[Leaves]) -> StepForm:
+    """The form of all arguments, whose devices are checked."""
+    for name, form in trees.items():
+        _require_values(name, form, one_device=name.startswith(("params", "state")))
+
+    def batch(name: str) -> tuple[Signature, ...] | None:
+        if name in trees:
+            return (trees[name].signature.without_grad(),) * microbatches
+        found = [trees[f"{name}[{i}]"] for i in range(microbatches) if f"{name}[{i}]" in trees]
+        return tuple(form.signature.without_grad() for form in found) or None
+
+    extras = {s: batch(f"extras[{s}]") for s in stages}
+    return StepForm(
+        {s: trees[f"params[{s}]"].signature for s in stages},
+        {s: tuple(trees[f"params[{s}]"].metadata[3]) for s in stages},
+        {s: _device(params, s, inputs) for s in stages},
+        batch("inputs"),
+        batch("targets"),
+        "inputs" in trees,
+        {s: found for s, found in extras.items() if found},
+        {s: trees[f"state[{s}]"].signature.without_grad() for s in stages if f"state[{s}]" in trees},
+    )
+
+
+def _require_values(name: str, form: TreeForm, *, one_device: bool) -> None:
+    """Raise where a leaf has no values, or lives on another device than the others of its stage."""
+    devices = form.metadata[4]
+    for path, device in zip(paths_of(form.treedef), devices, strict=True):
+        if device.type == "meta":
+            raise ValueError(f"{name}{path}: got a tensor on the device meta, which has no values; materialise it, or call step.lower for shapes alone")
+        if one_device and device != devices[0]:
+            raise ValueError(f"{name}{path}: got a tensor on {device}, others of this stage are on {devices[0]}; move all to one device")
+
+
+def _require_stages(trees: Any, name: str, stages: Sequence[int]) -> None:
+    if not isinstance(trees, Mapping) or set(trees) != set(stages):
+        got = _keys(trees) if isinstance(trees, Mapping) else type(trees).__name__
+        raise ValueError(
+            f"{name}: got {got}, expected a dictionary with the stages of the model that this process runs, {list(stages)}: {{stage: tree}}"
+        )
+
+
+def _require_some(trees: Any, name: str, stages: Sequence[int]) -> None:
     if not isinstance(trees, Mapping):
         raise TypeError(f"{name}: got {type(trees).__name__}, expected a dictionary {{stage: tree}}")
     if not set(trees) <= set(stages):
-        raise ValueError(f"{name}: got the stages {_keys(trees)}, this process holds {list(stages)}")
-    return {stage: trees[stage] for stage in stages if stage in trees}
+        raise ValueError(f"{name}: got the stages {_keys(trees)}, this process runs {list(stages)}")
+
+
+def _require_batches(raw: RawArguments, schedule: Schedule, stages: Sequence[int], with_targets: bool) -> None:
+    model = schedule.model_stages
+    ends = {"inputs": (raw.inputs, model[schedule.chains[0].stages[0]]), "targets": (raw.targets, model[schedule.chains[0].stages[-1]])}
+    for name, (batch, stage) in ends.items():
+        if batch is None and stage in stages and (with_targets or name == "inputs"):
+            raise ValueError(f"{name}: got None, but this process runs stage {stage}, which needs them")
 
 
 def _keys(trees: Mapping[Any, Any]) -> list[Any]:
@@ -157,17 +261,23 @@ def _keys(trees: Mapping[Any, Any]) -> list[Any]:
     return sorted(trees, key=lambda key: (str(type(key)), key) if isinstance(key, int | str) else (str(type(key)), str(key)))
 
 
-def _device(leaves: Mapping[int, Leaves], stage: int, inputs: Batch | None) -> torch.device:
+def _device(params: Mapping[int, Leaves], stage: int, inputs: Sequence[Leaves]) -> torch.device:
     """Where a stage computes: with its parameters; without any, with those nearest to it or with the batch."""
-    near = sorted(leaves, key=lambda s: abs(s - stage))
-    found = next((leaves[s][0].device for s in near if leaves[s]), None)
-    if found is None and inputs is not None:
-        found = next((t.device for row in inputs.leaves for t in row), None)
+    near = sorted(params, key=lambda s: abs(s - stage))
+    found = next((params[s][0].device for s in near if params[s]), None)
+    if found is None:
+        found = next((t.device for row in inputs for t in row), None)
     return found or torch.get_default_device()
 
 
-def _own(leaf: torch.Tensor) -> torch.Tensor:
+def _detached(leaf: torch.Tensor) -> torch.Tensor:
     """A tensor without its history, so that nothing outside grows with the steps."""
-    if leaf.requires_grad and not torch._C._functorch.is_functorch_wrapped_tensor(leaf):
-        return leaf.detach()
-    return leaf
+    return leaf.detach() if leaf.requires_grad and not transformed(leaf) else leaf
+
+
+def _read_seed(seed: Any) -> Seed:
+    if seed is None:
+        return None
+    if isinstance(seed, tuple | list) and len(seed) == 2 and all(isinstance(n, Integral) for n in seed):
+        return int(seed[0]), int(seed[1])
+    raise TypeError(f"seed: got {reprlib.repr(seed)}, expected (seed, step), two integers")

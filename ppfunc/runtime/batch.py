@@ -1,116 +1,119 @@
-"""Batches: a tree with a leading axis of microbatches, or a list of trees, read as tuples of leaves."""
+"""Batches: whole trees that are cut into microbatches, or microbatches as the caller made them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any
 
 import optree
 import torch
+from einops import rearrange
 
 from ppfunc.stage import Signature
 from ppfunc.stage.signature import flatten
 
+Leaves = tuple[torch.Tensor, ...]
 
-class Batch(NamedTuple):
-    """A batch, read.
+
+class Microbatches:
+    """The microbatches of one batch: a tree of tensors each, which may differ in structure and shape.
+
+    Made by :func:`microbatch`, or of any trees; a sequence, and a node of a pytree. A step that is given
+    its inputs like this returns their gradients and its outputs like this.
 
     Args:
-        leaves: the leaves of every microbatch.
-        signatures: the signature of every microbatch; nothing in a batch carries a gradient.
-        listed: whether it was given as a list of trees.
+        trees: one tree of tensors per microbatch, in order.
+
+    >>> [x.shape[0] for x in Microbatches([torch.zeros(3, 2), torch.zeros(1, 2)])]
+    [3, 1]
     """
 
-    leaves: tuple[tuple[torch.Tensor, ...], ...]
-    signatures: tuple[Signature, ...]
-    listed: bool = False
+    __slots__ = ("trees",)
 
-    def differentiable(self) -> Batch:
-        """The same batch, its floating and complex leaves wanting gradients."""
-        distinct = {s: s.with_grad() for s in set(self.signatures)}
-        return self._replace(signatures=tuple(distinct[s] for s in self.signatures))
+    def __init__(self, trees: Iterable[Any]) -> None:
+        self.trees = tuple(trees)
+
+    def __len__(self) -> int:
+        return len(self.trees)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.trees[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.trees)
+
+    def __repr__(self) -> str:
+        return f"Microbatches({len(self.trees)} of {Signature.of(self.trees[0])})" if self.trees else "Microbatches([])"
+
+    def map(self, function: Callable[[Any], Any]) -> Microbatches:
+        """The results of a function of each microbatch."""
+        return Microbatches(map(function, self.trees))
+
+    def join(self) -> Any:
+        """One tree, the leaves of the microbatches one after the other along axis 0: undoes :func:`microbatch`.
+
+        >>> microbatch(torch.arange(4), 2).join()
+        tensor([0, 1, 2, 3])
+        """
+        return optree.tree_map(lambda *leaves: torch.cat(leaves), *self.trees)
+
+    def stack(self) -> Any:
+        """One tree, the leaves of the microbatches beside each other in a new axis 0, ``[m, ...]``."""
+        return optree.tree_map(lambda *leaves: torch.stack(leaves), *self.trees)
 
 
-def microbatch(batch: Any, microbatches: int) -> Any:
-    """Cut a batch into microbatches: every leaf ``[b, ...]`` becomes ``[m, b/m, ...]``, a view.
+def microbatch(batch: Any, microbatches: int) -> Microbatches:
+    """Cut a batch along axis 0: every leaf ``[m b, ...]`` becomes ``m`` views ``[b, ...]``.
 
     Args:
-        batch: a tree of tensors with the same leading axis ``b``; no list, which a step would read as one
-            tree per microbatch.
-        microbatches: ``m``, at least 1, which must divide ``b``.
+        batch: a tree of tensors with the same size of axis 0.
+        microbatches: ``m``, at least 1, which must divide that size.
 
     Raises:
-        ValueError: ``b`` is smaller than ``m`` or not divisible by it, or leaves disagree on ``b``.
-        TypeError: a leaf is not a tensor, ``microbatches`` no integer, or the batch a list.
+        ValueError: a leaf has no axis 0, or one that is not divisible by ``m``, or leaves disagree on its size.
+        TypeError: a leaf is not a tensor, or ``microbatches`` no integer.
 
-    >>> microbatch({"x": torch.zeros(6, 2)}, 3)["x"].shape
-    torch.Size([3, 2, 2])
+    >>> microbatch({"x": torch.zeros(6, 2)}, 3)[0]["x"].shape
+    torch.Size([2, 2])
     """
     if not isinstance(microbatches, Integral):
         raise TypeError(f"got {type(microbatches).__name__} as the number of microbatches, expected an integer")
-    if isinstance(batch, list):
-        raise TypeError(
-            f"batch: got a list of {len(batch)}, which a step would read as one tree per microbatch; make it a tuple or a dictionary"
-        )
     if microbatches < 1:
         raise ValueError(f"got {microbatches} microbatches, expected at least 1")
     leaves, treedef = flatten(batch, "batch")
-    paths = [a.codify("") for a in optree.treespec_accessors(treedef)]
-    sizes = {path: leaf.shape[0] if leaf.ndim else None for path, leaf in zip(paths, leaves, strict=True)}
-    if len(set(sizes.values())) > 1:
-        told = ", ".join(f"batch{path}: {'a scalar' if size is None else size}" for path, size in sizes.items())
-        raise ValueError(f"the leaves of a batch must have the same leading axis, got {told}")
-    for size in set(sizes.values()):
+    require_divisible(leaves, paths_of(treedef), int(microbatches), "batch")
+    return Microbatches(treedef.unflatten(row) for row in cut(leaves, int(microbatches)))
+
+
+def paths_of(treedef: optree.PyTreeSpec) -> tuple[str, ...]:
+    """How every leaf of a structure is reached, such as ``"['x'][0]"``."""
+    return tuple(accessor.codify("") for accessor in optree.treespec_accessors(treedef))
+
+
+def cut(leaves: Sequence[torch.Tensor], microbatches: int) -> list[Leaves]:
+    """The leaves of every microbatch, as views."""
+    if not leaves:
+        return [()] * microbatches
+    columns = [rearrange(leaf, "(m b) ... -> m b ...", m=microbatches).unbind(0) for leaf in leaves]
+    return list(zip(*columns, strict=True))
+
+
+def require_divisible(leaves: Sequence[torch.Tensor], paths: Sequence[str], microbatches: int, name: str) -> None:
+    """Raise ValueError where a leaf cannot be cut into ``microbatches`` along axis 0; says which."""
+    sizes = [leaf.shape[0] if leaf.ndim else None for leaf in leaves]
+    for path, leaf, size in zip(paths, leaves, sizes, strict=True):
         if size is None:
-            raise ValueError("got a scalar, expected tensors with a leading batch axis")
+            raise ValueError(f"{name}{path}: got a scalar, expected a leading batch axis to cut into {microbatches} microbatches")
         if size < microbatches:
             mend = f"use at most {size} microbatches" if size else "give it at least one row for each"
-            raise ValueError(f"a batch of {size} is smaller than its {microbatches} microbatches; {mend}")
+            raise ValueError(f"{name}{path}: got {size} rows in shape {tuple(leaf.shape)} for {microbatches} microbatches; {mend}")
         if size % microbatches:
-            fits = [k for k in range(1, size + 1) if size % k == 0]
-            near = sorted(sorted(fits, key=lambda k: abs(k - microbatches))[:2])
+            near = sorted(sorted((k for k in range(1, size + 1) if size % k == 0), key=lambda k: abs(k - microbatches))[:2])
             raise ValueError(
-                f"a batch of {size} is not divisible by {microbatches} microbatches; "
-                f"the nearest numbers that divide it are {' and '.join(map(str, near))}"
+                f"{name}{path}: got {size} rows in shape {tuple(leaf.shape)}, which {microbatches} microbatches do not divide; "
+                f"the nearest numbers that do are {' and '.join(map(str, near))}"
             )
-    cut = [leaf.reshape(microbatches, leaf.shape[0] // microbatches, *leaf.shape[1:]) for leaf in leaves]
-    return optree.tree_unflatten(treedef, cut)
-
-
-def read_batch(batch: Any, microbatches: int, name: str) -> Batch:
-    """The microbatches of ``batch``.
-
-    Args:
-        batch: a list of ``m`` trees, one per microbatch, or any other tree, every leaf of which
-            has a leading axis of ``m``.
-        microbatches: ``m``.
-        name: how errors call the batch.
-
-    Raises:
-        ValueError: another number of microbatches, with what was got and what was expected.
-        TypeError: a leaf is not a tensor.
-    """
-    if isinstance(batch, list):
-        if len(batch) != microbatches:
-            raise ValueError(
-                f"{name}: got a list of {len(batch)} microbatches, the schedule has {microbatches}; a list holds one tree per "
-                f"microbatch, a tuple or a dictionary is a tree"
-            )
-        read = [flatten(tree, f"{name}[{i}]") for i, tree in enumerate(batch)]
-        return Batch(
-            tuple(tuple(leaves) for leaves, _ in read),
-            tuple(Signature.of(tree, f"{name}[{i}]").without_grad() for i, tree in enumerate(batch)),
-            listed=True,
-        )
-    leaves, treedef = flatten(batch, name)
-    for accessor, leaf in zip(optree.treespec_accessors(treedef), leaves, strict=True):
-        if leaf.ndim == 0 or leaf.shape[0] != microbatches:
-            got = "a scalar" if leaf.ndim == 0 else f"a leading axis of {leaf.shape[0]} in shape {tuple(leaf.shape)}"
-            raise ValueError(
-                f"{name}{accessor.codify('')}: got {got}, the schedule has {microbatches} microbatches; "
-                f"cut the batch with ppfunc.microbatch({name}, {microbatches})"
-            )
-    columns = [leaf.unbind(0) for leaf in leaves]
-    rows = tuple(zip(*columns, strict=True)) if columns else ((),) * microbatches
-    signature = Signature.of(treedef.unflatten(rows[0])).without_grad()
-    return Batch(rows, (signature,) * microbatches)
+    if len(set(sizes)) > 1:
+        told = ", ".join(f"{name}{path}: {size}" for path, size in zip(paths, sizes, strict=True))
+        raise ValueError(f"the leaves of a batch must have the same number of rows in axis 0, got {told}")

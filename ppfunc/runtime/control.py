@@ -20,7 +20,7 @@ from .errors import AgreementError, PipelineError
 from .interrupts import hold_interrupts
 from .transport import Failure, LossPart
 
-LONGEST = 2000  # characters of a reason that travels
+GONE = "its process is gone or out of reach, or it has closed its transport"
 _TREE, _KEY, _TEXT = "tree", "key", "text"  # channels
 _BEGIN, _SHAPES, _GATHER, _END = b"B", b"S", b"G", b"E"  # messages along the tree
 _CALLS = {_BEGIN: "begins a step", _SHAPES: "begins a step", _GATHER: "gathers texts", _END: "ends a step"}
@@ -32,8 +32,8 @@ class LinkError(ConnectionError):
 
     Args:
         peer: the rank at the other end.
-        kind: ``"gone"`` where its process is gone, ``"late"`` where it did not answer in time, ``"failed"`` where a
-            failure has been published, ``"closed"`` where it has closed its transport.
+        kind: ``"gone"`` where it can answer no more, ``"late"`` where it did not in time, ``"failed"`` where a failure has
+            been published.
         reason: one sentence.
     """
 
@@ -59,11 +59,7 @@ class Links(Protocol):
     generation: int
 
     def send(self, peer: int, channel: str, data: bytes) -> None:
-        """Send a message of any length without waiting for the peer.
-
-        Raises:
-            LinkError: the peer is gone, or a failure has been published.
-        """
+        """Send a message of any length without waiting for the peer; one that is gone does not get it."""
         ...
 
     def recv(self, peer: int, channel: str) -> bytes:
@@ -72,6 +68,14 @@ class Links(Protocol):
         Raises:
             LinkError: there is none, and the peer is gone or late, or a failure has been published; after ``vote(step)``
                 a failure that was published when rank 0 had committed that step is no reason.
+        """
+        ...
+
+    def begin(self, step: int) -> None:
+        """Raise where a failure has been published, or a neighbour in the tree is gone.
+
+        Raises:
+            LinkError: with that rank.
         """
         ...
 
@@ -119,10 +123,14 @@ class Control:
 
     Rank r has the parent (r - 1) // 2 and the children 2r + 1 and 2r + 2. Steps begin down the tree, and end up and
     down again, with the losses on the way.
+
+    Args:
+        links: carry the messages; closed with it.
+        tear_down: ends what else peers may be waiting on; called after a failure has been published.
     """
 
-    def __init__(self, links: Links) -> None:
-        self.links = links
+    def __init__(self, links: Links, tear_down: Callable[[], None] = lambda: None) -> None:
+        self.links, self._tear_down = links, tear_down
         self.ended = 0  # steps that have ended on this rank
         rank, size = links.rank, links.size
         self._parent = None if rank == 0 else (rank - 1) // 2
@@ -144,6 +152,7 @@ class Control:
         rank = self.links.rank
         if key is None and rank == source:
             raise ValueError(f"inputs: got None on rank {rank}, which tells the others their shapes; give it the inputs")
+        self.links.begin(self.ended)
         mine = f"{call}; shapes from rank {source}; steps ended: {self.ended}"
         if self._parent is None:
             told, shapes = mine, key if source == 0 else None
@@ -167,7 +176,7 @@ class Control:
         else:
             shapes = self._recv(self._parent, _SHAPES)
         self._send_down(_SHAPES, shapes)
-        return json.loads(shapes)
+        return str(json.loads(shapes))
 
     def _compare(self, mine: str, told: str) -> None:
         if mine != told:
@@ -197,11 +206,19 @@ class Control:
 
     # -- the end of a step -----------------------------------------------------------------
 
-    def end(self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart]) -> torch.Tensor | None:
+    def end(
+        self,
+        losses: Mapping[int, torch.Tensor],
+        parts: Mapping[int, LossPart],
+        after: Callable[[], torch.Tensor | None] | None = None,
+    ) -> torch.Tensor | None:
+        """End a step, as in :class:`~ppfunc.runtime.transport.ControlTransport`; ``after`` gives the sum once all are at their ends."""
         gathered = self._gather(losses, parts)
         interrupts: list[BaseException] = []
         with hold_interrupts():
             total = self._settle(gathered, parts, interrupts)
+            if after is not None:
+                total = after()
         if interrupts:
             raise interrupts[0]
         # Not reached where an interrupt was held. The next step then finds that this rank did not get what the others got.
@@ -277,10 +294,13 @@ class Control:
             cause.refused = True
             return cause
         with hold_interrupts():
-            mine = _Told.of(failure, self.links)
-            first = _Told(*json.loads(self.links.publish(json.dumps(mine))))
-            if self._running.locked():
-                self._running.release()
+            try:
+                mine = _Told.of(failure, self.links)
+                first = _Told(*json.loads(self.links.publish(json.dumps(mine))))
+            finally:
+                self._tear_down()
+                if self._running.locked():
+                    self._running.release()
         if first == mine and failure.instruction is None and not isinstance(cause, LinkError):
             return cause
         return first.error(rank)
@@ -305,12 +325,12 @@ class _Told(NamedTuple):
         cause, place = failure.cause, failure.instruction and str(failure.instruction)
         if not isinstance(cause, LinkError) or cause.kind == "failed":
             disagreement = isinstance(cause, AgreementError)
-            reason = _message(cause) if disagreement else f"{type(cause).__name__}: {_message(cause)}{failure.context}"
-            return cls(failure.rank, failure.position, place, _cut(reason), links.rank, disagreement)
+            reason = str(cause) if disagreement else failure.reason
+            return cls(failure.rank, failure.position, place, reason, links.rank, disagreement)
         culprit = links.suspect(cause.peer) if cause.kind == "late" else cause.peer
         victim = "" if culprit == cause.peer else f", which waits for rank {culprit}"
         where = "" if place is None else f" (rank {failure.rank} was at {place}, step {failure.position})"
-        return cls(culprit, None, None, _cut(f"{cause.reason}{victim}{where}"), links.rank, False)
+        return cls(culprit, None, None, f"{cause.reason}{victim}{where}", links.rank, False)
 
     def error(self, rank: int) -> AgreementError | PipelineError:
         """The error to raise on a rank."""
@@ -318,6 +338,11 @@ class _Told(NamedTuple):
             return AgreementError(self.reason if rank == self.reporter else f"{self.reason} [found by rank {self.reporter}]")
         instruction = None if self.instruction is None else parse_instruction(self.instruction)
         return PipelineError(self.rank, self.position, instruction, self.reason, reported_by=rank)
+
+
+def gone(peer: int, reporter: int) -> str:
+    """The failure that a rank is gone, as it is published."""
+    return json.dumps(_Told(peer, None, None, GONE, reporter, False))
 
 
 def _insist(interrupts: list[BaseException], call: Callable[..., Any], *args: Any) -> Any:
@@ -329,17 +354,6 @@ def _insist(interrupts: list[BaseException], call: Callable[..., Any], *args: An
             raise
         except BaseException as interrupt:
             interrupts.append(interrupt)
-
-
-def _message(cause: BaseException) -> str:
-    try:
-        return str(cause)
-    except Exception:
-        return "(its message cannot be had)"
-
-
-def _cut(reason: str) -> str:
-    return reason if len(reason) <= LONGEST else f"{reason[:LONGEST]}... ({len(reason) - LONGEST} more characters)"
 
 
 def _differences(one: str, other: str) -> tuple[str, str]:

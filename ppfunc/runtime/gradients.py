@@ -9,7 +9,8 @@ import torch
 
 from ppfunc.stage import LeafSignature
 
-from .outside import transformed, transforming
+from .functorch import transforming
+from .ownership import Owned
 
 Given = tuple[torch.Tensor | None, ...]  # one tensor of the parameter's shape and dtype per leaf, None for zero
 Leaves = tuple[torch.Tensor, ...]
@@ -20,21 +21,19 @@ class Gradients(Protocol):
 
     def add(self, gradients: Given, microbatch: int) -> None:
         """Take the gradients of one microbatch."""
+        ...
 
     def merge(self, gradients: Leaves) -> None:
-        """Take what another one has made, that of a copy of the stage."""
+        """Take the sum of a replica of the stage."""
+        ...
 
     def signature(self, leaf: LeafSignature) -> LeafSignature:
-        """What it makes for a parameter of this signature."""
+        """Signature of the result for a parameter of this signature."""
+        ...
 
-    def take(self, like: Leaves, seen: set[int]) -> Leaves:
-        """What it has made, every leaf its own memory, for parameters ``like``; then it is empty.
-
-        ``seen`` has the addresses of memory handed out already, shared by the stages of a process.
-        """
-
-    def clear(self) -> None:
-        """Forget everything."""
+    def take(self, like: Leaves, owned: Owned) -> Leaves:
+        """The result, every leaf its own memory, for parameters ``like``; empties it."""
+        ...
 
 
 class Sum:
@@ -48,36 +47,32 @@ class Sum:
     """
 
     def __init__(self) -> None:
-        self._total: list[torch.Tensor | None] = []
-        self._owned: list[bool] = []
+        self._absent: list[bool] | None = None  # of every leaf, whether nothing has come yet
+        self._total: list[torch.Tensor] = []  # those that are not absent
+        self._is_own: bool = False
 
     def add(self, gradients: Given, microbatch: int) -> None:
-        if not self._total:
-            self._total = list(gradients)
-            self._owned = [False] * len(self._total)
-            return
-        total, owned = self._total, self._owned
-        in_place: list[int] = []
-        fresh: list[int] = []
-        apart = transforming()  # several tensors at once is more than vmap can do
-        for i, gradient in enumerate(gradients):
-            if gradient is None:
-                continue
-            if total[i] is None:
-                total[i] = gradient
-            elif apart:
-                total[i] = total[i] + gradient
-            elif owned[i]:
-                in_place.append(i)
-            else:
-                fresh.append(i)
-        if in_place:
-            torch._foreach_add_([total[i] for i in in_place], [gradients[i] for i in in_place])
-        if fresh:
-            sums = torch._foreach_add([total[i] for i in fresh], [gradients[i] for i in fresh])
-            for i, value in zip(fresh, sums, strict=True):
-                total[i] = value
-                owned[i] = True
+        absent = [g is None for g in gradients]
+        present = [g for g in gradients if g is not None]
+        if self._absent is None:
+            self._absent, self._total = absent, present
+        elif absent != self._absent:
+            self._add_unlike(gradients)
+        elif transforming():  # several tensors at once is more than vmap can do
+            self._total = [a + b for a, b in zip(self._total, present, strict=True)]
+        elif not present:
+            pass
+        elif self._is_own:
+            torch._foreach_add_(self._total, present)
+        else:
+            self._total, self._is_own = list(torch._foreach_add(self._total, present)), True
+
+    def _add_unlike(self, gradients: Given) -> None:
+        """Add gradients that are absent in other places than those before."""
+        rest = iter(self._total)
+        before = [None if absent else next(rest) for absent in self._absent]
+        total = [b if a is None else a if b is None else a + b for a, b in zip(before, gradients, strict=True)]
+        self._absent, self._total, self._is_own = [t is None for t in total], [t for t in total if t is not None], False
 
     def merge(self, gradients: Leaves) -> None:
         self.add(gradients, -1)
@@ -85,21 +80,12 @@ class Sum:
     def signature(self, leaf: LeafSignature) -> LeafSignature:
         return leaf
 
-    def take(self, like: Leaves, seen: set[int]) -> Leaves:
-        total = self._total or [None] * len(like)
-        owned = self._owned or [False] * len(like)
-        result = []
-        for value, leaf, own in zip(total, like, owned, strict=True):
-            if value is None:
-                value = torch.zeros_like(leaf)
-            elif not own and not transformed(value) and _shared(value, seen):
-                value = value.clone()
-            result.append(value)
-        self.clear()
-        return tuple(result)
-
-    def clear(self) -> None:
-        self._total, self._owned = [], []
+    def take(self, like: Leaves, owned: Owned) -> Leaves:
+        absent = [True] * len(like) if self._absent is None else self._absent
+        total = iter(self._total if self._is_own else map(owned, self._total))
+        made = tuple(torch.zeros_like(leaf) if a else next(total) for a, leaf in zip(absent, like, strict=True))
+        self.__init__()
+        return made
 
 
 class Stack:
@@ -124,31 +110,14 @@ class Stack:
     def signature(self, leaf: LeafSignature) -> LeafSignature:
         return replace(leaf, shape=(len(self._rows), *leaf.shape))
 
-    def take(self, like: Leaves, seen: set[int]) -> Leaves:
+    def take(self, like: Leaves, owned: Owned) -> Leaves:
         if any(row is not None for row in self._rows):
             nothing = (None,) * len(like)
             columns = zip(*(row or nothing for row in self._rows), strict=True)
-            self.merge(tuple(_stack(column, leaf) for column, leaf in zip(columns, like, strict=True)))
-        made = self._merged.take(tuple(leaf.expand(len(self._rows), *leaf.shape) for leaf in like), seen)
-        self.clear()
-        return made
-
-    def clear(self) -> None:
-        self._rows = [None] * len(self._rows)
-        self._merged.clear()
+            self.merge(tuple(_stacked(column, leaf) for column, leaf in zip(columns, like, strict=True)))
+            self._rows = [None] * len(self._rows)
+        return self._merged.take(tuple(leaf.expand(len(self._rows), *leaf.shape) for leaf in like), owned)
 
 
-def _stack(column: Given, leaf: torch.Tensor) -> torch.Tensor:
+def _stacked(column: Given, leaf: torch.Tensor) -> torch.Tensor:
     return torch.stack([torch.zeros_like(leaf) if row is None else row for row in column])
-
-
-def _shared(gradient: torch.Tensor, seen: set[int]) -> bool:
-    """Whether the gradient of a single microbatch may share memory with something else."""
-    storage = gradient.untyped_storage()
-    place = storage.data_ptr()
-    whole = storage.nbytes() == gradient.numel() * gradient.element_size()
-    # A scalar may be the weight of the microbatch itself, which later steps use again.
-    if gradient._is_view() or not whole or place in seen or gradient.ndim == 0:
-        return True
-    seen.add(place)
-    return False

@@ -2,77 +2,78 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Self
 
 import torch
 
-from ppfunc.stage import LeafSignature
-
+from .buffers import Buffers
 from .errors import PipelineError
-from .transport import Failure, Route, Thunk, Transfer, Values
+from .transport import Call, Failure, Link, LossPart, Transfer
 
 
 class InProcess:
     """The transport of a pipeline whose ranks all live in this process and this thread.
 
-    The interpreter runs the steps of all ranks in one order in which everything that a step
-    consumes has been produced before, so no step ever waits: a message is an entry of a
-    dictionary that its consumer takes out, moved to the consumer's device where that differs.
+    The calls of all ranks run in one order in which everything that a call consumes has been produced before, so none
+    ever waits: a message is an entry of ``buffers.values``, moved to the consumer's device where that differs. It holds
+    nothing, so steps may share it, also between threads.
     """
 
-    def __init__(self) -> None:
-        self.generation = 0
-        self._texts: dict[tuple[int, int], deque[str]] = defaultdict(deque)
+    generation = 0
 
     def local_ranks(self, ranks: int) -> tuple[int, ...]:
         return tuple(range(ranks))
 
-    def connect(self, routes: Iterable[Route]) -> None:
-        pass
-
-    def enroll(self) -> int:
+    def register_step(self) -> int:
         return 0
 
-    def share(self, text: str) -> list[str]:
+    def all_gather(self, text: str) -> list[str]:
         return [text]
 
-    def begin(self, call: str, key: str | None) -> str:
+    def send_text(self, rank: int, peer: int, text: str) -> None:
+        raise AssertionError("ranks of one process need no texts")
+
+    def recv_text(self, rank: int, peer: int) -> str:
+        raise AssertionError("ranks of one process need no texts")
+
+    def begin(self, call: str, key: str | None, source: int) -> str:
         assert key is not None  # one process holds the first stage, and so the batch
         return key
 
-    def end(self) -> None:
+    def end(self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart]) -> torch.Tensor | None:
+        return torch.cat([losses[stage] for stage in sorted(parts)]).sum(0) if parts else None
+
+    def fail(self, failure: Failure) -> BaseException:
+        if failure.instruction is None:
+            return failure.cause
+        return PipelineError(failure.rank, failure.position, failure.instruction, failure.reason)
+
+    def connect(self, links: Iterable[Link]) -> None:
         pass
 
-    def tell(self, rank: int, peer: int, text: str) -> None:
-        self._texts[rank, peer].append(text)
-
-    def hear(self, rank: int, peer: int) -> str:
-        return self._texts[peer, rank].popleft()
-
-    def post(self, rank: int, batch: Sequence[Transfer], values: Values) -> Thunk | None:
+    def post(self, rank: int, batch: Sequence[Transfer]) -> Call | None:
         return None
 
-    def arrive(self, rank: int, transfer: Transfer, values: Values) -> Thunk | None:
+    def wait_recv(self, rank: int, transfer: Transfer) -> Call | None:
         tag, device = transfer.tag, transfer.device
         if device.type == "cpu" or torch.cuda.device_count() < 2:
             return None
 
-        def arrive() -> None:
-            values[tag] = tuple(t.to(device, non_blocking=True) for t in values[tag])
+        def move(buffers: Buffers) -> None:
+            buffers.values[tag] = tuple(t.to(device, non_blocking=True) for t in buffers.values[tag])
 
-        return arrive
+        return move
 
-    def release(self, rank: int, transfer: Transfer, values: Values) -> Thunk | None:
+    def wait_send(self, rank: int, transfer: Transfer) -> Call | None:
         return None
 
-    def spread(
-        self, owner: int, tensors: tuple[torch.Tensor, ...], leaves: tuple[LeafSignature, ...], device: torch.device
-    ) -> tuple[torch.Tensor, ...]:
-        return tensors
+    def close(self) -> None:
+        pass
 
-    def fail(self, failure: Failure) -> BaseException:
-        self._texts.clear()
-        if failure.instruction is None:
-            return failure.cause
-        return PipelineError(failure.rank, failure.position, failure.instruction, failure.reason)
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()

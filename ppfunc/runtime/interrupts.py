@@ -30,8 +30,8 @@ def hold_interrupts() -> Iterator[list[int]]:
         yield held
     finally:
         _restore(previous)
-        for number in held:
-            signal.raise_signal(number)
+        for held_back in held:
+            signal.raise_signal(held_back)
 
 
 def _restore(previous: dict[int, Callable[..., Any]]) -> None:

@@ -14,6 +14,8 @@ from ppfunc.stage import LeafSignature
 if TYPE_CHECKING:
     from .buffers import Buffers
 
+LONGEST = 2000  # characters of a message of somebody else's that travel
+
 Call = Callable[["Buffers"], None]
 """One entry of a compiled program: reads and writes the buffers of the running step, and nothing else."""
 
@@ -88,6 +90,17 @@ class Failure(NamedTuple):
     instruction: Instruction | None
     cause: BaseException
     context: str = ""
+
+    @property
+    def reason(self) -> str:
+        """The type of the cause, its message, cut to ``LONGEST`` characters, and the context."""
+        try:
+            message = str(self.cause)
+        except Exception:
+            message = "(its message cannot be had)"
+        if len(message) > LONGEST:
+            message = f"{message[:LONGEST]}... ({len(message) - LONGEST} more characters)"
+        return f"{type(self.cause).__name__}: {message}{self.context}"
 
 
 class DataTransport(Protocol):

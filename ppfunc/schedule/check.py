@@ -25,9 +25,9 @@ __all__ = ["Certificate", "ScheduleError", "check", "is_step_atomic"]
 _QUEUES = {"pair": "pair of ranks", "rank": "rank"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Certificate:
-    """What has been proved, tied to one schedule by its digest.
+    """The facts that ``check`` has proved, tied to one schedule by its digest.
 
     Args:
         digest: of the schedule.
@@ -54,6 +54,12 @@ class Certificate:
     models: tuple[str, ...]
     slots: tuple[int, ...]
     step_atomic: bool
+
+    def __repr__(self) -> str:
+        return (
+            f"Certificate({self.name!r}, ranks={self.ranks}, stages={self.stages}, microbatches={self.microbatches}, "
+            f"instructions={sum(count for _, count in self.instructions)}, digest={self.digest[:12]!r})"
+        )
 
     def __str__(self) -> str:
         counts = ", ".join(f"{count} {kind}" for kind, count in self.instructions)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Rational, Real
@@ -11,7 +12,7 @@ Number = Any  # int, float or Fraction; nothing is converted
 PerStage = Number | Sequence[Number] | Mapping[int, Number]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Costs:
     """Times and sizes per stage, in any unit; ints and Fractions stay exact.
 
@@ -55,6 +56,10 @@ class Costs:
         for field in fields(self):
             for value in _values(getattr(self, field.name)):
                 _require(field.name, value)
+
+    def __repr__(self) -> str:
+        given = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return f"Costs({', '.join(f'{name}={reprlib.repr(value)}' for name, value in given if value is not getattr(Costs, name))})"
 
     def of(self, name: str, stage: int) -> Number | None:
         """One number: the value ``name`` for ``stage``."""

@@ -27,13 +27,16 @@ class Chain(NamedTuple):
     microbatches: range
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Schedule:
-    """What every rank does, as a value: hashable, comparable, with a stable digest; printed as a grid.
+    """The programs of all ranks as one value: hashable, comparable, with a stable digest.
 
     A step is a tuple of instructions, a program a rank's tuple of steps. A step posts its
     communications together as one batch, then loads, then computes; the compute waits for
     the receives that it consumes, wherever they were posted.
+
+    ``str`` gives one line per rank: steps apart by a blank, the instructions of a step joined
+    by ``+``, ``.`` for an idle step. :func:`ppfunc.schedule.to_grid` draws it on a scale of time.
 
     Args:
         name: the name of the builder that made it, or of the file it was read from.
@@ -50,9 +53,13 @@ class Schedule:
     skips: tuple[tuple[int, int], ...] = ()
 
     def __str__(self) -> str:
-        from .formats.grid import to_grid  # here, because the grid is made of schedules
+        return "\n".join(" ".join("+".join(map(str, step)) or "." for step in program) for program in self.programs)
 
-        return to_grid(self).rstrip("\n")
+    def __repr__(self) -> str:
+        return (
+            f"Schedule({self.name!r}, ranks={self.ranks}, stages={self.stages}, microbatches={self.microbatches}, "
+            f"instructions={sum(len(step) for program in self.programs for step in program)}, digest={self.digest[:12]!r})"
+        )
 
     @property
     def ranks(self) -> int:

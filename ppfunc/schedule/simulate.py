@@ -18,9 +18,9 @@ from .proof.structure import require_schedule
 from .schedule import Schedule
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Timeline:
-    """When everything happens, and what follows from it.
+    """Start and end of every instruction, and the figures that follow from them.
 
     Args:
         makespan: from 0 to the last end.
@@ -42,6 +42,12 @@ class Timeline:
     peak_activations: tuple[Number, ...]
     starts: tuple[tuple[Time, ...], ...]
     ends: tuple[tuple[Time, ...], ...]
+
+    def __repr__(self) -> str:
+        return (
+            f"Timeline(ranks={len(self.starts)}, makespan={self.makespan!r}, span={self.span!r}, bubble={float(self.bubble):.4g}, "
+            f"peak_activations={max(self.peak_activations, default=0)!r})"
+        )
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:

@@ -1,6 +1,6 @@
 """Stages: pure functions, their signatures, and the engines that differentiate them."""
 
-from .abstract import abstract
+from .abstract import Outline, abstract, outline
 from .cache import cached
 from .eager_engine import eager
 from .errors import StageError
@@ -15,6 +15,7 @@ __all__ = [
     "FlatProgram",
     "LeafSignature",
     "ModuleStage",
+    "Outline",
     "Signature",
     "StageError",
     "StageProgram",
@@ -23,6 +24,7 @@ __all__ = [
     "eager",
     "functional",
     "graph",
+    "outline",
     "split_sequential",
     "stage_from_module",
 ]

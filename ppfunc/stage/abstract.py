@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,17 +12,20 @@ from typing import Any, NamedTuple
 
 import optree
 import torch
-from torch._subclasses.fake_tensor import (
+from torch import nn
+
+from ._torch import (
+    FAKE_TENSOR_LOGGER,
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
     UnsupportedOperatorException,
+    version,
 )
-
 from .errors import StageError
 from .example import Example, Leaves, split_aux, stand_ins
 from .signature import LeafSignature, Signature, differentiable
-from .watch import Generators, Watch
+from .purity import Generators, Watch
 
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
@@ -29,7 +33,7 @@ _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[1])
 
 
 class Outline(NamedTuple):
-    """What a stage returns and whether it draws random numbers.
+    """The result of evaluating a stage without its values.
 
     Args:
         y: signature of the output; ``grad=True`` where it depends on a differentiable leaf of the
@@ -38,7 +42,8 @@ class Outline(NamedTuple):
         draws: how many operators drew from a random generator.
         generators: whether it hands a generator to an operator.
         seeds: whether it seeds the generator that it draws from.
-        known: whether it always takes the path that was seen.
+        modules: the modules that ran, with their submodules: the stage depends on their train or evaluation mode.
+        refusal: why it could not be evaluated abstractly, and what to use instead; None where it could.
     """
 
     y: Signature
@@ -46,7 +51,13 @@ class Outline(NamedTuple):
     draws: int
     generators: bool = False
     seeds: bool = False
-    known: bool = True
+    modules: tuple[nn.Module, ...] = ()
+    refusal: tuple[str, str] | None = None
+
+    @property
+    def known(self) -> bool:
+        """Whether the stage always takes the path that was seen; False where it ran on zeros instead."""
+        return self.refusal is None
 
     @property
     def random(self) -> bool | None:
@@ -54,32 +65,80 @@ class Outline(NamedTuple):
         return True if self.draws else None if not self.known else False
 
 
-def abstract(fn: Callable[..., Any], params: Any, x: Any, *consts: Any) -> Signature:
-    """The signature of ``fn(params, x, *consts)``, without computing anything.
+def outline(
+    fn: Callable[..., Any],
+    example: tuple[Any, ...],
+    *,
+    has_aux: bool = False,
+    name: str = "the stage",
+    device: torch.device | str | None = None,
+) -> Outline:
+    """Evaluate a stage without values; where it needs them, run it once on zeros.
+
+    Args:
+        fn: a stage, ``fn(params, x, *extras) -> y``; with ``has_aux`` it returns ``(y, aux)``.
+        example: ``(params, x, *extras)``, trees of tensors (on ``meta``, too) or signatures.
+        has_aux: whether there is an auxiliary output.
+        name: how errors call the stage.
+        device: where the stage computes; by default where the first tensor of the example with values is, else the CPU.
+
+    Returns:
+        The outline; ``known`` is False where the stage ran on zeros, because of tensor subclasses or because
+        control flow or shapes depend on values.
+
+    Raises:
+        StageError: the stage raises, is not pure, keeps a tensor that it makes, or draws from a generator that it
+            does not make.
+        TypeError: a leaf is not a tensor.
+
+    >>> outline(lambda w, x: torch.nn.functional.dropout(x @ w), (torch.zeros(2, 3), torch.zeros(5, 2))).random
+    True
+    """
+    seen, failure = Example.of(example, device), None
+    if seen.subclasses:
+        refusal = f"its example has tensors of the types {', '.join(seen.subclasses)}, which are not traced", "use the eager engine"
+    else:
+        try:
+            return _evaluate(fn, seen, has_aux, name)
+        except DATA_DEPENDENT as error:
+            engine = "eager" if isinstance(error, UnsupportedOperatorException) else "functional"
+            refusal = data_dependence(error), f"use the {engine} engine, which runs any Python"
+        except StageError as error:
+            if error.__cause__ is None:
+                raise
+            refusal, failure = (f"without values {error.reason}", "use the eager engine"), error
+
+    def observe(watch: Watch) -> Outline:
+        return _observe(fn, seen, stand_ins(example, seen.device), has_aux, watch)
+
+    try:
+        return _judged(observe, name, abstract=False)._replace(refusal=refusal)
+    except StageError as error:
+        raise failure or error from (failure or error).__cause__
+
+
+def abstract(fn: Callable[..., Any], params: Any, x: Any, *extras: Any) -> Signature:
+    """The signature of ``fn(params, x, *extras)``, without computing anything.
 
     Args:
         fn: a stage.
-        params, x, consts: trees of tensors, or signatures.
+        params, x, extras: trees of tensors, or signatures.
 
     Raises:
-        StageError: the control flow or the shapes depend on values, the stage changes its arguments, keeps a
-            tensor that it makes, or draws from a generator that it does not make.
+        StageError: as :func:`outline`; or the control flow or the shapes depend on values.
         TypeError: a leaf is not a tensor.
 
     >>> f = lambda w, x: {"y": x @ w, "n": x.argmax()}
     >>> print(abstract(f, torch.zeros(2, 3), torch.zeros(5, 2)))
     {'y': float32[5,3], 'n': int64[] no grad}
     """
-    return outline(fn, Example.of((params, x, *consts))).y
+    try:
+        return _evaluate(fn, Example.of((params, x, *extras)), False, "the stage").y
+    except DATA_DEPENDENT as error:
+        raise StageError("the stage", data_dependence(error), "use the functional engine, which runs any Python") from error
 
 
-def outline(fn: Callable[..., Any], example: Example, *, has_aux: bool = False, name: str = "the stage") -> Outline:
-    """As :func:`abstract`, with the auxiliary output and with randomness.
-
-    Raises:
-        StageError: as :func:`abstract`.
-    """
-
+def _evaluate(fn: Callable[..., Any], example: Example, has_aux: bool, name: str) -> Outline:
     def observe(watch: Watch) -> Outline:
         try:
             with without_values():
@@ -87,24 +146,7 @@ def outline(fn: Callable[..., Any], example: Example, *, has_aux: bool = False, 
         finally:
             torch.default_generator.set_state(watch.before)
 
-    try:
-        return _judged(observe, name, abstract=True)
-    except DATA_DEPENDENT as error:
-        raise StageError(name, data_dependence(error), "use the functional engine, which runs any Python") from error
-
-
-def outline_by_running(
-    fn: Callable[..., Any], seen: Example, example: tuple[Any, ...], *, has_aux: bool, name: str
-) -> Outline:
-    """As :func:`outline`, by running the stage once on zeros: for stages that need values.
-
-    Another path may draw random numbers, so where this one drew none it is not known whether the stage does.
-    """
-
-    def observe(watch: Watch) -> Outline:
-        return _observe(fn, seen, stand_ins(example, seen.device), has_aux, watch)
-
-    return _judged(observe, name, abstract=False)._replace(known=False)
+    return _judged(observe, name, abstract=True)
 
 
 @contextmanager
@@ -169,10 +211,10 @@ def _observe(
         trees = (
             example.params.unflatten(groups[0]),
             example.x.unflatten(groups[1]),
-            *example.unflatten_consts(groups[2]),
+            *example.unflatten_extras(groups[2]),
         )
         watch.note(groups[1] + groups[2])  # the parameters may stay: layers keep lists of theirs
-        with watch:
+        with watch, modules_that_run() as modules:
             out = _call(fn, trees, example, name, watch.abstract)
         (y, y_def), (aux, aux_def) = split_aux(out, has_aux, name)
     watch.require_values(y + aux)
@@ -183,7 +225,25 @@ def _observe(
         watch.draws,
         watch.generators,
         watch.seeds,
+        tuple(modules.values()),
     )
+
+
+@contextmanager
+def modules_that_run() -> Iterator[dict[int, nn.Module]]:
+    """Record, by identity, the modules that this thread calls, and their submodules, whose mode they may read."""
+    found: dict[int, nn.Module] = {}
+    thread = threading.get_ident()
+
+    def note(module: nn.Module, args: Any) -> None:
+        if threading.get_ident() == thread and id(module) not in found:
+            found.update((id(part), part) for part in module.modules())
+
+    hook = nn.modules.module.register_module_forward_pre_hook(note)
+    try:
+        yield found
+    finally:
+        hook.remove()
 
 
 def _call(fn: Callable[..., Any], trees: tuple[Any, ...], example: Example, name: str, abstract: bool) -> Any:
@@ -194,7 +254,7 @@ def _call(fn: Callable[..., Any], trees: tuple[Any, ...], example: Example, name
     except (StageError, *DATA_DEPENDENT):
         raise
     except Exception as error:
-        given = [f"x = {example.x}", *(f"const {i} = {c}" for i, c in enumerate(example.consts))]
+        given = [f"x = {example.x}", *(f"extra {i} = {c}" for i, c in enumerate(example.extras))]
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
         zeros = "" if abstract else ", zeros everywhere, by which an engine that does not trace learns what it returns"
         reason = f"it raised {type(error).__name__}: {error}{notes}; it was given {', '.join(given)}{zeros}"
@@ -204,7 +264,7 @@ def _call(fn: Callable[..., Any], trees: tuple[Any, ...], example: Example, name
 @contextmanager
 def quiet() -> Iterator[None]:
     """Keeps torch from logging, with its whole traceback, an error that we raise in our words."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger = logging.getLogger(FAKE_TENSOR_LOGGER)
     before, logger.disabled = logger.disabled, True
     try:
         yield
@@ -227,12 +287,12 @@ def _leaf(t: torch.Tensor, grad: bool) -> LeafSignature:
 
 def _require_unchanged(example: Example, trees: tuple[Any, ...], groups: tuple[Leaves, ...], name: str) -> None:
     """Raise if the stage wrote into its arguments, or replaced something in their containers."""
-    names = ("params", "x", *(f"const {i}" for i in range(len(example.consts))))
+    names = ("params", "x", *(f"extra {i}" for i in range(len(example.extras))))
     before = iter([*groups[0], *groups[1], *groups[2]])
-    for what, tree, signature in zip(names, trees, (example.params, example.x, *example.consts), strict=True):
+    for what, tree, signature in zip(names, trees, (example.params, example.x, *example.extras), strict=True):
         mine = [next(before) for _ in signature.leaves]
         leaves, treedef = optree.tree_flatten(tree)
-        written = [path for path, t in zip(signature.paths, mine, strict=True) if t._version]
+        written = [path for path, t in zip(signature.paths, mine, strict=True) if version(t)]
         same = treedef == signature.treedef and all(a is b for a, b in zip(leaves, mine, strict=True))
         if written or not same:
             place = what + (written[0] if written else "")

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ._torch import copy_each, innermost_transform, version
 from .example import Example, Leaves
 from .program import FlatProgram, Gradients
 from .signature import LeafSignature, Signature
@@ -73,12 +74,12 @@ def captured(
     """
     lend = _Homes(example, y, recorder).lend
 
-    def forward(params: Leaves, x: Leaves, consts: Leaves) -> tuple[Leaves, tuple[Any, ...]]:
+    def forward(params: Leaves, x: Leaves, extras: Leaves) -> tuple[Leaves, tuple[Any, ...]]:
         _refuse_transforms()
         lease = lend(params)
         slot = lease.slot
-        _fill(slot.x + slot.consts, x + consts)
-        outputs, _ = slot.run("forward", flat.forward, lease.home.params, slot.x, slot.consts)
+        _fill(slot.x + slot.extras, x + extras)
+        outputs, _ = slot.run("forward", flat.forward, lease.home.params, slot.x, slot.extras)
         return _fresh(outputs), (lease,)
 
     def backward(residuals: tuple[Any, ...], gy: Leaves) -> tuple[Gradients, Gradients]:
@@ -110,7 +111,7 @@ class _Slot:
         def empty(leaves: Sequence[LeafSignature]) -> Leaves:
             return tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device=example.device) for leaf in leaves)
 
-        self.x, self.consts = empty(example.x.leaves), empty(example.const_leaves)
+        self.x, self.extras = empty(example.x.leaves), empty(example.extra_leaves)
         self.gy = empty([leaf for leaf in y.leaves if leaf.grad])
         self.record = record
         self.results: dict[str, Any] = {}
@@ -136,12 +137,12 @@ class _Home:
     def holds(self, params: Leaves) -> bool:
         """Whether these are the tensors that it was filled from, unchanged."""
         return len(self._copied) == len(params) and all(
-            seen() is t and version == _version(t) for (seen, version), t in zip(self._copied, params, strict=True)
+            seen() is t and count == version(t) for (seen, count), t in zip(self._copied, params, strict=True)
         )
 
     def fill(self, params: Leaves) -> None:
         _fill(self.params, params)
-        self._copied = [(weakref.ref(t), _version(t)) for t in params]
+        self._copied = [(weakref.ref(t), version(t)) for t in params]
 
 
 class _Lease:
@@ -182,7 +183,7 @@ class _Homes:
 
 def _fill(static: Leaves, given: Leaves) -> None:
     if static:
-        torch._foreach_copy_(static, given)
+        copy_each(static, given)
 
 
 def _fresh(results: Gradients) -> Gradients:
@@ -194,13 +195,8 @@ def _fresh(results: Gradients) -> Gradients:
     return tuple(None if t is None else next(taken) for t in results)
 
 
-def _version(tensor: torch.Tensor) -> int | None:
-    """Counts the writes into a tensor; None where nobody counts."""
-    return None if tensor.is_inference() else tensor._version
-
-
 def _refuse_transforms() -> None:
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if innermost_transform() is not None:
         raise RuntimeError(
             "got a stage captured in CUDA graphs under a torch.func transform, which cannot follow a replay; use the functional engine"
         )

@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
-from .boundary import settled
+from .abstract import Outline
+from .abstract import outline as outline_of
+from .contiguous import contiguous
 from .example import Example, Leaves
-from .primals import Primals
+from .differentiable import DifferentiableStage
 from .program import FlatProgram, Gradients, StageProgram, stage_program
-from .trial import learn, require_gradient
+from .dry_run import require_gradient
 
 
 def eager(
@@ -21,6 +23,7 @@ def eager(
     has_aux: bool = False,
     name: str = "the stage",
     device: torch.device | str | None = None,
+    outline: Outline | None = None,
 ) -> StageProgram:
     """An engine: the tape of autograd, one per forward.
 
@@ -42,19 +45,19 @@ def eager(
     tensor([1., 1.])
     """
     seen = Example.of(example, device)
-    known = learn(fn, seen, example, Exception, has_aux=has_aux, name=name)
-    flat = _flat(Primals(fn, seen, known, has_aux, name))
+    known = outline or outline_of(fn, example, has_aux=has_aux, name=name, device=device)
+    flat = _flat(DifferentiableStage(fn, seen, known, has_aux, name))
     instead = "rewrite what it refuses; a checkpoint, for instance, needs use_reentrant=False"
     known = require_gradient(flat, known, seen, example, name=name, by="torch.autograd.grad", instead=instead)
     return stage_program(flat, seen, known, has_aux=has_aux, residual_bytes=None)
 
 
-def _flat(stage: Primals) -> FlatProgram:
-    def forward(params: Leaves, x: Leaves, consts: Leaves) -> tuple[Leaves, tuple[Any, ...]]:
-        x, consts = settled(x), settled(consts)
+def _flat(stage: DifferentiableStage) -> FlatProgram:
+    def forward(params: Leaves, x: Leaves, extras: Leaves) -> tuple[Leaves, tuple[Any, ...]]:
+        x, extras = contiguous(x), contiguous(extras)
         with torch.enable_grad():
             primals = tuple(tuple(t.detach().requires_grad_() for t in group) for group in stage.primals(params, x))
-            y, outputs = stage.with_others(params, x, consts)(*primals)
+            y, outputs = stage.with_others(params, x, extras)(*primals)
         return tuple(t.detach() for t in outputs), (y, *primals)
 
     def backward(residuals: tuple[Any, ...], gy: Leaves) -> tuple[Gradients, Gradients]:
@@ -62,8 +65,8 @@ def _flat(stage: Primals) -> FlatProgram:
         del residuals
         if not (y and (params or x)):
             return (None,) * len(params), (None,) * len(x)
-        gradients = torch.autograd.grad(y, params + x, settled(gy), allow_unused=True)
-        return gradients[: len(params)], settled(gradients[len(params) :])
+        gradients = torch.autograd.grad(y, params + x, contiguous(gy), allow_unused=True)
+        return gradients[: len(params)], contiguous(gradients[len(params) :])
 
     def backward_input(residuals: tuple[Any, ...], gy: Leaves) -> tuple[Gradients, tuple[Any, ...]]:
         gparams, gx = backward(residuals, gy)

@@ -22,7 +22,7 @@ class Example:
         params: signature of the parameters.
         strides: strides of every parameter, in elements.
         x: signature of what comes over the boundary; gradients are wanted for its ``grad=True`` leaves.
-        consts: signatures of the further arguments, which are never differentiated.
+        extras: signatures of the further arguments, which are never differentiated.
         device: where the stage computes.
         subclasses: names of tensor types other than ``Tensor`` and ``Parameter`` that occur.
     """
@@ -30,46 +30,47 @@ class Example:
     params: Signature
     strides: tuple[tuple[int, ...], ...]
     x: Signature
-    consts: tuple[Signature, ...]
+    extras: tuple[Signature, ...]
     device: torch.device
     subclasses: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, example: tuple[Any, ...], device: torch.device | str | None = None) -> Example:
-        """Read ``(params, x, *consts)``, each a tree of tensors or a :class:`Signature`.
+        """Read ``(params, x, *extras)``, each a tree of tensors or a :class:`Signature`.
 
         Args:
             example: the arguments of the stage.
-            device: where it computes; by default where the first tensor of the example is, else the CPU.
+            device: where it computes; by default where the first tensor of the example with values is, else the CPU.
 
         Raises:
             TypeError: a leaf is not a tensor.
         """
-        names = ["params", "x", *(f"const {i}" for i in range(len(example) - 2))]
+        names = ["params", "x", *(f"extra {i}" for i in range(len(example) - 2))]
         signatures = [Signature.of(tree, name) for tree, name in zip(example, names, strict=True)]
         given = [t for tree in example if not isinstance(tree, Signature) for t in optree.tree_leaves(tree)]
         if isinstance(example[0], Signature):
             strides = tuple(torch.empty(leaf.shape, device="meta").stride() for leaf in signatures[0].leaves)
         else:
             strides = tuple(t.stride() for t in optree.tree_leaves(example[0]))
-        where = torch.device(device) if device is not None else next((t.device for t in given), torch.device("cpu"))
+        held = (t.device for t in given if not t.is_meta)
+        where = torch.device(device) if device is not None else next(held, torch.device("cpu"))
         plain = (torch.Tensor, torch.nn.Parameter)
         others = tuple(sorted({type(t).__name__ for t in given if type(t) not in plain}))
         return cls(signatures[0], strides, signatures[1], tuple(signatures[2:]), where, others)
 
     @property
-    def const_leaves(self) -> tuple[Any, ...]:
+    def extra_leaves(self) -> tuple[Any, ...]:
         """The leaves of all further arguments, in order."""
-        return tuple(leaf for signature in self.consts for leaf in signature.leaves)
+        return tuple(leaf for signature in self.extras for leaf in signature.leaves)
 
-    def unflatten_consts(self, leaves: Iterable[Any]) -> tuple[Any, ...]:
+    def unflatten_extras(self, leaves: Iterable[Any]) -> tuple[Any, ...]:
         """The further arguments with these leaves."""
         rest = iter(leaves)
-        return tuple(s.unflatten([next(rest) for _ in s.leaves]) for s in self.consts)
+        return tuple(s.unflatten([next(rest) for _ in s.leaves]) for s in self.extras)
 
     def caller(self, fn: Callable[..., Any]) -> Callable[[Leaves, Leaves, Leaves], Any]:
         """``fn`` as a function of the leaves of its arguments."""
-        params, x, unflatten = self.params.treedef, self.x.treedef, self.unflatten_consts
+        params, x, unflatten = self.params.treedef, self.x.treedef, self.unflatten_extras
 
         def call(p: Leaves, a: Leaves, c: Leaves) -> Any:
             return fn(optree.tree_unflatten(params, p), optree.tree_unflatten(x, a), *unflatten(c))
@@ -77,20 +78,20 @@ class Example:
         return call
 
     def make(self) -> tuple[Leaves, Leaves, Leaves]:
-        """New tensors without values for the parameters, for ``x`` and for the constants, all of them distinct."""
+        """New tensors without values for the parameters, for ``x`` and for the extras, all of them distinct."""
         params = tuple(
             torch.empty_strided(leaf.shape, stride, dtype=leaf.dtype, device=self.device)
             for leaf, stride in zip(self.params.leaves, self.strides, strict=True)
         )
-        x, consts = (
+        x, extras = (
             tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device=self.device) for leaf in leaves)
-            for leaves in (self.x.leaves, self.const_leaves)
+            for leaves in (self.x.leaves, self.extra_leaves)
         )
-        return params, x, consts
+        return params, x, extras
 
 
 def stand_ins(example: tuple[Any, ...], device: torch.device) -> tuple[Leaves, Leaves, Leaves]:
-    """Zeros for the parameters, for ``x`` and for the constants of ``example``, of the same types of tensor."""
+    """Zeros for the parameters, for ``x`` and for the extras of ``example``, of the same types of tensor."""
     groups = [_zeros(tree, device) for tree in example]
     return groups[0], groups[1], tuple(t for group in groups[2:] for t in group)
 
@@ -98,7 +99,7 @@ def stand_ins(example: tuple[Any, ...], device: torch.device) -> tuple[Leaves, L
 def _zeros(tree: Any, device: torch.device) -> Leaves:
     if isinstance(tree, Signature):
         return tuple(torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) for leaf in tree.leaves)
-    return tuple(torch.zeros_like(t.detach()) for t in optree.tree_leaves(tree))
+    return tuple(torch.zeros_like(t.detach(), device=device if t.is_meta else None) for t in optree.tree_leaves(tree))
 
 
 def split_aux(

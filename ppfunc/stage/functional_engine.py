@@ -7,15 +7,16 @@ from typing import Any
 
 import torch
 
-from .abstract import DATA_DEPENDENT
+from .abstract import Outline
+from .abstract import outline as outline_of
 from .advice import with_advice
-from .boundary import settled
+from .contiguous import contiguous
 from .eager_engine import eager
 from .errors import StageError
 from .example import Example, Leaves
-from .primals import Primals
+from .differentiable import DifferentiableStage
 from .program import FlatProgram, Gradients, StageProgram, stage_program
-from .trial import learn, require_gradient
+from .dry_run import require_gradient
 
 
 def functional(
@@ -25,6 +26,7 @@ def functional(
     has_aux: bool = False,
     name: str = "the stage",
     device: torch.device | str | None = None,
+    outline: Outline | None = None,
 ) -> StageProgram:
     """An engine: ``torch.func.vjp`` at every forward.
 
@@ -46,21 +48,21 @@ def functional(
     """
     seen = Example.of(example, device)
     try:
-        known = learn(fn, seen, example, DATA_DEPENDENT, has_aux=has_aux, name=name)
-        flat = _flat(Primals(fn, seen, known, has_aux, name))
+        known = outline or outline_of(fn, example, has_aux=has_aux, name=name, device=device)
+        flat = _flat(DifferentiableStage(fn, seen, known, has_aux, name))
         known = require_gradient(flat, known, seen, example, name=name, by="torch.func", instead="use the eager engine")
     except StageError as refusal:
         raise with_advice(refusal, eager, fn, example, has_aux=has_aux, name=name, device=device) from refusal.__cause__
     return stage_program(flat, seen, known, has_aux=has_aux, residual_bytes=None)
 
 
-def _flat(stage: Primals) -> FlatProgram:
-    def forward(params: Leaves, x: Leaves, consts: Leaves) -> tuple[Leaves, tuple[Any, ...]]:
-        x, consts = settled(x), settled(consts)
+def _flat(stage: DifferentiableStage) -> FlatProgram:
+    def forward(params: Leaves, x: Leaves, extras: Leaves) -> tuple[Leaves, tuple[Any, ...]]:
+        x, extras = contiguous(x), contiguous(extras)
         if not torch.is_grad_enabled():
-            params, x, consts = _constant(params), _constant(x), _constant(consts)
+            params, x, extras = _constant(params), _constant(x), _constant(extras)
         primals = stage.primals(params, x)
-        run = stage.with_others(params, x, consts)
+        run = stage.with_others(params, x, extras)
         if not (stage.y_at and any(primals)):
             return run(*primals)[1], (stage.no_gradients,)
         with torch.enable_grad():  # some operators keep what their backward needs only where it is on below the transform, too
@@ -70,8 +72,8 @@ def _flat(stage: Primals) -> FlatProgram:
     def backward(residuals: tuple[Any, ...], gy: Leaves) -> tuple[Gradients, Gradients]:
         (pull,) = residuals
         again = torch.is_grad_enabled()
-        gparams, gx = pull(settled(gy), retain_graph=again, create_graph=again)
-        return gparams, settled(gx)
+        gparams, gx = pull(contiguous(gy), retain_graph=again, create_graph=again)
+        return gparams, contiguous(gx)
 
     def backward_input(residuals: tuple[Any, ...], gy: Leaves) -> tuple[Gradients, tuple[Any, ...]]:
         gparams, gx = backward(residuals, gy)

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
-from .abstract import outline
+from .abstract import Outline
+from .abstract import outline as outline_of
 from .advice import with_advice
 from .captured import captured
 from .errors import StageError
 from .example import Example
 from .functional_engine import functional
-from .primals import Primals
+from .differentiable import DifferentiableStage
 from .program import Engine, FlatProgram, StageProgram, stage_program
 from .tracing.clean import clean
 from .tracing.compiled import without_onednn
@@ -32,6 +33,7 @@ def graph(
     has_aux: bool = False,
     name: str = "the stage",
     device: torch.device | str | None = None,
+    outline: Outline | None = None,
     remat: Remat = "none",
     compile: bool = False,
     cuda_graphs: bool = False,
@@ -50,6 +52,7 @@ def graph(
         fn, example, has_aux, name: as :class:`~ppfunc.stage.program.Engine`. Without ``fn``, the
             engine with these options is returned: ``graph(remat="full")``.
         device: where the stage computes; by default where the first tensor of the example is.
+        outline: that of the stage; by default it is evaluated abstractly.
         remat: what the backward computes again instead of keeping it: ``"none"``; ``"full"``, all
             but the inputs; a predicate ``(operator) -> bool`` on ``torch._ops.OpOverload``, true for what is
             computed again; or the most bytes to be kept of one microbatch, its inputs included.
@@ -88,13 +91,15 @@ def graph(
         reason = f"it computes on the device {seen.device}, and CUDA graphs are for CUDA alone"
         raise StageError(name, reason, "put its parameters on a CUDA device, or leave out cuda_graphs=True")
     try:
-        known = outline(fn, seen, has_aux=has_aux, name=name)
+        known = outline or outline_of(fn, example, has_aux=has_aux, name=name, device=device)
+        if known.refusal:
+            raise StageError(name, *known.refusal)
         if known.generators:
             raise StageError(name, "it hands a torch.Generator to an operator, which is not traced", "use the functional engine")
         if known.seeds:
             raise StageError(name, "it seeds the generator that it draws from, which is not traced", "use the functional engine")
         with without_onednn() if compile else nullcontext():
-            joint = clean(trace(Primals(fn, seen, known, has_aux, name), seen, known, name))
+            joint = clean(trace(DifferentiableStage(fn, seen, known, has_aux, name), seen, known, name))
     except StageError as refusal:
         raise with_advice(refusal, functional, fn, example, has_aux=has_aux, name=name, device=device) from refusal.__cause__
     parts = cut_for(joint, remat, name)
@@ -110,7 +115,7 @@ def _emit(parts: Parts, joint: Joint, name: str, compile: bool) -> FlatProgram:
         return emit(Recipe(part, names, joint.constants, f"{name} {function}", settle, compile))
 
     return FlatProgram(
-        make(parts.forward, "forward", ("params", "x", "consts"), ("x", "consts")),
+        make(parts.forward, "forward", ("params", "x", "extras"), ("x", "extras")),
         make(parts.backward, "backward", ("residuals", "gy"), ("gy",)),
         make(parts.backward_input, "backward_input", ("residuals", "gy"), ("gy",)),
         make(parts.backward_weight, "backward_weight", ("rest",)),

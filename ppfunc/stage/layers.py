@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..parallel.partition import Partition
-from .module import mode_of
 
 Layer = Callable[..., Any]
-"""A pure function ``layer(params, x, *consts) -> y``."""
+"""A pure function ``layer(params, x, *extras) -> y``."""
 
 
 def stages_from_layers(layers: Sequence[Layer], partition: Partition) -> list[Layer]:
@@ -17,13 +16,13 @@ def stages_from_layers(layers: Sequence[Layer], partition: Partition) -> list[La
 
     Equivalent to, for the stage with layers ``start..end-1``::
 
-        def stage(params, x, *consts):
+        def stage(params, x, *extras):
             for layer, p in zip(layers[start:end], params, strict=True):
-                x = layer(p, x, *consts)
+                x = layer(p, x, *extras)
             return x
 
     Args:
-        layers: pure functions ``layer(params, x, *consts) -> y``, in order.
+        layers: pure functions ``layer(params, x, *extras) -> y``, in order.
         partition: which stage has which layers.
 
     Returns:
@@ -65,17 +64,14 @@ def params_of_layers(params: Mapping[int, Sequence[Any]], partition: Partition) 
 
 
 def _stage(layers: tuple[Layer, ...], interval: tuple[int, int]) -> Layer:
-    def stage(params: Sequence[Any], x: Any, *consts: Any) -> Any:
+    def stage(params: Sequence[Any], x: Any, *extras: Any) -> Any:
         if len(params) != len(layers):
             raise ValueError(
                 f"{stage.__name__} takes params for {len(layers)} layers, got {len(params)}: params_of_stages splits them"
             )
         for layer, layer_params in zip(layers, params, strict=True):
-            x = layer(layer_params, x, *consts)
+            x = layer(layer_params, x, *extras)
         return x
 
-    modes = [mode for mode in map(mode_of, layers) if mode is not None]
-    if modes:
-        stage.mode = lambda: tuple(mode() for mode in modes)
     stage.__name__ = stage.__qualname__ = f"layers_{interval[0]}_to_{interval[1]}"
     return stage

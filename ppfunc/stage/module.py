@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import filterfalse
 from operator import is_
 from typing import Any, NamedTuple
@@ -110,9 +109,7 @@ def stage_from_module(module: nn.Module, *, constants: bool = False) -> ModuleSt
             raise ValueError("the module has buffers, which are its state, and returns an Output with another state; leave that out")
         return y._replace(state=after)
 
-    fn = stateful if state else plain
-    fn.mode = lambda: tuple(m.training for m in module.modules())  # a step traces anew where it changes
-    return ModuleStage(fn, params, state)
+    return ModuleStage(stateful if state else plain, params, state)
 
 
 def _further_places(module: nn.Module, names: set[str]) -> dict[str, str]:
@@ -154,13 +151,6 @@ def _same(now: Any, before: Any) -> bool:
     """Whether two containers hold the same objects in the same order."""
     alike = len(now) == len(before) and all(map(is_, now, before))
     return alike and (not isinstance(now, dict) or all(map(is_, now.values(), before.values())))
-
-
-def mode_of(fn: Callable[..., Any]) -> Callable[[], Any] | None:
-    """What tells the mode of the modules in a stage, through ``functools.partial`` and ``functools.wraps``; None without any."""
-    while fn is not None and not hasattr(fn, "mode"):
-        fn = fn.func if isinstance(fn, partial) else getattr(fn, "__wrapped__", None)
-    return fn and fn.mode
 
 
 def split_sequential(module: nn.Sequential | nn.ModuleList, boundaries: Sequence[int]) -> list[nn.Sequential]:

@@ -55,8 +55,8 @@ def canonical(
 
     Equivalent to::
 
-        def call(params, x, *consts):           # consts: the target if ``targeted``, then side input, then state
-            out = fn(params, x, *consts)        # without the target
+        def call(params, x, *extras):           # extras: the target if ``targeted``, then side input, then state
+            out = fn(params, x, *extras)        # without the target
             loss = loss_fn(out.y, target) + out.loss
             return (out.y, out.skips, loss), (outputs, out.metrics, out.state)
 
@@ -72,8 +72,8 @@ def canonical(
         ValueError: it returns skip connections other than those of the schedule.
     """
 
-    def call(params: Any, x: Any, *consts: Any) -> tuple[Any, Any]:
-        target, rest = (consts[0], consts[1:]) if targeted else (None, consts)
+    def call(params: Any, x: Any, *extras: Any) -> tuple[Any, Any]:
+        target, rest = (extras[0], extras[1:]) if targeted else (None, extras)
         out = fn(params, x, *rest)
         if not isinstance(out, Output):
             out = Output(out)

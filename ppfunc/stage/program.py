@@ -13,12 +13,16 @@ from .example import Example, Leaves
 from .signature import LeafSignature, Signature, differentiable
 
 Gradients = tuple[torch.Tensor | None, ...]
+Stage = Callable[..., Any]
+"""``fn(params, x, *extras) -> y``, pure, over trees of tensors; or ``-> Output`` where it returns more than ``y``."""
+Loss = Callable[[Any, Any], torch.Tensor]
+"""``loss_fn(y, target) -> scalar``."""
 
 
 class FlatProgram(NamedTuple):
     """The functions of a stage on flat tuples of tensors; call them under ``torch.no_grad()``.
 
-    Leaves of ``x``, of the constants and of ``gy`` may have any strides; outputs and ``gx`` are
+    Leaves of ``x``, of the extras and of ``gy`` may have any strides; outputs and ``gx`` are
     contiguous, so that a tensor is the same whether it was sent or handed over. Gradients of
     parameters have the strides that their operator gives. What is returned may alias the
     arguments, and parts of it each other: nobody may write into it without owning it.
@@ -28,7 +32,7 @@ class FlatProgram(NamedTuple):
     (of the graph engine only: the residuals of the other engines serve once).
 
     Args:
-        forward: ``(params, x, consts) -> (outputs, residuals)``: all leaves in order; the outputs
+        forward: ``(params, x, extras) -> (outputs, residuals)``: all leaves in order; the outputs
             are the leaves of ``y``, then those of the auxiliary output.
         backward: ``(residuals, gy) -> (gparams, gx)``: ``gy`` has one entry per ``grad=True`` leaf
             of ``y``; ``gparams`` one per floating or complex parameter, ``gx`` one per ``grad=True``
@@ -54,7 +58,7 @@ class StageProgram(NamedTuple):
         gparams = backward_weight(rest)             # ... and the same gparams, apart
 
     Args:
-        forward: ``(params, x, *consts) -> (y, residuals)``, or ``((y, aux), residuals)``.
+        forward: ``(params, x, *extras) -> (y, residuals)``, or ``((y, aux), residuals)``.
         backward: ``(residuals, gy) -> (gparams, gx)``, with the structures of ``params`` and ``x``,
             zeros where there is no dependence or no gradient is wanted.
         backward_input: ``(residuals, gy) -> (gx, rest)``.
@@ -89,15 +93,17 @@ class Engine(Protocol):
         has_aux: bool = False,
         name: str = "the stage",
         device: torch.device | str | None = None,
+        outline: Outline | None = None,
     ) -> StageProgram:
-        """The program of the stage ``fn(params, x, *consts) -> y``.
+        """The program of the stage ``fn(params, x, *extras) -> y``.
 
         Args:
             fn: the stage; with ``has_aux`` it returns ``(y, aux)``.
-            example: ``(params, x, *consts)``, trees of tensors or signatures.
+            example: ``(params, x, *extras)``, trees of tensors or signatures.
             has_aux: whether there is an auxiliary output, which gets no cotangent.
             name: how errors call the stage.
-            device: where the stage computes; by default where the first tensor of the example is.
+            device: where the stage computes; by default where the first tensor of the example with values is.
+            outline: that of the stage, of the same example; given one, the engine does not evaluate the stage again.
 
         Raises:
             StageError: the engine cannot serve the stage; says why, and which one can.
@@ -128,10 +134,10 @@ def stage_program(
         return tuple(g for g, leaf in zip(leaves, y.leaves, strict=True) if leaf.grad)
 
     @torch.no_grad()
-    def forward(params: Any, x: Any, *consts: Any) -> tuple[Any, tuple[Any, ...]]:
-        if len(consts) != len(example.consts):
-            raise TypeError(f"got {len(consts)} arguments after x, expected {len(example.consts)}, as in the example")
-        extra = [s.require(c, f"const {i}") for i, (s, c) in enumerate(zip(example.consts, consts, strict=True))]
+    def forward(params: Any, x: Any, *extras: Any) -> tuple[Any, tuple[Any, ...]]:
+        if len(extras) != len(example.extras):
+            raise TypeError(f"got {len(extras)} arguments after x, expected {len(example.extras)}, as in the example")
+        extra = [s.require(c, f"extra {i}") for i, (s, c) in enumerate(zip(example.extras, extras, strict=True))]
         own = tuple(p.detach() for p in example.params.require(params, "params"))
         outputs, residuals = flat.forward(own, example.x.require(x, "x"), sum(extra, ()))
         cut = len(y.leaves)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from ._torch import OpOverload, TorchDispatchMode, schema
 
 
 class SettledDraws(TorchDispatchMode):
@@ -19,8 +20,8 @@ class SettledDraws(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        random = isinstance(func, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in func.tags
-        if random and func._schema.is_mutable and not args[0].is_contiguous():
+        random = isinstance(func, OpOverload) and torch.Tag.nondeterministic_seeded in func.tags
+        if random and schema(func).is_mutable and not args[0].is_contiguous():
             drawn = func(torch.empty_like(args[0], memory_format=torch.contiguous_format), *args[1:], **kwargs)
             return args[0].copy_(drawn)
         return func(*args, **kwargs)

@@ -14,8 +14,8 @@ def test_every_name_is_there():
     for name in ppfunc.parallel.__all__:
         assert getattr(ppfunc.parallel, name) is not None
     assert dir(ppfunc.parallel) == ppfunc.parallel.__all__
-    with pytest.raises(AttributeError, match="has no attribute 'partition_best'; it has .*partition_balanced"):
-        _ = ppfunc.parallel.partition_best
+    with pytest.raises(AttributeError, match="has no attribute 'partition_balance'; did you mean 'partition_balanced'"):
+        _ = ppfunc.parallel.partition_balance
 
 
 def test_a_placement_loads_nothing_else():

@@ -12,6 +12,7 @@ import pytest
 
 import ppfunc.schedule as schedules
 from ppfunc.schedule.builders import BUILDERS, deepspeed_inference, dualpipe, gpipe, interleaved_one_f_one_b, one_f_one_b
+from ppfunc.schedule.check import check
 from ppfunc.schedule.costs import Costs
 from ppfunc.schedule.formats import from_csv, to_grid, to_steps, to_svg, to_trace
 from ppfunc.schedule.instruction import COMPUTE, parts_of
@@ -130,10 +131,25 @@ def test_grid_fills_what_takes_more_than_one_unit():
     assert to_grid(dualpipe(2, 4)).splitlines()[0] == "rank 0  0F0 3F2 0F1 3B2---- 3F3;0B0---- 3B3---- 0I1 0W1"
 
 
-def test_a_schedule_is_printed_as_its_grid_even_where_it_cannot_run():
+def test_a_schedule_that_cannot_run_has_a_grid_too():
     schedule = from_csv("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n")
-    assert str(schedule) == "rank 0  0F0  0B0  0F1  0B1\nrank 1  1F1  1F0  1B0  1B1"
-    assert str(gpipe(1, 2)) == "rank 0  0F0 0F1 0B0 0B1"
+    assert to_grid(schedule) == "rank 0  0F0  0B0  0F1  0B1\nrank 1  1F1  1F0  1B0  1B1\n"
+
+
+def test_a_schedule_is_printed_as_one_line_of_tokens_per_rank():
+    assert str(place_communication(gpipe(2, 1))) == "0F0 0SEND_F0+0RECV_B0+0B0\n1RECV_F0+1F0 1B0 1SEND_B0"
+    assert str(from_csv("0F0,,0B0\n")) == "0F0 . 0B0"
+
+
+def test_values_have_short_forms():
+    schedule = one_f_one_b(8, 32)
+    assert repr(schedule) == (
+        f"Schedule('one_f_one_b', ranks=8, stages=8, microbatches=32, instructions=512, digest='{schedule.digest[:12]}')"
+    )
+    assert repr(check(schedule)) == repr(schedule).replace("Schedule", "Certificate")
+    assert repr(simulate(schedule)) == "Timeline(ranks=8, makespan=117, span=117, bubble=0.1795, peak_activations=8)"
+    assert repr(Costs()) == "Costs()"
+    assert repr(Costs(2, backward=[1] * 8, bandwidth=3)) == "Costs(forward=2, backward=[1, 1, 1, 1, 1, 1, ...], bandwidth=3)"
 
 
 def test_the_formats_are_found_where_the_schedules_are():

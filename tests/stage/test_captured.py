@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ppfunc as pp
-from ppfunc.stage.abstract import outline
+from ppfunc.stage import outline as outline_of
 from ppfunc.stage.captured import captured
 from ppfunc.stage.example import Example
 from ppfunc.stage.program import stage_program
@@ -66,10 +66,10 @@ def no_recorders():
     Recorder.made.clear()
 
 
-def in_slots(fn, example, *, has_aux=False, name="the stage", device=None):
+def in_slots(fn, example, *, has_aux=False, name="the stage", device=None, outline=None):
     """The graph engine, its programs recorded by the stand-in."""
     plain, seen = pp.graph(fn, example, has_aux=has_aux, name=name, device=device), Example.of(example, device)
-    known = outline(fn, seen, has_aux=has_aux, name=name)
+    known = outline or outline_of(fn, example, has_aux=has_aux, name=name)
     flat = captured(plain.flat, seen, plain.y, Recorder)
     return stage_program(flat, seen, known, has_aux=has_aux, residual_bytes=plain.residual_bytes)
 

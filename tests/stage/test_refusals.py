@@ -280,6 +280,7 @@ def test_only_dense_tensors_cross_a_boundary(engine, kind):
         engine(lambda w, x: x @ w, (torch.ones(2, 2), fn(torch.ones(2, 2), torch.ones(2, 2))), name="stage 1")
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors_within_a_stage_are_for_the_eager_engine():
     def fn(w, x):
         return torch.nested.to_padded_tensor(torch.nested.nested_tensor([x, x[:1]]), 0.0)[0] @ w

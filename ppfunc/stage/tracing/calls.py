@@ -8,8 +8,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch.fx import Graph, Node, map_arg
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from .._torch import BINDINGS, METHODS, TorchDispatchMode, binding, schema
 from ..abstract import quiet
 from .operators import is_dense, is_tensor, layout
 
@@ -17,8 +17,6 @@ RECORDING = {torch.ops.aten.mkldnn_rnn_layer.default}
 """Operators that return what their backward needs only in grad mode; programs run outside of it."""
 
 _FOUND: WeakKeyDictionary[Graph, dict[Hashable, Call]] = WeakKeyDictionary()
-
-_HOMES = (torch._C._VariableFunctions, torch._C._nn)
 
 
 class Call(NamedTuple):
@@ -72,20 +70,20 @@ def _kind(value: Any, numbers: dict[Node, int]) -> Hashable:
 
 def _find(node: Node) -> Call:
     if node.target in RECORDING:
-        return Call(torch.enable_grad()(node.target._op))
+        return Call(torch.enable_grad()(binding(node.target)))
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    itself = Call(node.target._op)
+    itself = Call(binding(node.target))
     wanted = _dispatches(itself, args, kwargs)
     return next((call for call in _candidates(node) if wanted and _dispatches(call, args, kwargs) == wanted), itself)
 
 
 def _candidates(node: Node) -> Iterator[Call]:
-    name = node.target._schema.name.split("::")[1]
-    if hasattr(torch._C.TensorBase, name) and node.args and isinstance(node.args[0], Node):
+    name = schema(node.target).name.split("::")[1]
+    if hasattr(METHODS, name) and node.args and isinstance(node.args[0], Node):
         if len(node.args) > 1 and isinstance(node.args[-1], (list, tuple)) and not node.kwargs:
             yield Call(None, name, spread=True)
         yield Call(None, name)
-    for home in _HOMES:
+    for home in BINDINGS:
         if hasattr(home, name):
             yield Call(getattr(home, name))
 
@@ -111,9 +109,9 @@ class _Record(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "aten":
-            names = [a.name for a in func._schema.arguments]
+            names = [a.name for a in schema(func).arguments]
             given = dict(zip(names, args, strict=False)) | (kwargs or {})
-            every = [given.get(a.name, a.default_value) for a in func._schema.arguments]
+            every = [given.get(a.name, a.default_value) for a in schema(func).arguments]
             self.calls.append((func, self.plain(every)))
         return func(*args, **(kwargs or {}))
 

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
+from .._torch import FakeTensorMode, inductor
 from .cut import Part
 from .operators import is_tensor
 
@@ -60,10 +60,7 @@ def compiled(
 
 
 def _compile(module: GraphModule, examples: list[torch.Tensor]) -> Callable[..., Any]:
-    from torch._inductor.compile_fx import compile_fx
-    from torch._inductor.decomposition import decompositions
-    from torch._inductor.lowering import lowerings, make_fallback
-
+    compile_fx, decompositions, lowerings, make_fallback = inductor()
     honest = {op: f for op, f in decompositions.items() if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ())}
     for op in {node.target for node in module.graph.nodes} & decompositions.keys() - honest.keys() - lowerings.keys():
         make_fallback(op, warn=False, override_decomp=True)  # left to itself, inductor refuses to where CI is set

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Node
 
+from .._torch import innermost_transform
 from .calls import quickest
 from .compiled import compiled
 from .cut import Part
@@ -80,7 +81,7 @@ class _Writer:
 
     def otherwise(self, plain: Callable[..., Any], names: tuple[str, ...]) -> None:
         """Begin with a way out for transforms from outside."""
-        transforms = self.object(torch._C._functorch.peek_interpreter_stack, "transforms")
+        transforms = self.object(innermost_transform, "transforms")
         call = f"{self.object(plain, 'plain')}({', '.join(names)})"
         self.lines += [f"if {transforms}() is not None:", f"    return {call}"]
 

@@ -7,15 +7,14 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 
+from .._torch import FakeTensorMode, OpOverload, make_fx, rename
 from ..abstract import Outline
-from ..boundary import settled
+from ..contiguous import contiguous
 from ..errors import StageError
 from ..example import Example, Leaves
-from ..primals import Primals
+from ..differentiable import DifferentiableStage
 from .honest import HIDDEN, HONEST
 from .operators import is_call, is_element, is_mutable, is_random
 
@@ -52,7 +51,7 @@ class Joint(NamedTuple):
         return wanted + [n for n in self.graph.nodes if is_random(n)]
 
 
-def trace(stage: Primals, example: Example, known: Outline, name: str) -> Joint:
+def trace(stage: DifferentiableStage, example: Example, known: Outline, name: str) -> Joint:
     """Trace ``stage`` and its gradient by ``torch.autograd.grad`` under fake tensors.
 
     Raises:
@@ -72,7 +71,7 @@ def trace(stage: Primals, example: Example, known: Outline, name: str) -> Joint:
     return joint
 
 
-def _joint(stage: Primals, groups: tuple[Leaves, ...]) -> Callable[..., list[torch.Tensor | None]]:
+def _joint(stage: DifferentiableStage, groups: tuple[Leaves, ...]) -> Callable[..., list[torch.Tensor | None]]:
     """The function ``(*params, *x, *consts, *gy) -> [*outputs, *gparams, *gx]``."""
 
     def joint(*flat: torch.Tensor) -> list[torch.Tensor | None]:
@@ -85,7 +84,7 @@ def _joint(stage: Primals, groups: tuple[Leaves, ...]) -> Callable[..., list[tor
                 return [*outputs, *(None for _ in inputs)]
             gradients = torch.autograd.grad(y, inputs, gy, allow_unused=True)
         cut = len(primals[0])
-        return [*outputs, *gradients[:cut], *settled(gradients[cut:])]
+        return [*outputs, *gradients[:cut], *contiguous(gradients[cut:])]
 
     return joint
 
@@ -111,7 +110,7 @@ def _read(traced: GraphModule, groups: tuple[Leaves, ...], counts: tuple[int, in
     arguments = list(_regroup((n for n in graph.nodes if n.op == "placeholder"), groups))
     for letter, nodes in zip("pxcg", arguments, strict=True):
         for index, node in enumerate(nodes):
-            node._rename(f"{letter}{index}")
+            rename(node, f"{letter}{index}")
     (results,) = graph.output_node().args
     names = {n.target for n in graph.nodes if n.op == "get_attr"}
     constants = {target: getattr(traced, target) for target in names}
@@ -120,7 +119,7 @@ def _read(traced: GraphModule, groups: tuple[Leaves, ...], counts: tuple[int, in
 
 def _require_served(joint: Joint, known: Outline, name: str) -> None:
     for node in joint.graph.nodes:
-        if is_call(node) and not (is_element(node) or isinstance(node.target, torch._ops.OpOverload)):
+        if is_call(node) and not (is_element(node) or isinstance(node.target, OpOverload)):
             raise StageError(name, f"it uses {node.target}, an operator on functions", "use the functional engine")
         if is_mutable(node) or node.target in HIDDEN:
             raise StageError(

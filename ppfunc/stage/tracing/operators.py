@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..watch import draws
+from .._torch import OpOverload, schema
+from ..purity import draws
 
 ELEMENT = operator.getitem
 """Target of the nodes that take one result of an operator with several."""
@@ -37,30 +38,30 @@ def is_dense(node: Node) -> bool:
 
 def is_random(node: Node) -> bool:
     """Whether the node draws random numbers."""
-    return isinstance(node.target, torch._ops.OpOverload) and draws(node.target, node.args, node.kwargs)
+    return isinstance(node.target, OpOverload) and draws(node.target, node.args, node.kwargs)
 
 
 def is_mutable(node: Node) -> bool:
     """Whether the node writes into one of its arguments."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return isinstance(node.target, OpOverload) and schema(node.target).is_mutable
 
 
 def base(node: Node) -> Node | None:
     """The node of which ``node`` is a view, ``None`` if it is its own storage."""
     if is_element(node):
         return base(node.args[0])
-    if isinstance(node.target, torch._ops.OpOverload) and is_view(node.target):
+    if isinstance(node.target, OpOverload) and is_view(node.target):
         return node.args[0]
     return None
 
 
-def is_view(target: torch._ops.OpOverload) -> bool:
+def is_view(target: OpOverload) -> bool:
     """Whether all that the operator does is to look at its first argument in another way.
 
     >>> is_view(torch.ops.aten.t.default), is_view(torch.ops.aten.mm.default)
     (True, False)
     """
-    results = target._schema.returns
+    results = schema(target).returns
     return bool(results) and all(r.alias_info is not None and not r.alias_info.is_write for r in results)
 
 

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import networkx as nx
+import optree
 import torch
-from networkx.algorithms.flow import boykov_kolmogorov
 from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
+from .._torch import OpOverload
 from ..errors import StageError
 from .cut import Parts, cut, demands, early_nodes, parameter_views, residual_bytes
 from .joint import Joint
 from .operators import base, is_call, is_dense, is_element, is_random, is_tensor, root
 
-Remat = Literal["none", "full"] | Callable[[torch._ops.OpOverload], bool] | int
+if TYPE_CHECKING:
+    import networkx as nx
+
+Remat = Literal["none", "full"] | Callable[[OpOverload], bool] | int
 """``"none"`` keeps what the backward needs; ``"full"`` keeps the inputs alone; a predicate names the
 operators whose results are computed again; a number is the most bytes that may be kept."""
 
@@ -48,7 +51,7 @@ def cut_for(joint: Joint, remat: Remat, name: str) -> Parts:
     return cut(joint, {n for n in _repeatable(joint) if is_call(root(n)) and remat(_operator(root(n)))})
 
 
-def _operator(node: Node) -> torch._ops.OpOverload:
+def _operator(node: Node) -> OpOverload:
     return node.args[0].target if is_element(node) else node.target
 
 
@@ -105,6 +108,9 @@ class _Network:
 
     def repeated(self, price: float) -> set[Node]:
         """What to compute again when a kept byte costs ``price`` units of work."""
+        import networkx as nx  # takes as long to import as the rest of this package
+        from networkx.algorithms.flow import boykov_kolmogorov
+
         network = nx.DiGraph()
         for position, node in enumerate(self.nodes):
             # What is kept from the beginning is kept longest. The small difference in price also
@@ -134,7 +140,7 @@ def _work(node: Node) -> float:
     """Work of a call: its multiplications and additions, and for all others a few per number written."""
     if is_element(node) or base(node) is not None:
         return 0.0
-    written = sum(t.numel() for t in torch.utils._pytree.tree_leaves(node.meta["val"]) if isinstance(t, torch.Tensor))
+    written = sum(t.numel() for t in optree.tree_leaves(node.meta["val"]) if isinstance(t, torch.Tensor))
     count = flop_registry.get(node.target.overloadpacket)
     shapes = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     return 8.0 * written + (count(*shapes[0], **shapes[1], out_val=node.meta["val"]) if count else 0)

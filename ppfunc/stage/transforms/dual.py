@@ -20,20 +20,20 @@ def dual(fn: Stage) -> Stage:
 
     Equivalent to, for any trees::
 
-        def stage(params, x, *consts):
+        def stage(params, x, *extras):
             (params, tangents), (x, tx) = params, x
-            return torch.func.jvp(lambda p, a: fn(p, a, *consts), (params, x), (tangents, tx))
+            return torch.func.jvp(lambda p, a: fn(p, a, *extras), (params, x), (tangents, tx))
 
     A tangent has the structure of its value, with None for the leaves that do not move: integers,
     and whatever is held constant; None alone where nothing moves.
 
     Args:
-        fn: a stage, ``fn(params, x, *consts) -> y``. All of its operators need a forward derivative;
+        fn: a stage, ``fn(params, x, *extras) -> y``. All of its operators need a forward derivative;
             ``scaled_dot_product_attention`` runs unfused, since fused it has none, and layer, batch and
             instance norm in plain arithmetic, since torch differentiates the derivative of theirs wrongly.
 
     Returns:
-        ``stage((params, tangents), (x, tx), *consts) -> (y, ty)``, a stage like any other. An
+        ``stage((params, tangents), (x, tx), *extras) -> (y, ty)``, a stage like any other. An
         auxiliary loss becomes a tensor[2], the loss and its derivative; skip connections become pairs.
 
     >>> dual(lambda w, x: w * x)((torch.tensor(2.0), torch.tensor(1.0)), (torch.tensor(3.0), None))
@@ -41,9 +41,9 @@ def dual(fn: Stage) -> Stage:
     """
 
     @wraps(fn)
-    def stage(params: Any, x: Any, *consts: Any) -> Any:
+    def stage(params: Any, x: Any, *extras: Any) -> Any:
         (params, tangents), (x, tx) = params, _unzipped(x)
-        y, ty = push(lambda p, a: fn(p, a, *consts), (params, x), (tangents, tx), ("params", "x"))
+        y, ty = push(lambda p, a: fn(p, a, *extras), (params, x), (tangents, tx), ("params", "x"))
         return _zipped(y, ty)
 
     return stage

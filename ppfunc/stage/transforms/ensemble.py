@@ -39,8 +39,8 @@ def ensemble(stages: Sequence[Stage], loss_fn: Loss, *, randomness: str = "error
 
     def stage(fn: Stage, first: bool) -> Stage:
         @wraps(fn)
-        def models(params: Any, x: Any, *consts: Any) -> Any:
-            out = batched(fn, (params, x, *consts), (True, not first, *(False for _ in consts)), randomness)
+        def models(params: Any, x: Any, *extras: Any) -> Any:
+            out = batched(fn, (params, x, *extras), (True, not first, *(False for _ in extras)), randomness)
             if isinstance(out, Output) and out.state is not None:
                 raise ValueError("it returns a state, which an ensemble would need k of; take stages without state")
             return out

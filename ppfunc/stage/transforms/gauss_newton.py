@@ -19,9 +19,9 @@ def held_dual(fn: Stage) -> Stage:
     stage = dual(fn)
 
     @wraps(fn)
-    def held(params: Any, x: Any, *consts: Any) -> Any:
+    def held(params: Any, x: Any, *extras: Any) -> Any:
         params, x = (params[0], _held(params[1])), _hold(x)
-        return _hold(stage(params, x, *consts))
+        return _hold(stage(params, x, *extras))
 
     return held
 

@@ -16,8 +16,8 @@ def sloping(fn: Stage) -> Stage:
     stage = dual(fn)
 
     @wraps(fn)
-    def sloped(params: Any, x: Any, *consts: Any) -> Any:
-        out = stage(params, x, *consts)
+    def sloped(params: Any, x: Any, *extras: Any) -> Any:
+        out = stage(params, x, *extras)
         return out._replace(loss=_slope_alone(out.loss)) if isinstance(out, Output) and out.loss is not None else out
 
     return sloped

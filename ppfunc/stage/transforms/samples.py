@@ -34,8 +34,8 @@ def per_sample(fn: Stage, *, randomness: str = "error") -> Stage:
         return out
 
     @wraps(fn)
-    def stage(params: Any, x: Any, *consts: Any) -> Any:
-        return optree.tree_map(_joined, batched(one, (params, x, *consts), (True,) * (2 + len(consts)), randomness))
+    def stage(params: Any, x: Any, *extras: Any) -> Any:
+        return optree.tree_map(_joined, batched(one, (params, x, *extras), (True,) * (2 + len(extras)), randomness))
 
     return stage
 

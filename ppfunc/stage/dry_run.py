@@ -1,36 +1,16 @@
-"""A trial run: engines that do not trace learn what a stage returns, and that it can be differentiated."""
+"""A dry run of a stage program: engines that do not trace find out whether it can be differentiated."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from .abstract import DATA_DEPENDENT, Outline, outline, outline_by_running, without_values
+from .abstract import DATA_DEPENDENT, Outline, data_dependence, without_values
 from .errors import StageError
 from .example import Example, stand_ins
 from .program import FlatProgram
-
-
-def learn(
-    fn: Callable[..., Any],
-    seen: Example,
-    example: tuple[Any, ...],
-    causes: type[Exception] | tuple[type[Exception], ...],
-    *,
-    has_aux: bool,
-    name: str,
-) -> Outline:
-    """The outline of a stage, by abstract evaluation, or by one run on zeros where that fails for one of ``causes``."""
-    if not seen.subclasses:
-        try:
-            return outline(fn, seen, has_aux=has_aux, name=name)
-        except StageError as error:
-            if not isinstance(error.__cause__, causes):
-                raise
-    return outline_by_running(fn, seen, example, has_aux=has_aux, name=name)
 
 
 def require_gradient(
@@ -65,5 +45,6 @@ def require_gradient(
                 first = (str(error).splitlines() or [""])[0]
                 reason = f"it runs, but {by} cannot differentiate it ({type(error).__name__}: {first})"
                 raise StageError(name, reason, instead) from error
+            refusal = data_dependence(error), "use the functional engine"
     # Libraries that look for fake tensors, to ask them for no values, do not see them within a transform.
-    return require_gradient(flat, known._replace(known=False), seen, example, name=name, by=by, instead=instead)
+    return require_gradient(flat, known._replace(refusal=refusal), seen, example, name=name, by=by, instead=instead)

@@ -9,10 +9,9 @@ from typing import Any
 
 import optree
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from ._torch import FakeTensor, OpOverload, TorchDispatchMode, is_wrapped, schema, without_modes
 from .errors import StageError
 from .signature import LeafSignature
 
@@ -30,7 +29,7 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not isinstance(func, torch._ops.OpOverload):
+        if not isinstance(func, OpOverload):
             return func(*args, **kwargs)
         if draws(func, args, kwargs):
             self.draws += 1
@@ -40,7 +39,7 @@ class Watch(TorchDispatchMode):
         self.require_values(given)
         self.generators |= any(isinstance(g, torch.Generator) for g in given)
         if func is not torch.ops.aten.detach.default:
-            arguments = func._schema.arguments
+            arguments = schema(func).arguments
             for argument, value in (*zip(arguments, args, strict=False), *((a, kwargs.get(a.name)) for a in arguments)):
                 if _captured(value):
                     self._judge(value, argument.alias_info is not None and argument.alias_info.is_write)
@@ -49,7 +48,7 @@ class Watch(TorchDispatchMode):
         return made
 
     def _generator_is_as_before(self) -> bool:
-        with _disable_current_modes():
+        with without_modes():
             return torch.equal(self.before, torch.default_generator.get_state())
 
     def note(self, tensors: Iterable[Any]) -> None:
@@ -115,7 +114,7 @@ def _alive(references: list[weakref.ref[Any]]) -> list[Any]:
 def _captured(value: Any) -> bool:
     """Whether this is a plain tensor from outside: neither fake nor wrapped by a transform."""
     plain = type(value) in (torch.Tensor, torch.nn.Parameter)
-    return plain and not torch._C._functorch.is_functorch_wrapped_tensor(value)
+    return plain and not is_wrapped(value)
 
 
 def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -126,7 +125,7 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
-    for position, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(schema(func).arguments):
         if argument.name in ("dropout_p", "dropout"):
             given = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
             return given != 0

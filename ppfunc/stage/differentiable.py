@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from .abstract import Outline, call_named
-from .boundary import settled
+from .contiguous import contiguous
 from .errors import StageError
 from .example import Example, Leaves, split_aux
 from .program import Gradients
@@ -15,7 +15,7 @@ from .randomness import SettledDraws
 from .signature import differentiable
 
 
-class Primals:
+class DifferentiableStage:
     """The stage as a function of its differentiable leaves alone; the others are set beforehand."""
 
     def __init__(self, fn: Callable[..., Any], example: Example, known: Outline, has_aux: bool, name: str) -> None:
@@ -29,7 +29,7 @@ class Primals:
         return tuple(params[i] for i in self.param_at), tuple(x[i] for i in self.x_at)
 
     def with_others(
-        self, params: Leaves, x: Leaves, consts: Leaves
+        self, params: Leaves, x: Leaves, extras: Leaves
     ) -> Callable[[Leaves, Leaves], tuple[Leaves, Leaves]]:
         """A function ``(primal params, primal x) -> (y leaves with gradient, all outputs)``."""
 
@@ -40,11 +40,11 @@ class Primals:
             for i, value in zip(self.x_at, primal_x, strict=True):
                 a[i] = value
             with SettledDraws() if self.draws else nullcontext():
-                out = call_named(self.call, (tuple(p), tuple(a), consts), self.name)
+                out = call_named(self.call, (tuple(p), tuple(a), extras), self.name)
             (y, y_def), (aux, _) = split_aux(out, self.has_aux, self.name)
             self.require_same(y, y_def)
-            y = settled(y)
-            return tuple(y[i] for i in self.y_at), y + settled(aux)
+            y = contiguous(y)
+            return tuple(y[i] for i in self.y_at), y + contiguous(aux)
 
         return run
 

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 
-def settled(tensors: Iterable[torch.Tensor | None]) -> tuple[Any, ...]:
+def contiguous(tensors: Iterable[torch.Tensor | None]) -> tuple[Any, ...]:
     """The tensors as they would arrive over a wire: in process and between processes give the same bits.
 
     Args:
         tensors: any tensors; ``None``, the absence of a gradient, stays.
 
-    >>> settled([torch.zeros(2, 3).T])[0].stride()
+    >>> contiguous([torch.zeros(2, 3).T])[0].stride()
     (2, 1)
     """
     return tuple(None if t is None else t.resolve_conj().resolve_neg().contiguous() for t in tensors)

@@ -1,4 +1,4 @@
-"""What all threads of a process share: its random generators, seeded for one stage at a time and put back after the steps."""
+"""Random generators of the process: seeded for one stage at a time, restored after the step."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from contextlib import contextmanager
 
 import torch
 
-alone = threading.RLock()
-"""Held by the thread that traces a stage, or runs one that draws: what torch changes for it is the whole process's."""
+process_lock = threading.RLock()
+"""Serialises tracing and the use of random generators: both change state of torch that all threads share."""
 
 _before: dict[torch.device, torch.Tensor] = {}
 _steps = 0
 
 
 def generator_of(device: torch.device) -> torch.Generator:
-    """What the operators of a device draw from."""
+    """The default generator of a device."""
     return torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
 
 
 @contextmanager
-def put_back(devices: Iterable[torch.device]) -> Iterator[None]:
-    """After this step, or the last of those that run at the same time, the generators are as they were before."""
+def preserve_rng(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Restore the generators of the CPU and of ``devices`` when the outermost concurrent step exits."""
     global _steps
-    with alone:
+    with process_lock:
         _steps += 1
         for device in {torch.device("cpu"), *devices} - _before.keys():
             _before[device] = generator_of(device).get_state()
     try:
         yield
     finally:
-        with alone:
+        with process_lock:
             _steps -= 1
             while _before and not _steps:
                 device, state = _before.popitem()

@@ -1,0 +1,47 @@
+"""Names of torch.distributed that are not public, each used here only. Checked on torch 2.11 and 2.13."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Without a registry such a communicator ends when it is let go, and peers that wait on it raise.
+ProcessGroupGloo = dist.ProcessGroupGloo
+
+
+def ProcessGroupNCCL(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """An NCCL communicator of its own."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def start_coalescing(group: Any) -> None:
+    """Collect the operations that follow, for :func:`end_coalescing` to issue as one."""
+    group._start_coalescing()
+
+
+def end_coalescing(group: Any) -> Any:
+    """Issue what was collected."""
+    return group._end_coalescing()
+
+
+def store_of(group: dist.ProcessGroup) -> dist.Store:
+    """The store through which the ranks of a group met."""
+    return group.get_group_store()
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long operations of a group may take."""
+    device = torch.device("cuda" if backend_of(group) == "nccl" else "cpu")
+    return group._get_backend(device).options._timeout
+
+
+def backend_of(group: dist.ProcessGroup) -> str | None:
+    """The backend of a group for the device that computes: a group may have one for each kind of device."""
+    by_device = dict(entry.split(":") for entry in str(dist.get_backend_config(group)).split(","))
+    backend = by_device.get("cuda") if torch.cuda.is_available() else None
+    return backend or by_device.get("cpu") or by_device.get("cuda")

@@ -1,0 +1,106 @@
+"""Where the processes of one transport find each other: keys in the store of their process group."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from . import _torch
+from .control import LinkError
+
+
+class Rendezvous:
+    """Keys of one transport in the store of a process group, and communicators opened through them.
+
+    Args:
+        group: the user's process group.
+        timeout: seconds to wait for a peer; that of the group where none is given.
+
+    Raises:
+        ValueError: the group has neither gloo nor NCCL.
+        LinkError: the store does not answer.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout: float | None) -> None:
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.backend = _torch.backend_of(group)
+        if self.backend not in ("gloo", "nccl"):
+            raise ValueError(
+                f"P2P got a process group with the backend {self.backend!r}, it knows 'gloo' and 'nccl'; "
+                f"make one with torch.distributed.new_group(backend='gloo') and give it as P2P(group)"
+            )
+        self.timeout = _torch.timeout_of(group).total_seconds() if timeout is None else timeout
+        ranks = dist.get_process_group_ranks(group)
+        self._server = ranks.index(0) if 0 in ranks else self.rank  # the world's rank 0 serves the store
+        store = _torch.store_of(group)
+        with self._within_reach():
+            # The n-th transport that each rank makes over a group is the same transport.
+            number = store.add(f"ppfunc/transports/{self.rank}", 1)
+            self._store = dist.PrefixStore(f"ppfunc/{number}", store)
+        self._written: list[list[str]] = [[]]  # keys of communicators, by generation
+
+    def write(self, key: str, text: str) -> None:
+        """Leave a text for the others."""
+        with self._within_reach():
+            self._store.set(key, text)
+
+    def read(self, key: str) -> str | None:
+        """A text that another rank has left, None where it has not yet."""
+        with self._within_reach():
+            return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def wait(self, key: str, peer: int, check: Callable[[int], None]) -> str:
+        """A text that ``peer`` leaves; ``check(peer)`` raises where it is not to be waited for any longer."""
+        end, pause = time.monotonic() + self.timeout, 0.001
+        while (text := self.read(key)) is None:
+            check(peer)
+            if time.monotonic() > end:
+                raise LinkError(peer, "late", f"rank {self.rank} waited for rank {peer}, which has not come in {self.timeout:g} s")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+        return text
+
+    def open(self, name: str, peer: int, check: Callable[[int], None]) -> Any:
+        """A communicator of this rank and a peer, which comes to the same call. The higher rank has the place 1 in it."""
+        place = int(self.rank > peer)
+        self._written[-1] += [f"{name}/{self.rank}", f"{name}/0/{place}"]  # the second one by gloo
+        self.write(f"{name}/{self.rank}", "")
+        self.wait(f"{name}/{peer}", peer, check)  # what follows cannot be ended from outside: not before the peer is there
+        store, timeout = dist.PrefixStore(name, self._store), timedelta(seconds=self.timeout)
+        with self._within_reach():
+            if self.backend == "gloo":
+                return _torch.ProcessGroupGloo(store, place, 2, timeout)
+            return _torch.ProcessGroupNCCL(store, place, 2, timeout)
+
+    def move_on(self) -> None:
+        """Begin a generation. Delete the keys of the one before the last; a peer may still read those of the last."""
+        self._written.append([])
+        with suppress(LinkError):
+            self._delete(self._written.pop(0) if len(self._written) > 2 else [])
+
+    def close(self) -> None:
+        """Delete the keys of all generations."""
+        with suppress(LinkError):
+            self._delete([key for keys in self._written for key in keys])
+        self._written = [[]]
+
+    def _delete(self, keys: list[str]) -> None:
+        with self._within_reach():
+            for key in keys:
+                self._store.delete_key(key)
+
+    @contextmanager
+    def _within_reach(self) -> Iterator[None]:
+        """Say which process is gone where the store does not answer."""
+        try:
+            yield
+        except dist.DistError as error:
+            raise LinkError(
+                self._server, "gone", f"the store of the process group is out of reach, the process that serves it may have ended ({error})"
+            ) from error

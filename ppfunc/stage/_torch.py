@@ -1,0 +1,96 @@
+"""Private and unstable names of torch that the stages use, each with its purpose.
+
+Checked on torch 2.13 by running the tests, on 2.11 and 2.14 by their sources. ``tests/test_torch_names.py`` says which name is gone on another.
+"""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+# Types of dispatched operators: `OpOverload` has a schema, everything else is an operator on functions.
+from torch._ops import OpOverload
+
+# Tensors without values, and the errors of operators that need values.
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+
+# Traces Python into a graph of operators; used with its option `_allow_non_fake_inputs`.
+from torch.fx.experimental.proxy_tensor import make_fx
+
+# Sees every operator below autograd; `supports_higher_order_operators` is an attribute of such modes.
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Leaves all modes, to compute with values during a trace.
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
+
+__all__ = [
+    "BINDINGS",
+    "FAKE_TENSOR_LOGGER",
+    "METHODS",
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "OpOverload",
+    "TorchDispatchMode",
+    "UnsupportedOperatorException",
+    "binding",
+    "copy_each",
+    "inductor",
+    "innermost_transform",
+    "is_wrapped",
+    "make_fx",
+    "rename",
+    "schema",
+    "version",
+    "without_modes",
+]
+
+# Name of the logger that prints errors of fake evaluation with their whole traceback.
+FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
+
+# Bindings of operators for Python, whose parsers are faster than that of operator objects.
+BINDINGS = (torch._C._VariableFunctions, torch._C._nn)
+METHODS = torch._C.TensorBase
+
+# The innermost torch.func transform, None outside of all; and whether a tensor is wrapped by one.
+innermost_transform = torch._C._functorch.peek_interpreter_stack
+is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+# Copies a list of tensors into another in few kernels.
+copy_each = torch._foreach_copy_
+
+# Arguments, results and aliases of an operator; and the function that calls it without the checks of `OpOverload.__call__`.
+schema = attrgetter("_schema")
+binding = attrgetter("_op")
+
+
+def version(tensor: torch.Tensor) -> int | None:
+    """Counts the writes into a tensor; None for inference tensors, whose writes are not counted."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def rename(node: torch.fx.Node, name: str) -> None:
+    """Give a node another name, or one like it if another node has it."""
+    node._rename(name)
+
+
+def inductor() -> Any:
+    """The compiler of graphs, imported where it is used: it takes a second.
+
+    Returns:
+        ``compile_fx``, its ``decompositions``, its ``lowerings``, and ``make_fallback``.
+    """
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.decomposition import decompositions
+    from torch._inductor.lowering import lowerings, make_fallback
+
+    return compile_fx, decompositions, lowerings, make_fallback
