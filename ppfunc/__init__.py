@@ -53,7 +53,10 @@ if TYPE_CHECKING:
         AgreementError as AgreementError,
         Aux as Aux,
         InProcess as InProcess,
+        Lowered as Lowered,
+        Microbatches as Microbatches,
         PipelineError as PipelineError,
+        StepFunction as StepFunction,
         Transport as Transport,
         interleaved as interleaved,
         two_streams as two_streams,
@@ -103,7 +106,7 @@ else:
         __name__,
         {
             "pipeline": ("evaluate", "microbatch", "value_and_grad", "with_skips"),
-            "runtime": ("AgreementError", "Aux", "InProcess", "P2P", "PipelineError", "Transport", "interleaved", "two_streams"),
+            "runtime": ("AgreementError", "Aux", "InProcess", "Lowered", "Microbatches", "P2P", "PipelineError", "StepFunction", "Transport", "interleaved", "two_streams"),
             "schedule": (
                 "Certificate",
                 "Costs",

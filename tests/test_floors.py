@@ -63,6 +63,16 @@ def test_imports_respect_the_floors(path):
     assert faults(path) == []
 
 
+def test_no_two_packages_need_each_other():
+    packages = set(FLOORS)
+    needs = {
+        (path.relative_to(ROOT).parts[0], name.split(".")[1]) for path in FILES for name in imported(path) if name.startswith("ppfunc.")
+    }
+    pairs = {(a, b) for a, b in needs if a in packages and b in packages and a != b}
+    assert not {(a, b) for a, b in pairs if (b, a) in pairs}
+    assert ("schedule", "parallel") in pairs
+
+
 def test_a_fault_would_be_seen(tmp_path, monkeypatch):
     (tmp_path / "schedule").mkdir()
     file = tmp_path / "schedule" / "bad.py"

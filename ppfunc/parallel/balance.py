@@ -6,9 +6,10 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from fractions import Fraction
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
-from .partition import Partition, partition_uniform, require_counts
+from .counts import require_counts
+from .partition import Partition, partition_uniform
 
 
 def partition_balanced(weights: Sequence[float], stages: int, *, allow_empty: bool = False) -> Partition:
@@ -28,7 +29,7 @@ def partition_balanced(weights: Sequence[float], stages: int, *, allow_empty: bo
     >>> partition_balanced([1, 2, 3], 2).boundaries
     (0, 2, 3)
     """
-    require_counts(len(weights), stages)
+    require_counts(stages=stages)
     if len(weights) <= stages:
         exact_weights(weights)
         return partition_uniform(len(weights), stages, allow_empty=allow_empty)
@@ -45,8 +46,9 @@ def exact_weights(weights: Sequence[float]) -> list[int]:
     for layer, weight in enumerate(weights):
         if not isinstance(weight, (int, float, Fraction)) or not math.isfinite(weight) or weight < 0:
             raise ValueError(f"the weight of layer {layer} is a finite number, zero or more; got {weight!r}")
-    if all(isinstance(weight, int) for weight in weights):
-        return list(weights)
+    whole = [weight for weight in weights if isinstance(weight, int)]
+    if len(whole) == len(weights):
+        return whole
     fractions = [Fraction(weight) for weight in weights]
     unit = math.lcm(*(fraction.denominator for fraction in fractions))
     return [fraction.numerator * (unit // fraction.denominator) for fraction in fractions]
@@ -113,4 +115,4 @@ def _nearest(prefix: Sequence[int], start: int, left: int, first: int, final: in
 
 
 def _heaviest(prefix: Sequence[int]) -> int:
-    return max((b - a for a, b in zip(prefix, prefix[1:], strict=False)), default=0)
+    return max((b - a for a, b in pairwise(prefix)), default=0)

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from .balance import exact_weights, least_maximum
-from .partition import Interval, Partition, partition_uniform, require_counts
+from .counts import require_counts
+from .partition import Interval, Partition, partition_uniform
 
 
 def chunks_uniform(layers: int, ranks: int, chunks: int = 1, *, allow_empty: bool = False) -> Partition:
@@ -29,11 +30,11 @@ def chunks_uniform(layers: int, ranks: int, chunks: int = 1, *, allow_empty: boo
     >>> chunks_uniform(10, ranks=2, chunks=2).dealt(2)
     (((0, 2), (5, 7)), ((2, 5), (7, 10)))
     """
-    _require_dealing(layers, ranks, chunks)
+    require_counts(ranks=ranks, chunks=chunks)
+    require_counts(0, layers=layers)
     if layers % chunks:
         raise ValueError(
-            f"{layers} layers do not divide into {chunks} equal chunks: use a number of chunks that divides {layers}, "
-            "or chunks_balanced"
+            f"{layers} layers do not divide into {chunks} equal chunks: use a number of chunks that divides {layers}, or chunks_balanced"
         )
     one = partition_uniform(layers // chunks, ranks, remainder="last", allow_empty=True)
     return Partition.from_sizes(one.sizes * chunks, allow_empty)
@@ -58,7 +59,7 @@ def chunks_balanced(weights: Sequence[float], ranks: int, chunks: int = 1, *, al
     >>> chunks_balanced([1, 1, 4, 1, 1], ranks=2).dealt(2)
     (((0, 3),), ((3, 5),))
     """
-    _require_dealing(len(weights), ranks, chunks)
+    require_counts(ranks=ranks, chunks=chunks)
     stages = ranks * chunks
     exact = exact_weights(weights)
     if len(weights) <= stages:
@@ -95,9 +96,3 @@ def _split_heaviest(prefix: Sequence[int], intervals: list[Interval], stages: in
             else:
                 heapq.heappush(heap, (prefix[a] - prefix[b], a, b))
     return sorted(single + [(a, b) for _, a, b in heap])
-
-
-def _require_dealing(layers: int, ranks: int, chunks: int) -> None:
-    require_counts(layers, 1)
-    if ranks < 1 or chunks < 1:
-        raise ValueError(f"expected at least one rank and one chunk, got ranks={ranks} and chunks={chunks}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from .counts import require_counts
 from .topology import Topology
 
 Group = tuple[int, ...]
@@ -163,8 +164,9 @@ def model_groups(world_size: int, tensor: int, pipe: int) -> Iterator[Group]:
     References:
         ColossalAI, ``ParallelMode.MODEL``.
     """
+    require_counts(world_size=world_size, tensor=tensor, pipe=pipe)
     size = tensor * pipe
-    if tensor < 1 or pipe < 1 or world_size < 1 or world_size % size:
+    if world_size % size:
         raise ValueError(
             f"{world_size} ranks do not divide into replicas of tensor x pipe = {tensor} x {pipe} ranks: "
             "the world has a positive multiple of that"

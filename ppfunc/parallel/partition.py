@@ -8,6 +8,8 @@ from dataclasses import InitVar, dataclass
 from itertools import accumulate, pairwise
 from typing import Literal, TypeVar
 
+from .counts import require_counts
+
 T = TypeVar("T")
 Interval = tuple[int, int]
 """``(start, end)``: the layers from ``start`` up to and without ``end``."""
@@ -114,7 +116,8 @@ class Partition:
         >>> Partition((0, 1, 2, 4, 6)).dealt(2)
         (((0, 1), (2, 4)), ((1, 2), (4, 6)))
         """
-        if ranks < 1 or self.stages % ranks:
+        require_counts(ranks=ranks)
+        if self.stages % ranks:
             raise ValueError(f"{self.stages} stages cannot be dealt evenly to {ranks} ranks: use a divisor of {self.stages}")
         return tuple(self.intervals[rank::ranks] for rank in range(ranks))
 
@@ -123,9 +126,7 @@ class Partition:
             raise ValueError(f"expected one item for each of the {self.layers} layers, got {len(items)}")
 
 
-def partition_uniform(
-    layers: int, stages: int, *, remainder: Literal["first", "last"] = "first", allow_empty: bool = False
-) -> Partition:
+def partition_uniform(layers: int, stages: int, *, remainder: Literal["first", "last"] = "first", allow_empty: bool = False) -> Partition:
     """Equal numbers of layers; what is left over goes one each to the first stages, or to the last.
 
     Args:
@@ -144,7 +145,8 @@ def partition_uniform(
     >>> partition_uniform(10, 4).sizes, partition_uniform(10, 4, remainder="last").sizes
     ((3, 3, 2, 2), (2, 2, 3, 3))
     """
-    require_counts(layers, stages)
+    require_counts(stages=stages)
+    require_counts(0, layers=layers)
     if remainder not in ("first", "last"):
         raise ValueError(f"the remainder goes to the 'first' or the 'last' stages, got {remainder!r}")
     size, left_over = divmod(layers, stages)
@@ -169,13 +171,6 @@ def partition_explicit(boundaries: Iterable[int], layers: int, *, allow_empty: b
             f"the last boundary has to be {layers}"
         )
     return partition
-
-
-def require_counts(layers: int, stages: int) -> None:
-    """Raise ValueError unless both are whole numbers, ``stages`` at least one and ``layers`` not negative."""
-    for name, value, least in (("layers", layers, 0), ("stages", stages, 1)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"the number of {name} is a whole number, {least} or more; got {value!r}")
 
 
 def _shown(numbers: Sequence[int]) -> str:

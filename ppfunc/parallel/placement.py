@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+from .counts import require_counts
 
 Placement = tuple[int, ...]
 """``placement[stage]`` is the rank that holds the stage."""
@@ -14,7 +16,7 @@ def loop(ranks: int, chunks: int = 1) -> Placement:
     >>> loop(3, chunks=2)
     (0, 1, 2, 0, 1, 2)
     """
-    _require_counts(ranks, chunks)
+    require_counts(ranks=ranks, chunks=chunks)
     return tuple(range(ranks)) * chunks
 
 
@@ -28,7 +30,7 @@ def v_shape(ranks: int, chunks: int = 2) -> Placement:
     >>> v_shape(3)
     (0, 1, 2, 2, 1, 0)
     """
-    _require_counts(ranks, chunks)
+    require_counts(ranks=ranks, chunks=chunks)
     if chunks % 2:
         raise ValueError(f"a V has an even number of chunks, got chunks={chunks}: use {chunks + 1}, or loop(ranks, chunks)")
     down = tuple(range(ranks))
@@ -83,26 +85,16 @@ def place(style: str, ranks: int, stages: int) -> Placement:
     styles = {"loop": loop, "v": v_shape}
     if style not in styles:
         raise ValueError(f"unknown placement style {style!r}: expected one of {', '.join(map(repr, styles))}")
-    _require_counts(ranks, stages)
+    require_counts(ranks=ranks, stages=stages)
     if stages % ranks:
         raise ValueError(f"{stages} stages do not spread evenly over {ranks} ranks: use a multiple of {ranks}")
     return styles[style](ranks, stages // ranks)
 
 
-def stage_ids_of_rank(placement: Placement, rank: int) -> tuple[int, ...]:
-    """The stages that ``rank`` holds, ascending.
+def stages_of(placement: Sequence[int], rank: int) -> tuple[int, ...]:
+    """List the stages that ``rank`` holds, ascending; none for a rank that holds none.
 
-    Raises:
-        ValueError: where no rank of that number is in the placement.
-
-    >>> stage_ids_of_rank(loop(4, 2), 1), stage_ids_of_rank(v_shape(4), 1)
+    >>> stages_of(loop(4, 2), 1), stages_of(v_shape(4), 1)
     ((1, 5), (1, 6))
     """
-    if rank not in placement:
-        raise ValueError(f"rank {rank} holds no stage: the ranks of this placement are 0..{max(placement, default=-1)}")
     return tuple(stage for stage, holder in enumerate(placement) if holder == rank)
-
-
-def _require_counts(ranks: int, chunks: int) -> None:
-    if ranks < 1 or chunks < 1:
-        raise ValueError(f"expected at least one rank and one stage per rank, got {ranks} and {chunks}")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import keyword
 import math
 from collections import namedtuple
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
+
+from .counts import require_counts
 
 
 @dataclass(frozen=True)
@@ -43,9 +45,7 @@ class Topology:
                 raise ValueError(f"{axis!r} cannot name an axis: use letters, digits and _, as in 'pipe'")
             if self.axes.count(axis) > 1:
                 raise ValueError(f"axis {axis!r} occurs twice in {self.axes}: name every axis once")
-        for axis, size in zip(self.axes, self.sizes, strict=True):
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"the size of axis {axis!r} is a whole number, one or more; got {size!r}")
+        require_counts(**dict(zip(self.axes, self.sizes, strict=True)))
 
     @classmethod
     def of(cls, **sizes: int) -> Topology:
@@ -108,11 +108,11 @@ class Topology:
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank!r} is not in the topology {self}: its ranks are 0..{self.world_size - 1}")
         pairs = zip(self.strides, self.sizes, strict=True)
-        return _coordinate_type(self.axes)._make([rank // stride % size for stride, size in pairs])
+        return _coordinates(self.axes)(rank // stride % size for stride, size in pairs)
 
     def coordinates(self) -> Iterator[tuple[int, ...]]:
         """The coordinates of all ranks, in the order of the ranks."""
-        return map(_coordinate_type(self.axes)._make, product(*map(range, self.sizes)))
+        return map(_coordinates(self.axes), product(*map(range, self.sizes)))
 
     def groups(self, axis: str) -> Iterator[tuple[int, ...]]:
         """The groups of ranks that differ along ``axis`` alone, made one at a time.
@@ -153,9 +153,7 @@ class Topology:
         """
         return self.ranks_where(**{axis: index})
 
-    def rank_repr(
-        self, rank: int, omit_axes: Iterable[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
-    ) -> str:
+    def rank_repr(self, rank: int, omit_axes: Iterable[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-") -> str:
         """The coordinate of ``rank`` as text for file names, without the axes to omit.
 
         >>> Topology.of(a=2, b=2).rank_repr(3), Topology.of(a=2, b=2).rank_repr(3, omit_axes=["a"])
@@ -226,6 +224,7 @@ def default_grid(world_size: int) -> Topology:
     >>> [str(default_grid(n)) for n in (1, 6, 12, 30)]
     ['pipe=1,data=1', 'pipe=2,data=3', 'pipe=6,data=2', 'pipe=10,data=3']
     """
+    require_counts(world_size=world_size)
     factors = prime_factors(world_size)
     return pipe_data(pipe=math.prod(factors[0::2]), data=math.prod(factors[1::2]))
 
@@ -236,8 +235,7 @@ def prime_factors(number: int) -> tuple[int, ...]:
     >>> prime_factors(12), prime_factors(1)
     ((2, 2, 3), ())
     """
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise ValueError(f"prime factors are those of a whole number, one or more; got {number!r}")
+    require_counts(number=number)
     factors, candidate = [], 2
     while candidate * candidate <= number:
         while number % candidate == 0:
@@ -248,8 +246,9 @@ def prime_factors(number: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=64)
-def _coordinate_type(axes: tuple[str, ...]) -> type:
-    return namedtuple("Coordinate", axes)
+def _coordinates(axes: tuple[str, ...]) -> Callable[[Iterable[int]], tuple[int, ...]]:
+    """Define a named tuple with one field per axis; return its constructor from an iterable."""
+    return namedtuple("Coordinate", axes)._make  # type: ignore[attr-defined]
 
 
 def _named(coordinate: dict[str, int]) -> str:

@@ -9,35 +9,32 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from .balance import partition_balanced
+from .counts import require_counts
+from .min_range import partition_min_range
 from .partition import Partition, partition_uniform
-from .spread import partition_spread
 
-Method = Literal["uniform", "balanced", "spread"]
+Method = Literal["uniform", "balanced", "min_range"]
 
 
-def partition_by_weights(
-    weights: Sequence[float], stages: int, method: Method = "balanced", *, allow_empty: bool = False
-) -> Partition:
+def partition_by_weights(weights: Sequence[float], stages: int, method: Method = "balanced", *, allow_empty: bool = False) -> Partition:
     """The partition that a method makes.
 
     Args:
         weights: one per layer.
         stages: number of stages.
         method: ``"uniform"`` for equal numbers of layers, ``"balanced"`` for the least maximum load,
-            ``"spread"`` for the least maximum minus minimum.
+            ``"min_range"`` for the least maximum minus minimum.
         allow_empty: whether there may be fewer layers than stages.
     """
     if method == "uniform":
         return partition_uniform(len(weights), stages, allow_empty=allow_empty)
-    methods = {"balanced": partition_balanced, "spread": partition_spread}
+    methods = {"balanced": partition_balanced, "min_range": partition_min_range}
     if method not in methods:
-        raise ValueError(f"unknown method {method!r}: expected 'uniform', 'balanced' or 'spread'")
+        raise ValueError(f"unknown method {method!r}: expected 'uniform', 'balanced' or 'min_range'")
     return methods[method](weights, stages, allow_empty=allow_empty)
 
 
-def partition_by_parameters(
-    layers: Sequence[Any], stages: int, method: Method = "balanced", *, allow_empty: bool = False
-) -> Partition:
+def partition_by_parameters(layers: Sequence[Any], stages: int, method: Method = "balanced", *, allow_empty: bool = False) -> Partition:
     """The partition by the number of parameters of each layer, as `count_layer_parameters` finds them."""
     return partition_by_weights(count_layer_parameters(layers), stages, method, allow_empty=allow_empty)
 
@@ -125,8 +122,8 @@ def measure_layers(
         synchronize: waits until the device is idle, such as ``torch.cuda.synchronize``.
         clock: a clock in seconds.
     """
-    if repeats < 1 or warm_up < 0:
-        raise ValueError(f"expected one or more timed runs and no fewer than zero others, got {repeats} and {warm_up}")
+    require_counts(repeats=repeats)
+    require_counts(0, warm_up=warm_up)
     times = []
     for layer in layers:
         runs = []
@@ -142,10 +139,7 @@ def measure_layers(
 
 
 def _count(layer: Any) -> int:
-    if hasattr(layer, "parameters"):
-        found = [p for p in layer.parameters() if p.requires_grad]
-    else:
-        found = list(_tensors(layer))
+    found = (p for p in layer.parameters() if p.requires_grad) if hasattr(layer, "parameters") else _tensors(layer)
     return sum(tensor.numel() for tensor in {id(t): t for t in found}.values())
 
 

@@ -62,7 +62,7 @@ class StepForm(NamedTuple):
         strides: of every leaf of the parameters, in elements.
         devices: where each stage computes.
         inputs, targets: signatures of the microbatches; None where this process was given none.
-        whole: whether the inputs came as a whole batch, in contrast to Microbatches.
+        rows: rows of a microbatch, where the inputs came as a whole batch; None where they came as Microbatches.
         extras: signatures of the microbatches.
     """
 
@@ -71,7 +71,7 @@ class StepForm(NamedTuple):
     devices: Mapping[int, torch.device]
     inputs: tuple[Signature, ...] | None
     targets: tuple[Signature, ...] | None
-    whole: bool
+    rows: int | None
     extras: Mapping[int, tuple[Signature, ...]]
     state: Mapping[int, Signature]
 
@@ -111,12 +111,19 @@ class StepArguments(NamedTuple):
 
 
 def read_arguments(
-    raw: RawArguments, schedule: Schedule, stages: Sequence[int], with_targets: bool, last: StepArguments | None = None
+    raw: RawArguments,
+    schedule: Schedule,
+    stages: Sequence[int],
+    with_targets: bool,
+    last: StepArguments | None = None,
+    *,
+    abstract: bool = False,
 ) -> StepArguments:
     """Read the arguments of a call in a process that runs ``stages`` of the model.
 
     Args:
         last: arguments of an earlier call; where these have the same form, ``form`` and ``trees`` are those, as objects.
+        abstract: whether trees may be signatures, and tensors without values.
 
     Raises:
         ValueError, TypeError: they do not fit the schedule; says what was got and what was expected.
@@ -126,6 +133,8 @@ def read_arguments(
     trees: dict[str, TreeForm] = {}
 
     def read(tree: Any, name: str, microbatches: int = 0) -> Leaves:
+        if abstract and isinstance(tree, Signature):
+            tree = tree.unflatten(torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in tree.leaves)
         leaves, trees[name] = _read_tree(tree, known.get(name), name, microbatches)
         return leaves
 
@@ -150,6 +159,8 @@ def read_arguments(
         form, trees = last.form, last.trees
     else:
         _require_batches(raw, schedule, stages, with_targets)
+        if not abstract:
+            _require_values(trees)
         form = _form(trees, stages, m, params, inputs)
     return StepArguments(params, states, inputs, targets, further, read_loss_weights(raw.loss_weights, m), _read_seed(raw.seed), form, trees)
 
@@ -200,9 +211,7 @@ def _metadata(leaves: Sequence[torch.Tensor]) -> tuple[list[Any], ...]:
 
 
 def _form(trees: Mapping[str, TreeForm], stages: Sequence[int], microbatches: int, params: Mapping[int, Leaves], inputs: Sequence[Leaves]) -> StepForm:
-    """The form of all arguments, whose devices are checked."""
-    for name, form in trees.items():
-        _require_values(name, form, one_device=name.startswith(("params", "state")))
+    """The form of all arguments."""
 
     def batch(name: str) -> tuple[Signature, ...] | None:
         if name in trees:
@@ -217,20 +226,28 @@ def _form(trees: Mapping[str, TreeForm], stages: Sequence[int], microbatches: in
         {s: _device(params, s, inputs) for s in stages},
         batch("inputs"),
         batch("targets"),
-        "inputs" in trees,
+        _rows(trees["inputs"]) if "inputs" in trees else None,
         {s: found for s, found in extras.items() if found},
         {s: trees[f"state[{s}]"].signature.without_grad() for s in stages if f"state[{s}]" in trees},
     )
 
 
-def _require_values(name: str, form: TreeForm, *, one_device: bool) -> None:
+def _rows(form: TreeForm) -> int:
+    """Rows of one microbatch of a whole batch."""
+    return next((leaf.shape[0] for leaf in form.signature.leaves), 0)
+
+
+def _require_values(trees: Mapping[str, TreeForm]) -> None:
     """Raise where a leaf has no values, or lives on another device than the others of its stage."""
-    devices = form.metadata[4]
-    for path, device in zip(paths_of(form.treedef), devices, strict=True):
-        if device.type == "meta":
-            raise ValueError(f"{name}{path}: got a tensor on the device meta, which has no values; materialise it, or call step.lower for shapes alone")
-        if one_device and device != devices[0]:
-            raise ValueError(f"{name}{path}: got a tensor on {device}, others of this stage are on {devices[0]}; move all to one device")
+    for name, form in trees.items():
+        devices = form.metadata[4]
+        for path, device in zip(paths_of(form.treedef), devices, strict=True):
+            if device.type == "meta":
+                raise ValueError(
+                    f"{name}{path}: got a tensor on the device meta, which has no values; materialise it, or call step.lower for shapes alone"
+                )
+            if device != devices[0] and name.startswith("params"):
+                raise ValueError(f"{name}{path}: got a tensor on {device}, others of this stage are on {devices[0]}; move all to one device")
 
 
 def _require_stages(trees: Any, name: str, stages: Sequence[int]) -> None:
@@ -267,7 +284,7 @@ def _device(params: Mapping[int, Leaves], stage: int, inputs: Sequence[Leaves]) 
     found = next((params[s][0].device for s in near if params[s]), None)
     if found is None:
         found = next((t.device for row in inputs for t in row), None)
-    return found or torch.get_default_device()
+    return torch.get_default_device() if found is None or found.type == "meta" else found
 
 
 def _detached(leaf: torch.Tensor) -> torch.Tensor:

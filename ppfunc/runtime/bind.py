@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ppfunc.schedule import Instruction, Op, Schedule, linearize, parts_of, send_completion
+from ppfunc.schedule import Instruction, Op, Schedule, linearize, parts_of
 from ppfunc.schedule.instruction import COMMUNICATION, SENDS
 from ppfunc.stage import FlatProgram, LeafSignature, Signature
 

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from ppfunc.schedule import Instruction, parts_of
+from typing import TYPE_CHECKING
+
+from ppfunc.schedule import Instruction, Op, parts_of
+
+if TYPE_CHECKING:
+    from .lower import LoweredStep
+    from .transport import Failure
 
 
 class PipelineError(RuntimeError):
@@ -56,3 +62,23 @@ class PipelineError(RuntimeError):
 
 class AgreementError(RuntimeError):
     """The ranks of a pipeline were given different programs; raised on every rank before a step begins."""
+
+
+def reason_of(failure: Failure) -> str:
+    """One line: the type of the exception, its message, and the context."""
+    try:
+        message = str(failure.cause)
+    except Exception:
+        message = "(its message cannot be had)"
+    return f"{type(failure.cause).__name__}: {message}{failure.context}"
+
+
+def describe_inputs(failure: Failure, lowered: LoweredStep) -> str:
+    """The shapes that the stage of a failed forward was given."""
+    for part in parts_of(failure.instruction):
+        key = (part.stage, part.microbatch)
+        if part.op is Op.F and key in lowered.stages and isinstance(failure.cause, Exception):
+            low = lowered.stages[key]
+            params = lowered.form.params[lowered.schedule.model_stages[part.stage]]
+            return f"; its input was {', '.join(map(str, low.received))}, its parameters {params}"
+    return ""

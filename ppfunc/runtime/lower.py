@@ -252,13 +252,24 @@ class _StageLowering:
         carry, skips, loss = children(outline.y)
         outputs, metrics, state = children(outline.aux)
         sent = (*(() if self.last else (carry,)), *children(skips))
-        self._require_wanted(loss, metrics, state, extras)
+        self._require_wanted(loss, metrics, state)
+        if outputs.leaves and self.form.rows is not None:
+            self._require_rows(outputs)
         return LoweredStage(
             self.function, example, device, outline, self.sources, received, self.sinks, sent,
             loss if loss.leaves else None, outputs, metrics, state,
         )  # fmt: skip
 
-    def _require_wanted(self, loss: Signature, metrics: Signature, state: Signature, extras: tuple[Signature, ...]) -> None:
+    def _require_rows(self, outputs: Signature) -> None:
+        """Raise where outputs cannot be joined to those of a whole batch."""
+        for path, leaf in zip(outputs.paths, outputs.leaves, strict=True):
+            if not leaf.shape or leaf.shape[0] != self.form.rows:
+                raise ValueError(
+                    f"the output{path} of stage {self.model} is {leaf}, which has no axis of {self.form.rows} rows to join to those of the whole "
+                    f"batch; give the inputs as ppfunc.microbatch(inputs, m), to get the outputs of each microbatch"
+                )
+
+    def _require_wanted(self, loss: Signature, metrics: Signature, state: Signature) -> None:
         """Raise where the stage returns something that nobody asked for or that the caller cannot get."""
         stage, shape = self.model, self.spec.loss_shape
         if self.targeted or loss.leaves:

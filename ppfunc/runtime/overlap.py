@@ -12,9 +12,10 @@ import torch
 from ppfunc.stage.tracing.emit import Recipe, emit
 from ppfunc.stage.tracing.interleave import interleave
 
-from .thunks import Overlapped
-
 Program = Callable[..., Any]
+
+Overlapped = Callable[[Program, tuple[Any, ...], Program, tuple[Any, ...]], tuple[Any, Any]]
+"""``(forward, its arguments, backward, its arguments) -> (result of the forward, result of the backward)``."""
 
 
 def interleaved() -> Overlapped:

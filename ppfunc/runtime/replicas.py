@@ -14,6 +14,7 @@ from ppfunc.stage import LeafSignature
 
 from .buffers import Buffers, Leaves
 from .errors import AgreementError
+from .ownership import Owned
 from .transport import Call, DataTransport, Link, Tag, Transfer
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def _publish(compiled: CompiledStage, stage: int, apart: Sequence[int], training
     def publish(buffers: Buffers) -> None:
         leaves = buffers.params[model]
         wanted = tuple(t for t, leaf in zip(leaves, params, strict=True) if leaf.grad)
-        total = buffers.gradients[stage].take(wanted, set()) if training else ()
+        total = buffers.gradients[stage].take(wanted, Owned()) if training else ()
         buffers.values[Tag("R", stage, stage, -1)] = total
         if apart:
             sent = (*total, digest(leaves).to(compiled.device))

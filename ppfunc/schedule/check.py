@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from itertools import groupby
 
-from .earliest import earliest
+from .collector import collector_paused
 from .dataflow import Dataflow, dataflow
+from .earliest import earliest
 from .errors import ScheduleError
 from .instruction import COMMUNICATION, Op
 from .proof.buffers import check_activations, check_offloads, check_slots
+from .proof.columns import prove_columns
 from .proof.order import Record, check_order
 from .proof.queues import check_queues
 from .proof.routes import routes
@@ -80,6 +81,7 @@ class Certificate:
         return "\n".join(lines)
 
 
+@collector_paused()
 def check(schedule: Schedule, *, queue: str = "pair", max_activations: int | None = None) -> Certificate:
     """Prove a schedule, compute only or with communication, in one pass of linear time.
 
@@ -113,22 +115,15 @@ def check(schedule: Schedule, *, queue: str = "pair", max_activations: int | Non
     if queue not in _QUEUES:
         raise ValueError(f"queue is {queue!r}, expected 'pair' or 'rank'")
     check_structure(schedule)
-    flow = dataflow(schedule)
-    ways = routes(schedule, flow)
-    record = check_order(schedule, flow, ways)
     if schedule.ops & COMMUNICATION:
-        found = traffic(schedule, flow, ways, queue)
-        check_queues(schedule, flow, record, found)
-        atomic = _batches_are_atomic(found if queue == "pair" else traffic(schedule, flow, ways, "pair"))
+        atomic = _prove_lowered(schedule, queue)
         models = ("rendezvous", f"one queue per {_QUEUES[queue]}")
     else:
-        earliest(schedule, lambda op, stage: 1, lambda f, b: 1, lambda a, b: 0)
-        atomic = _values_are_atomic(flow, record)
+        atomic = _prove_bare(schedule)
         models = ("by data dependencies",)
     check_offloads(schedule)
     check_loads(schedule)
     check_tail(schedule)
-    kinds = Counter(i[0] for program in schedule.programs for step in program for i in step)
     return Certificate(
         digest=schedule.digest,
         name=schedule.name,
@@ -136,12 +131,36 @@ def check(schedule: Schedule, *, queue: str = "pair", max_activations: int | Non
         stages=schedule.stages,
         chains=len(schedule.chains),
         microbatches=schedule.microbatches,
-        instructions=tuple((op.value, kinds[op]) for op in Op if op in kinds),
+        instructions=tuple((op.value, schedule.counts[op]) for op in Op if op in schedule.counts),
         peak_activations=check_activations(schedule, max_activations),
         models=models,
         slots=check_slots(schedule),
         step_atomic=atomic,
     )
+
+
+def _prove_lowered(schedule: Schedule, queue: str) -> bool:
+    """Prove the order and the end of a schedule with communication; returns whether it is step-atomic."""
+    atomic = prove_columns(schedule) if queue == "pair" else None
+    return _prove_by_steps(schedule, queue) if atomic is None else atomic
+
+
+def _prove_by_steps(schedule: Schedule, queue: str) -> bool:
+    """Prove the same instruction by instruction, and name the first that is wrong."""
+    flow = dataflow(schedule)
+    ways = routes(schedule, flow)
+    record = check_order(schedule, flow, ways)
+    found = traffic(schedule, flow, ways, queue)
+    check_queues(schedule, flow, record, found)
+    return _batches_are_atomic(found if queue == "pair" else traffic(schedule, flow, ways, "pair"))
+
+
+def _prove_bare(schedule: Schedule) -> bool:
+    """Prove the order and the end of a schedule without communication; returns whether it is step-atomic."""
+    flow = dataflow(schedule)
+    record = check_order(schedule, flow, {})
+    earliest(schedule, lambda op, stage: 1, lambda f, b: 1, lambda a, b: 0)
+    return _values_are_atomic(flow, record)
 
 
 def is_step_atomic(schedule: Schedule) -> bool:

@@ -69,17 +69,16 @@ class Instruction(NamedTuple):
     parts: tuple[Instruction, ...] = ()
 
     def __str__(self) -> str:
-        if self.parts:
-            text = f"({';'.join(map(str, self.parts))}){self.op.value}"
-        elif self.microbatch is None:
-            text = f"{self.stage}{self.op.value}"
+        op, stage, microbatch, peer, slot, parts = self
+        if parts:
+            text = f"({';'.join(map(str, parts))}){op._value_}"
+        elif microbatch is None:
+            text = f"{stage}{op._value_}"
         else:
-            text = f"{self.stage}{self.op.value}{self.microbatch}"
-        if self.peer is not None:
-            text += f">{self.peer}"
-        if self.slot is not None:
-            text += f"@{self.slot}"
-        return text
+            text = f"{stage}{op._value_}{microbatch}"
+        if peer is not None:
+            text += f">{peer}"
+        return text if slot is None else f"{text}@{slot}"
 
 
 def overlap(forward: Instruction, backward: Instruction) -> Instruction:

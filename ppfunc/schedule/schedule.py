@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
+from operator import itemgetter
 from typing import NamedTuple
 
+from ..parallel.placement import stages_of
 from .instruction import COMMUNICATION, Instruction, Op, parts_of
 
 Step = tuple[Instruction, ...]
@@ -58,7 +62,7 @@ class Schedule:
     def __repr__(self) -> str:
         return (
             f"Schedule({self.name!r}, ranks={self.ranks}, stages={self.stages}, microbatches={self.microbatches}, "
-            f"instructions={sum(len(step) for program in self.programs for step in program)}, digest={self.digest[:12]!r})"
+            f"instructions={sum(self.counts.values())}, digest={self.digest[:12]!r})"
         )
 
     @property
@@ -78,17 +82,30 @@ class Schedule:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that ``rank`` holds, ascending."""
-        return tuple(s for s, r in enumerate(self.placement) if r == rank)
+        return stages_of(self.placement, rank)
 
     def instructions(self, rank: int) -> Iterator[Instruction]:
         """The instructions of ``rank`` in order, steps opened up, overlapped pairs whole."""
         return (i for step in self.programs[rank] for i in step)
 
     @cached_property
+    def counts(self) -> dict[Op, int]:
+        """How many instructions there are of each kind that occurs, overlapped pairs counted as pairs."""
+        return dict(Counter(map(itemgetter(0), _flat(self.programs))))
+
+    @cached_property
     def ops(self) -> frozenset[Op]:
         """The kinds of instruction that occur, overlapped pairs and their parts both counted."""
-        everything = [i for program in self.programs for step in program for i in step]
-        return frozenset({i.op for i in everything} | {q.op for i in everything for q in i.parts})
+        found = set(self.counts)
+        if Op.OVERLAP_F_B in found:
+            found |= {part.op for i in _flat(self.programs) for part in i.parts}
+        return frozenset(found)
+
+    @cached_property
+    def has_slots(self) -> bool:
+        """Whether any instruction names a slot."""
+        parts = (part for i in _flat(self.programs) for part in i.parts) if Op.OVERLAP_F_B in self.ops else ()
+        return not {i.slot for i in parts} | set(map(itemgetter(4), _flat(self.programs))) <= {None}
 
     @property
     def lowered(self) -> bool:
@@ -156,10 +173,12 @@ class Schedule:
         head = [list(self.placement), [[c.stages, [c.microbatches.start, c.microbatches.stop]] for c in self.chains], self.skips]
         state = hashlib.sha256(json.dumps(head, separators=(",", ":")).encode())
         for program in self.programs:
-            state.update(b"\n")
-            for step in program:
-                state.update(" ".join(map(str, step)).encode() + b";")
+            state.update("".join(["\n", *[" ".join([str(i) for i in step]) + ";" for step in program]]).encode())
         return state.hexdigest()
+
+
+def _flat(programs: Iterable[Program]) -> Iterator[Instruction]:
+    return chain.from_iterable(chain.from_iterable(programs))
 
 
 def single_chain(

@@ -13,6 +13,7 @@ from .costs import Costs, Number
 from .dataflow import dataflow
 from .errors import refuse
 from .instruction import COMMUNICATION, COMPUTE, Op
+from .proof.buffers import HELD
 from .proof.routes import routes
 from .proof.structure import require_schedule
 from .schedule import Schedule
@@ -139,8 +140,8 @@ def peak_activations(schedule: Schedule, costs: Costs | None = None) -> tuple[Nu
         states = set()
         for instruction in schedule.instructions(rank):
             for part in instruction[5] or (instruction,):
-                if part[0] in _HELD:
-                    change, share = _HELD[part[0]]
+                if part[0] in HELD:
+                    change, share = HELD[part[0]]
                     at = 2 * kind[part[1]]
                     if change > 0:
                         held[at] += 1
@@ -150,10 +151,6 @@ def peak_activations(schedule: Schedule, costs: Costs | None = None) -> tuple[Nu
                     held[at + 1] += share
         peaks.append(max((_memory(tuple(kinds), state) for state in states), default=0))
     return tuple(peaks)
-
-
-# What an instruction adds to the whole activations, and to those of which only the share is held.
-_HELD = {Op.F: (1, 0), Op.B: (-1, 0), Op.I: (-1, 1), Op.W: (0, -1), Op.OFFLOAD: (-1, 0), Op.FETCH: (1, 0)}
 
 
 def _memory(kinds: tuple[tuple[Number, Number], ...], state: tuple[int, ...]) -> Number:

@@ -7,16 +7,18 @@ from .errors import StageError
 from .functional_engine import functional
 from .graph_engine import graph
 from .module import ModuleStage, split_sequential, stage_from_module
-from .program import Engine, FlatProgram, StageProgram
+from .program import Engine, FlatProgram, Loss, Stage, StageProgram
 from .signature import LeafSignature, Signature
 
 __all__ = [
     "Engine",
     "FlatProgram",
     "LeafSignature",
+    "Loss",
     "ModuleStage",
     "Outline",
     "Signature",
+    "Stage",
     "StageError",
     "StageProgram",
     "abstract",

@@ -10,6 +10,7 @@ from .merge_backward import merge_backward
 from .place_communication import place_communication
 from .remove_communication import remove_communication
 from .remove_slots import remove_slots
+from .remove_tail import remove_tail
 from .split_backward import split_backward
 
 __all__ = [
@@ -23,5 +24,6 @@ __all__ = [
     "place_communication",
     "remove_communication",
     "remove_slots",
+    "remove_tail",
     "split_backward",
 ]

@@ -15,7 +15,7 @@ def remove_slots(schedule: Schedule) -> Schedule:
     >>> remove_slots(allocate_slots(gpipe(ranks=2, microbatches=2))) == gpipe(ranks=2, microbatches=2)
     True
     """
-    if not any(p.slot is not None for program in schedule.programs for step in program for i in step for p in (i, *i.parts)):
+    if not schedule.has_slots:
         return schedule
     programs = tuple(tuple(tuple(map(_bare, step)) for step in program) for program in schedule.programs)
     return replace(schedule, programs=programs)

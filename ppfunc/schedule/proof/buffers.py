@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import accumulate, islice, repeat
 
 from ..errors import refuse
-from ..instruction import COMPUTE, WHOLE_STAGE, Instruction, Op
-from ..schedule import Schedule
+from ..instruction import COMPUTE, WHOLE_STAGE, Instruction, Op, parts_of
+from ..schedule import Program, Schedule
 from .order import in_order
 
 Holder = tuple[int, int, int]  # stage, microbatch, how often it has been offloaded
 
-_LIVE = {Op.F: 1, Op.B: -1, Op.I: -1, Op.OFFLOAD: -1, Op.FETCH: 1}
+# The change of the number of whole activations, and of those of which only the share for W is held.
+HELD = {Op.F: (1, 0), Op.B: (-1, 0), Op.I: (-1, 1), Op.W: (0, -1), Op.OFFLOAD: (-1, 0), Op.FETCH: (1, 0)}
+_LIVE = {op: whole for op, (whole, _) in HELD.items()}
 
 
 def check_activations(schedule: Schedule, limit: int | None) -> tuple[int, ...]:
@@ -27,22 +30,23 @@ def check_activations(schedule: Schedule, limit: int | None) -> tuple[int, ...]:
     Raises:
         ScheduleError: at the first F or FETCH that goes beyond the limit.
     """
-    keep = 0 if schedule.forward_only else 1
     peaks = []
     for rank, program in enumerate(schedule.programs):
-        live = peak = 0
-        for step, instructions in enumerate(program):
-            for place, instruction in enumerate(instructions):
-                for part in instruction[5] or (instruction,):
-                    change = _LIVE.get(part[0], 0)
-                    if change > 0 and live + 1 > peak:
-                        peak = live + 1
-                        if limit is not None and peak > limit:
-                            reason = f"with it {peak} activations are live, the limit is {limit}"
-                            raise refuse(schedule, rank, (step, place), reason)
-                    live += change * keep
-        peaks.append(peak)
+        ops = [part[0] for step in program for i in step for part in i[5] or (i,)]
+        changes = map(_LIVE.get, ops, repeat(0))
+        live = list(changes if schedule.forward_only else accumulate(changes))
+        peaks.append(max(0, max(live, default=0)))
+        if limit is not None and peaks[-1] > limit:
+            above = next(n for n, number in enumerate(live) if number > limit)
+            reason = f"with it {live[above]} activations are live, the limit is {limit}"
+            raise refuse(schedule, rank, _place_of(program, above), reason)
     return tuple(peaks)
+
+
+def _place_of(program: Program, number: int) -> tuple[int, int]:
+    """Step and place of an instruction by its number, the parts of pairs counted."""
+    places = ((s, p) for s, step in enumerate(program) for p, i in enumerate(step) for _ in parts_of(i))
+    return next(islice(places, number, None))
 
 
 def check_offloads(schedule: Schedule) -> None:
@@ -84,16 +88,6 @@ def _move(state: dict[tuple[int, int], str], part: Instruction) -> str:
     return ""
 
 
-def has_slots(schedule: Schedule) -> bool:
-    """Whether any instruction names a slot."""
-    return any(
-        i[4] is not None or (i[5] and any(part[4] is not None for part in i[5]))
-        for program in schedule.programs
-        for step in program
-        for i in step
-    )
-
-
 def check_slots(schedule: Schedule) -> tuple[int, ...]:
     """Number of slots of every stage, none where no slots have been allocated.
 
@@ -104,7 +98,7 @@ def check_slots(schedule: Schedule) -> tuple[int, ...]:
         ScheduleError: an instruction without a slot among others that have one, a microbatch that
             changes its slot, or a slot that is taken while its holder still needs it.
     """
-    if not has_slots(schedule):
+    if not schedule.has_slots:
         return ()
     sizes = [0] * schedule.stages
     for rank, program in enumerate(schedule.programs):

@@ -8,7 +8,6 @@ from typing import NamedTuple
 from ..dataflow import Dataflow
 from ..instruction import COMMUNICATION, COMPUTE, RECEIVES, Instruction, Op
 from ..schedule import Schedule
-from .buffers import has_slots
 from .order import in_order
 from .routes import Routes, message_number
 
@@ -40,7 +39,7 @@ def traffic(schedule: Schedule, flow: Dataflow, ways: Routes, queue: str) -> Tra
     found = Traffic([], [], [], [], {}, [[] for _ in schedule.programs])
     queues: dict[Hashable, int] = {}
     received: dict[int, int] = {}
-    slotted, remote = has_slots(schedule), _remote(schedule, flow)
+    slotted, remote = schedule.has_slots, _remote(schedule, flow)
     for rank, program in enumerate(schedule.programs):
         buffers: dict[tuple[int, int], _Buffer] = {}
         sums: dict[int, int] = {}

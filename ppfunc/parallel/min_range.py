@@ -1,4 +1,4 @@
-"""The partition whose stages differ least in load: the least maximum minus minimum."""
+"""Minimise the range of the loads: the heaviest load minus the lightest."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from .balance import exact_weights, least_maximum, partition_balanced
-from .partition import Partition, partition_uniform, require_counts
+from .counts import require_counts
+from .partition import Partition, partition_uniform
 
 
-def partition_spread(weights: Sequence[float], stages: int, *, allow_empty: bool = False) -> Partition:
-    """The partition with the least difference between the heaviest and the lightest load, exactly.
+def partition_min_range(weights: Sequence[float], stages: int, *, allow_empty: bool = False) -> Partition:
+    """Cut layers into stages with the least range of loads, heaviest minus lightest, exactly.
 
     Where several have it, later cuts are preferred, the last cut first.
 
@@ -28,20 +29,20 @@ def partition_spread(weights: Sequence[float], stages: int, *, allow_empty: bool
         The objective of DeepSpeed's ``partition_balanced``. Its dynamic programme keeps one
         partition per prefix of the layers, which is not always part of a best one.
 
-    >>> partition_spread([1, 1, 1, 1, 1], 4).boundaries
+    >>> partition_min_range([1, 1, 1, 1, 1], 4).boundaries
     (0, 2, 3, 4, 5)
     """
-    require_counts(len(weights), stages)
+    require_counts(stages=stages)
     if len(weights) <= stages:
         exact_weights(weights)
         return partition_uniform(len(weights), stages, allow_empty=allow_empty)
     prefix = list(accumulate(exact_weights(weights), initial=0))
-    spread, (low, high) = _least_spread(prefix, stages, partition_balanced(weights, stages))
-    return Partition(tuple(_best_of_prefixes(prefix, stages, spread) or _within(prefix, stages, low, high)))
+    width, (low, high) = _least_range(prefix, stages, partition_balanced(weights, stages))
+    return Partition(tuple(_best_of_prefixes(prefix, stages, width) or _within(prefix, stages, low, high)))
 
 
-def _least_spread(prefix: Sequence[int], stages: int, start: Partition) -> tuple[int, tuple[int, int]]:
-    """The least spread, and bounds of the loads that it is reached with.
+def _least_range(prefix: Sequence[int], stages: int, start: Partition) -> tuple[int, tuple[int, int]]:
+    """Find the least width, heaviest minus lightest load, and bounds of the loads that reach it.
 
     For every upper bound, the largest lower bound with which the loads can lie between the two. Upper
     bounds are ruled out many at once: where not even the largest goes with the lower bound with which
@@ -64,14 +65,14 @@ def _least_spread(prefix: Sequence[int], stages: int, start: Partition) -> tuple
             continue
         high, following = highs[tried[0]], range(first + 1, len(lows))
         # A lower bound that is too large stays so, and sorts after those that fit.
-        more = bisect_left(following, True, key=lambda i: _counts(prefix, stages, lows[i], high) is None)  # noqa: B023
+        more = bisect_left(following, True, key=lambda i: _counts(prefix, stages, lows[i], high) is None)
         best, bounds = high - lows[first + more], (lows[first + more], high)
     return best, bounds
 
 
 def _run_sums(prefix: Sequence[int], low: int, high: int) -> list[int]:
-    """The different sums of runs of layers in ``low..high``, ascending."""
-    sums = set()
+    """List the different sums of runs of layers in ``low..high``, ascending."""
+    sums: set[int] = set()
     for end, total in enumerate(prefix[1:], start=1):
         first = bisect_left(prefix, total - high, 0, end)
         final = bisect_right(prefix, total - low, first, end)
@@ -79,56 +80,51 @@ def _run_sums(prefix: Sequence[int], low: int, high: int) -> list[int]:
     return sorted(sums)
 
 
-def _counts(prefix: Sequence[int], stages: int, low: int, high: int) -> list[tuple[int, int] | None] | None:
-    """Into how many stages with loads in ``low..high`` each prefix can be cut; None if not all layers into ``stages``.
+def _counts(prefix: Sequence[int], stages: int, low: int, high: int) -> list[range] | None:
+    """Find the numbers of stages with loads in ``low..high`` that each prefix can be cut into.
 
-    The fewest and the most: every number between them is possible too, and neither falls from one
-    prefix that can be cut to a longer one. (Of two cuts, where a stage of one lies inside a stage
+    They are a range: every number between the fewest and the most is possible too, and neither falls from
+    one prefix that can be cut to a longer one. (Of two cuts, where a stage of one lies inside a stage
     of the other, one can go over from the first to the second: the joined stage is between them.)
+
+    Returns:
+        One range per prefix, empty where it cannot be cut; None where all layers cannot be cut into ``stages``.
     """
-    counts: list[tuple[int, int] | None] = [(0, 0)]
+    counts = [range(1)]
     starts: deque[int] = deque()  # where the last stage can start: ends of prefixes that can be cut
     entering = 0
     for end in range(1, len(prefix)):
         while entering < end and prefix[end] - prefix[entering] >= low:
-            if counts[entering] is not None:
+            if counts[entering]:
                 starts.append(entering)
             entering += 1
         while starts and prefix[end] - prefix[starts[0]] > high:
             starts.popleft()
-        counts.append((counts[starts[0]][0] + 1, counts[starts[-1]][1] + 1) if starts else None)
-    whole = counts[-1]
-    return counts if whole is not None and whole[0] <= stages <= whole[1] else None
+        counts.append(range(counts[starts[0]].start + 1, counts[starts[-1]].stop + 1) if starts else range(0))
+    return counts if stages in counts[-1] else None
 
 
 def _within(prefix: Sequence[int], stages: int, low: int, high: int) -> list[int]:
-    """The boundaries with all loads in ``low..high`` whose cuts are latest, the last cut first."""
+    """Find the boundaries with all loads in ``low..high`` whose cuts are latest, the last cut first."""
     counts = _counts(prefix, stages, low, high)
+    assert counts is not None, "the bounds are those of a partition"
     boundaries = [len(prefix) - 1]
     for left in reversed(range(stages)):
         end = boundaries[-1]
-        boundaries.append(
-            next(
-                cut
-                for cut in reversed(range(end))
-                if counts[cut] is not None
-                and counts[cut][0] <= left <= counts[cut][1]
-                and low <= prefix[end] - prefix[cut] <= high
-            )
-        )
+        boundaries.append(next(cut for cut in reversed(range(end)) if left in counts[cut] and low <= prefix[end] - prefix[cut] <= high))
     return boundaries[::-1]
 
 
-def _best_of_prefixes(prefix: Sequence[int], stages: int, spread: int) -> list[int] | None:
-    """Boundaries made of the best partition of every prefix, ties to the later cut; None above ``spread``.
+def _best_of_prefixes(prefix: Sequence[int], stages: int, width: int) -> list[int] | None:
+    """Find boundaries made of the best partition of every prefix, ties to the later cut; None above ``width``.
 
-    The heaviest load is at least the least maximum, so the others are within ``spread`` of that, and
+    The heaviest load is at least the least maximum, so the others are within ``width`` of that, and
     none is further above the average.
     """
     total = prefix[-1]
-    low = max(0, least_maximum(prefix, stages) - spread)
-    high = total // stages + spread
-    reached = {0: (0, 0, total)}  # end of a prefix: spread, heaviest and lightest load of its partition
+    low = max(0, least_maximum(prefix, stages) - width)
+    high = total // stages + width
+    reached = {0: (0, 0, total)}  # end of a prefix: width, heaviest and lightest load of its partition
     cuts: list[dict[int, int]] = []
     for left in reversed(range(stages)):
         found: dict[int, tuple[int, int, int]] = {}
@@ -139,7 +135,7 @@ def _best_of_prefixes(prefix: Sequence[int], stages: int, spread: int) -> list[i
             for end in range(first, final):
                 load = prefix[end] - prefix[cut]
                 up, down = max(heaviest, load), min(lightest, load)
-                if up - down <= min(spread, found[end][0] if end in found else spread):
+                if up - down <= min(width, found[end][0] if end in found else width):
                     found[end], cut_at[end] = (up - down, up, down), cut
         reached = found
         cuts.append(cut_at)

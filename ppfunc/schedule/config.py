@@ -1,4 +1,4 @@
-"""The schedule and the microbatches that a configuration asks for."""
+"""Make the schedule that a configuration names: by builder or file, for a batch and a microbatch size."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .split import count_stages, split_points
-
-if TYPE_CHECKING:
-    from ..schedule.schedule import Schedule
+from ..parallel.counts import require_counts
+from ..parallel.split import count_stages, split_points
+from .builders import BUILDERS
+from .formats.files import read_csv
+from .schedule import Schedule
 
 # Names of torch.distributed.pipelining that are not those of our builders in another spelling.
 _NAMES_IN_TORCH = {"interleavedzerobubble": "interleaved_zb", "zbvzerobubble": "zbv"}
@@ -27,7 +28,7 @@ def build_schedule(
     microbatch_size: int,
     **options: Any,
 ) -> Schedule:
-    """The schedule that is named, read from a CSV file or built, for a batch in microbatches.
+    """Build the named schedule, or read it from a CSV file, for a batch in microbatches.
 
     Args:
         schedule: the name of a builder, as ``ppfunc list`` prints it or as
@@ -53,13 +54,14 @@ def build_schedule(
     4
     """
     microbatches = count_microbatches(batch_size, microbatch_size)
-    if _is_path(schedule):
-        if options:
-            raise ValueError(f"a schedule that is read from {schedule} takes no options, got {sorted(options)}")
-        built = _read(Path(schedule), ranks, microbatches)
+    if callable(schedule):
+        built = schedule(ranks, microbatches, **options)
+    elif isinstance(schedule, str) and not (os.sep in schedule or schedule.lower().endswith(".csv")):
+        built = find_builder(schedule)(ranks, microbatches, **options)
+    elif options:
+        raise ValueError(f"a schedule that is read from {schedule} takes no options, got {sorted(options)}")
     else:
-        builder = schedule if callable(schedule) else find_builder(schedule)
-        built = builder(ranks, microbatches, **options)
+        built = _read(Path(schedule), ranks, microbatches)
     stages = len(built.placement)
     if microbatches < stages:
         warnings.warn(
@@ -71,7 +73,7 @@ def build_schedule(
 
 
 def count_microbatches(batch_size: int, microbatch_size: int) -> int:
-    """How many microbatches of a size make up the batch.
+    """Count the microbatches of a batch.
 
     Raises:
         ValueError: where the batch is not a positive multiple of the microbatch.
@@ -79,9 +81,7 @@ def count_microbatches(batch_size: int, microbatch_size: int) -> int:
     >>> count_microbatches(32, 4)
     8
     """
-    for name, size in (("batch size", batch_size), ("microbatch size", microbatch_size)):
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"the {name} is a whole number, one or more; got {size!r}")
+    require_counts(batch_size=batch_size, microbatch_size=microbatch_size)
     if batch_size % microbatch_size:
         raise ValueError(
             f"a batch of {batch_size} samples does not divide into microbatches of {microbatch_size}: use a microbatch "
@@ -91,13 +91,11 @@ def count_microbatches(batch_size: int, microbatch_size: int) -> int:
 
 
 def find_builder(name: str) -> Callable[..., Schedule]:
-    """The builder of a name, in any spelling: ``"1f1b"``, ``"ScheduleInterleaved1F1B"``, ``"one_f_one_b"``.
+    """Find a builder by its name, in any spelling: ``"1f1b"``, ``"ScheduleInterleaved1F1B"``, ``"one_f_one_b"``.
 
     Raises:
         ValueError: for an unknown name, with the known ones and the most similar.
     """
-    from ..schedule.builders import BUILDERS
-
     spellings = {_plain(builder.__name__): builder for builder in BUILDERS.values()}
     spellings |= {_plain(known): builder for known, builder in BUILDERS.items()}
     spellings |= {theirs: BUILDERS[ours] for theirs, ours in _NAMES_IN_TORCH.items()}
@@ -117,7 +115,7 @@ def split_points_for(
     input_weight: int = 1,
     output_weight: int = 1,
 ) -> tuple[str, ...]:
-    """The split points of a stack of layers for the number of stages that a schedule has.
+    """Split a stack of layers into as many stages as a schedule has.
 
     Args:
         schedule: a name as for `find_builder`, or a builder.
@@ -138,15 +136,7 @@ def split_points_for(
     return split_points(layers, stages, input_weight, output_weight)
 
 
-def _is_path(schedule: object) -> bool:
-    if isinstance(schedule, str):
-        return os.sep in schedule or schedule.lower().endswith(".csv")
-    return isinstance(schedule, os.PathLike)
-
-
 def _read(path: Path, ranks: int, microbatches: int) -> Schedule:
-    from ..schedule.formats.files import read_csv
-
     if not path.is_file():
         raise FileNotFoundError(f"there is no schedule at {path}: expected the path of a CSV file")
     schedule = read_csv(path)

@@ -98,7 +98,10 @@ def test_the_options_of_a_schedule_reach_it(run):
         (("simulate", "gpipe", "--ranks", 2, "--microbatches", 2, "--forward", "x"), "--forward"),
         (("simulate", "gpipe", "--ranks", 2, "--microbatches", 2, "--weight-share", 2), "weight_share is 2, expected at most 1"),
         (("simulate", "gpipe", "--ranks", 2, "--microbatches", 2, "--forward", "1.x"), "invalid number value: '1.x'"),
-        (("simulate", "gpipe", "--ranks", 2, "--microbatches", 2, "--backward", 1, "--backward-input", 2), "--backward-input 2 is a part of --backward 1: expected at most that"),
+        (
+            ("simulate", "gpipe", "--ranks", 2, "--microbatches", 2, "--backward", 1, "--backward-input", 2),
+            "--backward-input 2 is a part of --backward 1: expected at most that",
+        ),
         (("check", "/nowhere/at/all"), "No such file"),
         (("check", "/"), "Is a directory"),
         ((), "required"),

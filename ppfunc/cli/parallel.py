@@ -1,4 +1,4 @@
-"""The subcommands ``ppfunc topology`` and ``ppfunc partition``."""
+"""The subcommands on ranks and layers: ``ppfunc topology`` and ``partition``."""
 
 from __future__ import annotations
 
@@ -6,32 +6,29 @@ import argparse
 import json
 from typing import Any
 
-from .layout import parse_layout
-from .partition import Partition
-from .split import effective_loads, partition_layers
-from .topology import Topology
-from .weigh import partition_by_weights
+from ..parallel.layout import parse_layout
+from ..parallel.partition import Partition
+from ..parallel.split import effective_loads, partition_layers
+from ..parallel.topology import Topology
+from ..parallel.weigh import partition_by_weights
+from .number import number
 
 _MOST = 1_000_000
 
 
-def add_subcommands(subparsers: Any) -> None:
-    """Add ``topology`` and ``partition`` to the subparsers of a command line.
-
-    Each sets ``func``, a function from the parsed arguments to the exit status; it raises ValueError
-    where they do not make sense.
-
-    Args:
-        subparsers: what ``ArgumentParser.add_subparsers`` returns.
-    """
-    topology = subparsers.add_parser(
+def add_topology(commands: Any) -> None:
+    """Add ``topology`` to the subparsers of a command line."""
+    topology = commands.add_parser(
         "topology", help="ranks, coordinates and groups of a grid of processes", description="Print a grid of processes."
     )
     topology.add_argument("--axes", required=True, help="names and sizes, slowest first, as in pipe=2,data=2,model=2")
     topology.add_argument("--json", action="store_true", help="print JSON")
     topology.set_defaults(func=_topology)
 
-    partition = subparsers.add_parser(
+
+def add_partition(commands: Any) -> None:
+    """Add ``partition`` to the subparsers of a command line."""
+    partition = commands.add_parser(
         "partition", help="cut layers into stages", description="Print where layers are cut into stages, and the loads."
     )
     source = partition.add_mutually_exclusive_group(required=True)
@@ -41,7 +38,7 @@ def add_subcommands(subparsers: Any) -> None:
     partition.add_argument("--stages", type=int, help="the number of stages")
     partition.add_argument(
         "--method",
-        choices=("uniform", "balanced", "spread"),
+        choices=("uniform", "balanced", "min_range"),
         help="equal counts, least maximum load (the default for weights), or least maximum minus minimum",
     )
     partition.add_argument("--input-weight", type=number, help="cost of the embedding in layers (1 with --layers)")
@@ -92,9 +89,7 @@ _Found = tuple[Partition, tuple[float, ...], dict[str, tuple[Any, ...]]]
 def _from_weights(arguments: argparse.Namespace, weights: list[float]) -> _Found:
     weights[0] += arguments.input_weight or 0
     weights[-1] += arguments.output_weight or 0
-    partition = partition_by_weights(
-        weights, _stages(arguments), arguments.method or "balanced", allow_empty=arguments.allow_empty
-    )
+    partition = partition_by_weights(weights, _stages(arguments), arguments.method or "balanced", allow_empty=arguments.allow_empty)
     return partition, partition.loads(weights), {}
 
 
@@ -127,15 +122,3 @@ def _stages(arguments: argparse.Namespace) -> int:
 def _require_printable(name: str, count: int) -> None:
     if count > _MOST:
         raise ValueError(f"{count} {name} are too many to print, expected at most {_MOST}")
-
-
-def number(text: str) -> float:
-    """The number that ``text`` is; whole numbers stay whole, so that sums of them are exact."""
-    try:
-        return int(text)
-    except ValueError:
-        pass
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"expected a number, got {text!r}") from None

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from ppfunc.parallel import build_schedule, count_microbatches, find_builder, split_points_for
+from ppfunc.schedule import build_schedule, count_microbatches, find_builder, split_points_for
 from ppfunc.schedule.builders import BUILDERS, gpipe, interleaved_one_f_one_b, interleaved_zero_bubble, one_f_one_b, zbv
 from ppfunc.schedule.formats.files import write_csv
 
@@ -50,7 +50,11 @@ def test_batches_that_do_not_divide_say_so():
     # The message once failed itself, because it named a number that was not computed yet.
     with pytest.raises(ValueError, match="a batch of 10 samples does not divide into microbatches of 4"):
         build_schedule("gpipe", ranks=2, batch_size=10, microbatch_size=4)
-    for batch, micro, message in ((0, 1, "the batch size is"), (4, 0, "the microbatch size is"), (4, 2.0, "microbatch size")):
+    for batch, micro, message in (
+        (0, 1, "batch_size = 0"),
+        (4, 0, "microbatch_size = 0"),
+        (4, 2.0, r"microbatch_size = 2\.0, expected an integer"),
+    ):
         with pytest.raises(ValueError, match=message):
             count_microbatches(batch, micro)
 

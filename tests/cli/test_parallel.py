@@ -32,11 +32,7 @@ def test_topology_as_json(run):
 def test_topology_as_text(run):
     assert run("topology", "--axes", "pipe=1,data=2") == (
         0,
-        "pipe=1,data=2: 2 ranks\n"
-        "rank 0: pipe=0, data=0\n"
-        "rank 1: pipe=0, data=1\n"
-        "groups along pipe: [0] [1]\n"
-        "groups along data: [0, 1]\n",
+        "pipe=1,data=2: 2 ranks\nrank 0: pipe=0, data=0\nrank 1: pipe=0, data=1\ngroups along pipe: [0] [1]\ngroups along data: [0, 1]\n",
         "",
     )
 
@@ -46,7 +42,7 @@ def test_topology_as_text(run):
     [
         (["--weights", "1,2,3", "--stages", "2"], [0, 2, 3], [3, 3]),
         (["--weights", "1,2,3", "--stages", "2", "--method", "uniform"], [0, 2, 3], [3, 3]),
-        (["--weights", "1,1,1,1,1", "--stages", "4", "--method", "spread"], [0, 2, 3, 4, 5], [2, 1, 1, 1]),
+        (["--weights", "1,1,1,1,1", "--stages", "4", "--method", "min_range"], [0, 2, 3, 4, 5], [2, 1, 1, 1]),
         (["--weights", "0.5,0.25,4", "--stages", "2"], [0, 2, 3], [0.75, 4.0]),
         (["--weights", "1,1,1,1", "--stages", "2", "--input-weight", "2"], [0, 1, 4], [3, 3]),
         (["--layers", "8", "--stages", "4"], [0, 1, 4, 7, 8], [2, 3, 3, 2]),
@@ -83,7 +79,7 @@ def test_partition_by_layout_shows_the_stages(run):
     ("words", "message"),
     [
         (["topology", "--axes", "pipe=2,data"], "cannot read 'data'"),
-        (["topology", "--axes", "pipe=0"], "one or more; got 0"),
+        (["topology", "--axes", "pipe=0"], "pipe = 0, expected an integer of at least 1"),
         (["topology", "--axes", f"pipe={10**20}"], f"{10**20} ranks are too many to print"),
         (["partition", "--layers", "1000000000", "--stages", "4"], "1000000000 layers are too many"),
         (["partition", "--layers", "4", "--stages", "1000000000"], "1000000000 stages are too many"),
@@ -92,10 +88,10 @@ def test_partition_by_layout_shows_the_stages(run):
         (["partition", "--weights", "1,2"], "--stages is missing"),
         (["partition", "--weights", "1,2", "--stages", "3"], "sizes [1, 1, 0]"),
         (["partition", "--layers", "0", "--stages", "1"], "--layers is one or more"),
-        (["partition", "--layers", "3", "--stages", "0"], "1 or more; got 0"),
+        (["partition", "--layers", "3", "--stages", "0"], "stages = 0, expected an integer of at least 1"),
         (["partition", "--layout", "Et*|L"], "expected a number after '*'"),
         (["partition", "--layout", "Et|L", "--stages", "3"], "the layout has 2 stages, but --stages is 3"),
-        (["partition", "--layout", "Et|L", "--method", "spread"], "--method has no meaning"),
+        (["partition", "--layout", "Et|L", "--method", "min_range"], "--method has no meaning"),
     ],
 )
 def test_errors_are_one_line(run, words, message):
@@ -106,5 +102,5 @@ def test_errors_are_one_line(run, words, message):
 
 
 def test_no_torch_is_imported():
-    program = "import sys, ppfunc.parallel, ppfunc.parallel.command; sys.exit('torch' in sys.modules)"
+    program = "import sys, ppfunc.parallel, ppfunc.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -1,29 +1,24 @@
-"""The command ``ppfunc``: schedules, grids of processes and cuts of layers, without torch.
-
-Exit codes: 0 where it worked; 1 where a checked schedule is wrong; 2 where the question itself
-cannot be answered (unknown names, options that do not fit, files that cannot be read or written).
-"""
+"""The subcommands on schedules: ``ppfunc list``, ``show``, ``check`` and ``simulate``."""
 
 from __future__ import annotations
 
 import argparse
-import gc
 import inspect
 import json
-import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from .parallel.command import add_subcommands, number
-from .parallel.config import find_builder
-from .schedule.builders import BUILDERS
-from .schedule.check import ScheduleError, check
-from .schedule.costs import Costs
-from .schedule.formats import compute_only, read_schedule, to_csv, to_grid, to_json, to_steps, to_svg, to_trace
-from .schedule.passes import place_communication, remove_slots
-from .schedule.schedule import Schedule
-from .schedule.simulate import simulate
+from ..schedule.builders import BUILDERS
+from ..schedule.check import check
+from ..schedule.config import find_builder
+from ..schedule.costs import Costs
+from ..schedule.formats import compute_only, read_schedule, to_csv, to_grid, to_json, to_steps, to_svg, to_trace
+from ..schedule.passes import place_communication, remove_slots
+from ..schedule.schedule import Schedule
+from ..schedule.simulate import simulate
+from .number import number
 
 FORMATS: dict[str, Callable[[Schedule], str]] = {
     "grid": to_grid,
@@ -37,67 +32,45 @@ _METAVARS = {"ranks": "P", "microbatches": "M", "chunks": "V", "group": "N", "or
 _OPTIONS = ("chunks", "group", "order")
 
 
-class _CommandError(ValueError):
-    """A question that cannot be answered: its text is shown, the exit code is 2."""
+def add_list(commands: Any) -> None:
+    """Add ``list`` to the subparsers of a command line.
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command with the arguments ``argv`` (those of the process by default); the exit code."""
-    arguments = _parser().parse_args(argv)
-    collecting = gc.isenabled()
-    # Schedules are tuples without cycles, and by the million: looking for cycles takes a quarter of the time.
-    gc.disable()
-    try:
-        return _run(arguments)
-    finally:
-        if collecting:
-            gc.enable()
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    """The command, with its errors as text and exit codes."""
-    try:
-        code = arguments.func(arguments)
-        sys.stdout.flush()
-        return code
-    except ScheduleError as error:
-        print(error, file=sys.stderr)
-        return 1
-    except BrokenPipeError:
-        # The reader has gone, as in `ppfunc show ... | head`: nothing is left to say or to flush.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except (ValueError, OSError) as error:
-        print(f"ppfunc {arguments.command}: error: {error}", file=sys.stderr)
-        return 2
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="ppfunc", description="Pipeline schedules, grids of processes and cuts of layers.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    Like every ``add_...`` here and in :mod:`ppfunc.cli.parallel`, it sets ``func``, a function from the parsed
+    arguments to the exit code, which raises ValueError where the question cannot be answered.
+    """
     listing = commands.add_parser("list", help="the schedules that can be built, with their options and constraints")
     listing.set_defaults(func=_list)
+
+
+def add_show(commands: Any) -> None:
+    """Add ``show`` to the subparsers of a command line."""
     show = commands.add_parser("show", help="print or draw a schedule")
     show.add_argument("name", metavar="NAME", help="a name of `ppfunc list`")
-    _builder_options(show, required=True)
+    _add_builder_options(show, required=True)
     show.add_argument("--format", choices=FORMATS, default="grid", help="default: grid")
     show.add_argument("--lowered", action="store_true", help="with communication; csv without it holds compute only")
     show.add_argument("--out", metavar="FILE", type=Path, help="write there instead of to standard output")
     show.set_defaults(func=_show)
+
+
+def add_check(commands: Any) -> None:
+    """Add ``check`` to the subparsers of a command line."""
     checking = commands.add_parser("check", help="prove a schedule in a CSV or JSON file, or say what is wrong with it")
     checking.add_argument("file", metavar="FILE", type=Path, help="CSV, as torch.distributed.pipelining writes it, or JSON")
     checking.set_defaults(func=_check)
+
+
+def add_simulate(commands: Any) -> None:
+    """Add ``simulate`` to the subparsers of a command line."""
     timing = commands.add_parser("simulate", help="time, bubbles and memory of a schedule on paper; times are per chunk")
     timing.add_argument("name", metavar="NAME|FILE", help="a name of `ppfunc list`, or a CSV or JSON file")
-    _builder_options(timing, required=False)
-    _cost_options(timing)
+    _add_builder_options(timing, required=False)
+    _add_cost_options(timing)
     timing.add_argument("--json", action="store_true", help="print one JSON object")
     timing.set_defaults(func=_simulate)
-    add_subcommands(commands)
-    return parser
 
 
-def _builder_options(parser: argparse.ArgumentParser, required: bool) -> None:
+def _add_builder_options(parser: argparse.ArgumentParser, required: bool) -> None:
     for name, meaning in (
         ("ranks", "number of ranks"),
         ("microbatches", "number of microbatches"),
@@ -109,7 +82,7 @@ def _builder_options(parser: argparse.ArgumentParser, required: bool) -> None:
     parser.add_argument("--order", choices=("source", "head"), help="order of messages (deepspeed_train)")
 
 
-def _cost_options(parser: argparse.ArgumentParser) -> None:
+def _add_cost_options(parser: argparse.ArgumentParser) -> None:
     for name, meaning in (
         ("forward", "time of a forward; default 1"),
         ("backward", "time of a whole backward, in place of its parts; a part not given takes half or what is left"),
@@ -199,14 +172,14 @@ def _built(arguments: argparse.Namespace) -> Schedule:
     build = find_builder(arguments.name)
     missing = [f"--{n}" for n in ("ranks", "microbatches") if getattr(arguments, n) is None]
     if missing:
-        raise _CommandError(f"{arguments.name} needs {' and '.join(missing)}")
+        raise ValueError(f"{arguments.name} needs {' and '.join(missing)}")
     taken = inspect.signature(build).parameters
     given = {name: getattr(arguments, name) for name in ("ranks", "microbatches", *_OPTIONS)}
     given = {name: value for name, value in given.items() if value is not None}
     for name in given:
         if name not in taken:
             valid = ", ".join(f"--{p}" for p in taken)
-            raise _CommandError(f"{arguments.name} takes no --{name}: its options are {valid}")
+            raise ValueError(f"{arguments.name} takes no --{name}: its options are {valid}")
     return build(**given)
 
 
@@ -214,16 +187,16 @@ def _read(arguments: argparse.Namespace) -> Schedule:
     """The schedule in a file, proved, because nothing else may be timed."""
     if not Path(arguments.name).exists():
         names = ", ".join(BUILDERS)
-        raise _CommandError(f"{arguments.name!r} is neither a file nor a schedule: expected a path or one of {names}")
+        raise ValueError(f"{arguments.name!r} is neither a file nor a schedule: expected a path or one of {names}")
     schedule = read_schedule(arguments.name)
     check(schedule)
     for name in ("ranks", "microbatches"):
         wanted, found = getattr(arguments, name), getattr(schedule, name)
         if wanted not in (None, found):
-            raise _CommandError(f"--{name} {wanted}, but {arguments.name} has {found}: leave the option out")
+            raise ValueError(f"--{name} {wanted}, but {arguments.name} has {found}: leave the option out")
     for name in _OPTIONS:
         if getattr(arguments, name) is not None:
-            raise _CommandError(f"--{name} is for building a schedule, and {arguments.name} is a file: leave it out")
+            raise ValueError(f"--{name} is for building a schedule, and {arguments.name} is a file: leave it out")
     return schedule
 
 
@@ -238,8 +211,6 @@ def _costs(arguments: argparse.Namespace) -> Costs:
             parts = [whole / 2, whole / 2]
         for name, part in zip(("input", "weight"), parts, strict=True):
             if part is not None and part > whole:
-                raise _CommandError(f"--backward-{name} {part} is a part of --backward {whole}: expected at most that")
-        given["backward_input"], given["backward_weight"] = (
-            whole - parts[1 - n] if part is None else part for n, part in enumerate(parts)
-        )
+                raise ValueError(f"--backward-{name} {part} is a part of --backward {whole}: expected at most that")
+        given["backward_input"], given["backward_weight"] = (whole - parts[1 - n] if part is None else part for n, part in enumerate(parts))
     return Costs(**given)
