@@ -1,6 +1,6 @@
 """The simulated transport: all ranks in one process, with faults, in an order and a virtual time that a seed decides."""
 
-from .network import Fault, InjectedError, RankStopped
+from .faults import Fault, InjectedError, RankStopped
 from .scheduler import Outcome
 from .simulation import Simulated
 

@@ -18,19 +18,23 @@ class SimulatedLinks:
 
     def send(self, peer: int, channel: str, data: bytes) -> None:
         self._network.operation(self.rank, f"send {channel} to {peer}")
-        self._go_on(peer, self._member.settling)
-        stream = self._network.stream(self.rank, self.rank, peer, channel)
+        stream = self._network.stream(self.generation, self.rank, peer, channel)
         stream.send(self._network.delay(self.rank), lambda: stream.arrived.append(data))
 
     def recv(self, peer: int, channel: str) -> bytes:
         self._network.operation(self.rank, f"recv {channel} of {peer}")
-        stream = self._network.stream(self.rank, peer, self.rank, channel)
+        stream = self._network.stream(self.generation, peer, self.rank, channel)
         self._network.wait(self.rank, peer, f"a message ({channel})", lambda: bool(stream.arrived), stream)
         return stream.arrived.popleft()
 
+    def begin(self, step: int) -> None:
+        self._network.operation(self.rank, f"begin {step}")
+        neighbours = {(self.rank - 1) // 2, 2 * self.rank + 1, 2 * self.rank + 2}
+        self._require_well({self.rank} | (neighbours & self._member.lost))
+
     def vote(self, step: int) -> None:
         self._network.operation(self.rank, f"vote {step}")
-        self._go_on(0, False)
+        self._require_well({self.rank})
         self._member.voted, self._member.voting, self._member.settling = step, True, True
 
     def commit(self, step: int) -> None:
@@ -52,10 +56,12 @@ class SimulatedLinks:
         return self._network.suspect(peer)
 
     def close(self) -> None:
-        if not self._member.stopped:
+        if self._member.ended is None:
             self._network.operation(self.rank, "close")
             self._network.close(self.rank)
+            self._member.ended = RuntimeError(f"got a call on the transport of rank {self.rank}, which has been closed")
 
-    def _go_on(self, peer: int, excused: bool) -> None:
-        if (trouble := self._network.trouble(self.rank, peer, excused)) is not None:
-            raise trouble
+    def _require_well(self, peers: set[int]) -> None:
+        for peer in sorted(peers):
+            if (trouble := self._network.trouble(self.rank, peer)) is not None:
+                raise trouble

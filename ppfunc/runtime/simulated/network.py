@@ -7,41 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ..control import LinkError
+from ..control import GONE, LinkError
+from .faults import Fault, InjectedError, RankStopped, require_possible
 from .scheduler import Scheduler
-
-DATA = "data "  # how the channels begin that carry tensors
-KINDS = ("raise", "interrupt", "kill", "freeze", "delay", "drop")
-
-
-class InjectedError(RuntimeError):
-    """The exception of a fault of kind ``"raise"``."""
-
-
-class RankStopped(Exception):
-    """Ends the thread of a rank that was killed, or froze, once all others have ended."""
-
-
-class Fault(NamedTuple):
-    """Something that goes wrong on one rank, once.
-
-    Args:
-        kind: ``"raise"``: an :class:`InjectedError` out of the operation; once the rank cannot fail the step that ends,
-            out of the first operation after it. ``"interrupt"``: a KeyboardInterrupt. ``"kill"``: the rank stops; of what
-            it has sent, each connection delivers all or nothing, then its peers notice. ``"freeze"``: the rank stops for
-            ``seconds``, for ever where there are none. ``"delay"``: the next message that it sends takes ``seconds``
-            more. ``"drop"``: that message never arrives, nor do those after it on its connection.
-        rank: where.
-        at: the operation, counted from 0 on that rank.
-        seconds: of virtual time.
-    """
-
-    kind: str
-    rank: int
-    at: int
-    seconds: float | None = None
 
 
 class Published(NamedTuple):
@@ -59,25 +29,25 @@ class Member:
         operations: how many it has begun.
         generation: how many failures it has taken notice of.
         heard: of how many failures it has heard.
-        lost: why a peer will send nothing more, by rank.
+        lost: peers of which it knows that they are gone.
         waits: the peer that it waits for, and for what.
         due: faults that are to strike.
         voted: the last step of which it has said that it will not fail it.
         voting: whether it waits to hear if rank 0 has committed that step.
         settling: whether that step has not yet ended here.
-        stopped: whether it has been killed, froze for ever or has closed its transport.
+        ended: the error of every further operation, where there can be none.
     """
 
     operations: int = 0
     generation: int = 0
     heard: int = 0
-    lost: dict[int, LinkError] = field(default_factory=dict)
+    lost: set[int] = field(default_factory=set)
     waits: tuple[int, str] | None = None
     due: list[Fault] = field(default_factory=list)
     voted: int = -1
     voting: bool = False
     settling: bool = False
-    stopped: bool = False
+    ended: Exception | None = None
 
 
 class Stream:
@@ -112,22 +82,26 @@ class Network:
     """Owns the messages, failures and clock of a simulation. Arguments as of :class:`Simulated`."""
 
     def __init__(self, ranks: int, seed: int, faults: tuple[Fault, ...], timeout: float, latency: float) -> None:
-        _require(ranks, faults, timeout, latency)
+        if ranks < 1:
+            raise ValueError(f"got {ranks} ranks, expected at least 1")
+        if not (0 < timeout < inf and 0 <= latency < inf):
+            raise ValueError(f"got timeout={timeout} and latency={latency}, expected finite seconds")
+        require_possible(faults, ranks)
         self.faults, self.timeout, self.latency = faults, timeout, latency
         self.scheduler = Scheduler(seed)
         self.members = [Member() for _ in range(ranks)]
         self.trace: list[str] = []
         self.published: list[Published] = []  # by generation
         self.committed = 0  # steps, by rank 0
-        self._streams: dict[tuple[Any, ...], Stream] = defaultdict(partial(Stream, self.scheduler))
+        self._streams: dict[tuple[int, int, int, str], Stream] = defaultdict(partial(Stream, self.scheduler))
 
     # -- operations ------------------------------------------------------------------------
 
     def operation(self, rank: int, text: str) -> None:
         """Begin an operation of a rank: faults strike, then others may run."""
         member = self.members[rank]
-        if member.stopped:
-            raise RankStopped(f"rank {rank} has stopped, or closed its transport")
+        if member.ended is not None:
+            raise member.ended.with_traceback(None)
         member.due += [fault for fault in self.faults if (fault.rank, fault.at) == (rank, member.operations)]
         self.log(f"rank {rank}.{member.operations} {text}")
         member.operations += 1
@@ -148,25 +122,25 @@ class Network:
         member = self.members[rank]
         member.waits = peer, text
         deadline = self.scheduler.now + self.timeout
-        self.scheduler.wait(rank, lambda: ready() or self.trouble(rank, peer, member.voting, stream) is not None, deadline)
-        error = self.trouble(rank, peer, member.voting, stream) or LinkError(peer, "late", self._lateness(rank))
+        self.scheduler.wait(rank, lambda: ready() or self.trouble(rank, peer, stream) is not None, deadline)
+        if ready():
+            member.waits = None
+            return
+        error = self.trouble(rank, peer, stream) or LinkError(peer, "late", self._lateness(rank))
         member.waits = None
-        if not ready():
-            self.log(f"rank {rank} gives up: {error}")
-            raise error
+        self.log(f"rank {rank} gives up: {error}")
+        raise error
 
-    def trouble(self, rank: int, peer: int, excused: bool, stream: Stream | None = None) -> LinkError | None:
-        """Why a rank need not go on with a peer, as far as it knows.
-
-        Args:
-            excused: whether a failure after the step that the rank has voted for was committed is no reason.
-            stream: where what is under way is a reason to go on.
-        """
+    def trouble(self, rank: int, peer: int, stream: Stream | None = None) -> LinkError | None:
+        """Why a rank need not wait for a peer, as far as it knows; not for its death while messages are under way on the stream."""
         member = self.members[rank]
         if member.heard > member.generation:
-            if not (excused and self.published[member.generation].committed > member.voted):
+            excused = member.voting and self.published[member.generation].committed > member.voted
+            if not excused:
                 return LinkError(peer, "failed", "a failure has been published")
-        return None if stream is not None and stream.under_way else member.lost.get(peer)
+        if peer in member.lost and not (stream is not None and stream.under_way):
+            return LinkError(peer, "gone", GONE)
+        return None
 
     def _lateness(self, rank: int) -> str:
         chain, waits = self._chain(rank)
@@ -214,7 +188,8 @@ class Network:
             case "interrupt":
                 raise KeyboardInterrupt
             case "kill":
-                self._end(rank, "gone", "its process is gone")
+                self._lose_streams(rank)
+                self.close(rank)
                 self._stop(rank)
             case "freeze" if fault.seconds is None:
                 self._stop(rank)
@@ -228,30 +203,26 @@ class Network:
 
     def _stop(self, rank: int) -> None:
         self.scheduler.wait(rank, lambda: self.scheduler.over)
-        self.members[rank].stopped = True
-        raise RankStopped(f"rank {rank} has stopped")
+        self.members[rank].ended = RankStopped(f"rank {rank} has stopped")
+        raise self.members[rank].ended
 
-    def _end(self, rank: int, kind: str, reason: str) -> None:
-        """End the connections of a rank; peers notice later, each at its time."""
-        if kind == "gone":
-            for (_, sender, *_), stream in self._streams.items():
-                if sender == rank and self.scheduler.random.random() < 0.5:
-                    stream.tear()
-        error = LinkError(rank, kind, f"rank {rank}: {reason}")
-        for member in self.members:
-            if member is not self.members[rank]:
-                self.soon(partial(member.lost.setdefault, rank, error))
+    def _lose_streams(self, rank: int) -> None:
+        """Lose what a rank has sent, on half of its connections."""
+        for (_, sender, _, _), stream in self._streams.items():
+            if sender == rank and self.scheduler.random.random() < 0.5:
+                stream.tear()
 
     def close(self, rank: int) -> None:
-        """Close the connections of a rank; what it has sent still arrives."""
-        self._end(rank, "closed", "it has closed its transport")
-        self.members[rank].stopped = True
+        """End the connections of a rank; peers notice later, each at its time."""
+        for member in self.members:
+            if member is not self.members[rank]:
+                self.soon(partial(member.lost.add, rank))
 
     # -- messages and failures ----------------------------------------------------------------
 
-    def stream(self, rank: int, sender: int, receiver: int, channel: str) -> Stream:
-        """The connection that a rank knows by this name; after a failure it is another."""
-        return self._streams[self.members[rank].generation, sender, receiver, channel]
+    def stream(self, generation: int, sender: int, receiver: int, channel: str) -> Stream:
+        """A connection; each generation has its own, so that what was sent in an earlier one is dropped."""
+        return self._streams[generation, sender, receiver, channel]
 
     def commit(self, step: int) -> None:
         """Commit a step on rank 0.
@@ -265,32 +236,15 @@ class Network:
         root.voted, root.settling, self.committed = step, True, step + 1
 
     def publish(self, rank: int, text: str) -> str:
-        """Publish a failure, lose the data that is under way, and begin the next generation."""
+        """Publish a failure, and begin the next generation."""
         member = self.members[rank]
         generation = member.generation
         if generation == len(self.published):
             self.published.append(Published(text, self.committed))
             for peer in self.members:
                 self.soon(partial(self._hear, peer, generation + 1))
-        for (at, sender, receiver, channel), stream in self._streams.items():
-            if at == generation and rank in (sender, receiver) and channel.startswith(DATA):
-                stream.tear()
-        member.generation = generation + 1
+        member.generation, member.voting = generation + 1, False
         return self.published[generation].text
 
     def _hear(self, member: Member, failures: int) -> None:
         member.heard = max(member.heard, failures)
-
-
-def _require(ranks: int, faults: tuple[Fault, ...], timeout: float, latency: float) -> None:
-    if ranks < 1:
-        raise ValueError(f"got {ranks} ranks, expected at least 1")
-    if not (0 < timeout < inf and 0 <= latency < inf):
-        raise ValueError(f"got timeout={timeout} and latency={latency}, expected finite seconds")
-    for fault in faults:
-        if fault.kind not in KINDS:
-            raise ValueError(f"got a fault of kind {fault.kind!r}, expected one of {', '.join(KINDS)}")
-        if not 0 <= fault.rank < ranks or fault.at < 0:
-            raise ValueError(f"got {fault}, expected a rank from 0 to {ranks - 1} and an operation from 0 on")
-        if (fault.seconds is None) != (fault.kind != "delay") and fault.kind != "freeze":
-            raise ValueError(f"got {fault}; seconds go with a delay, and may go with a freeze")

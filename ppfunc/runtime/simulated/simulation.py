@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from .network import Fault, Network
+from .faults import Fault
+from .network import Network
 from .scheduler import Outcome
 from .transport import SimulatedTransport
 from .wires import Wires

@@ -21,7 +21,7 @@ class SimulatedTransport:
     def __init__(self, network: Network, wires: Wires, rank: int) -> None:
         self.rank, self._network, self._wires = rank, network, wires
         self._links = SimulatedLinks(network, rank)
-        self._control = Control(self._links)
+        self._control = Control(self._links, lambda: wires.disconnect(rank))
         self._steps = 0
 
     # -- data ------------------------------------------------------------------------------

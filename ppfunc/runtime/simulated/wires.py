@@ -13,7 +13,7 @@ from ppfunc.stage import LeafSignature
 
 from ..buffers import Buffers
 from ..transport import Call, Link, Transfer
-from .network import DATA, Network, Stream
+from .network import Network, Stream
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +49,7 @@ class Wires:
         self._open |= {(generation, rank, link) for link in links}
         for link in links:
             peer = link.receiver if link.sender == rank else link.sender
-            there, stream = (generation, peer, link), self._stream(rank, link)
+            there, stream = (generation, peer, link), self._stream(generation, link)
             network.wait(rank, peer, f"the connection {_name(link)}", lambda there=there: there in self._open, stream)
 
     def post(self, rank: int, batch: Sequence[Transfer]) -> Call:
@@ -57,16 +57,16 @@ class Wires:
         generation = self._network.members[rank].generation
         links = [_link(rank, transfer) for transfer in batch]
         for link in links:
-            if (generation, rank, link) not in self._open:
-                raise RuntimeError(f"got a message on {_name(link)}, which rank {rank} has not connected since the last failure")
+            self._require_open(rank, generation, link)
         text = "post " + ", ".join(f"{'send' if t.outgoing else 'recv'} {_name(t.tag)}" for t in batch)
 
         def post(buffers: Buffers) -> None:
-            self._begin(rank, text, generation)
+            self._network.operation(rank, text)
             for transfer, link in zip(batch, links, strict=True):
+                self._require_open(rank, generation, link)
                 end = self._sent(rank, transfer, buffers) if transfer.outgoing else _received(transfer)
                 buffers.pending[transfer.tag] = end
-                self._match(self._stream(rank, link), end)
+                self._match(self._stream(generation, link), end)
 
         return post
 
@@ -77,9 +77,10 @@ class Wires:
         text = f"wait_{'send' if transfer.outgoing else 'recv'} {_name(tag)}"
 
         def wait(buffers: Buffers) -> None:
-            self._begin(rank, text, generation)
+            self._network.operation(rank, text)
+            self._require_open(rank, generation, link)
             end: _End = buffers.pending[tag]
-            self._network.wait(rank, transfer.peer, name, lambda: end.arrived, self._stream(rank, link))
+            self._network.wait(rank, transfer.peer, name, lambda: end.arrived, self._stream(generation, link))
             del buffers.pending[tag]
             if end.error is not None:
                 raise end.error
@@ -88,13 +89,19 @@ class Wires:
 
         return wait
 
-    def _begin(self, rank: int, text: str, generation: int) -> None:
-        self._network.operation(rank, text)
-        if self._network.members[rank].generation != generation:
-            raise RuntimeError(f"rank {rank} runs a program that was compiled before a failure; compile it again")
+    def disconnect(self, rank: int) -> None:
+        """End the connections of a rank."""
+        mine = {(generation, r, link) for generation, r, link in self._open if r == rank}
+        self._open -= mine
+        for generation, _, link in mine:
+            self._stream(generation, link).tear()
 
-    def _stream(self, rank: int, link: Link) -> Stream:
-        return self._network.stream(rank, link.sender, link.receiver, DATA + link.direction)
+    def _require_open(self, rank: int, generation: int, link: Link) -> None:
+        if (generation, rank, link) not in self._open or self._network.members[rank].generation != generation:
+            raise RuntimeError(f"got a message on {_name(link)}, which rank {rank} has not connected since the last failure")
+
+    def _stream(self, generation: int, link: Link) -> Stream:
+        return self._network.stream(generation, link.sender, link.receiver, f"data {link.direction}")
 
     def _sent(self, rank: int, transfer: Transfer, buffers: Buffers) -> _End:
         tensors = tuple(buffers.values.pop(transfer.tag))
