@@ -10,6 +10,7 @@ import torch
 from ppfunc.runtime.buffers import Buffers
 from ppfunc.runtime.errors import AgreementError, PipelineError
 from ppfunc.runtime.simulated import Fault, InjectedError, RankStopped, Simulated
+from ppfunc.runtime.simulated.faults import KINDS
 from ppfunc.runtime.transport import Failure, Link, LossPart, Tag, Transfer
 from ppfunc.schedule import Instruction, Op
 from ppfunc.stage import LeafSignature
@@ -105,3 +106,36 @@ def attempts(size, number):
 
 def right(size):
     return 3.0 * sum(r + 10 * m for r in range(size) for m in range(MICROBATCHES)) if size > 1 else 0.0
+
+
+def struck_while_settling(network, size):
+    """Whether a fault struck a rank between its vote, or the commitment of rank 0, and the end of the step."""
+    settling = [False] * size
+    for line in network.trace:
+        _, _, who, what = (*line.split(" ", 3), "", "", "")[:4]
+        if "." in who:
+            rank = int(who.split(".")[0])
+            settling[rank] |= what.startswith("vote") or (rank == 0 and what.startswith("commit"))
+            settling[rank] &= not what.startswith(("begin", "publish"))
+        elif what in KINDS and settling[int(who)]:
+            return True
+    return False
+
+
+def problems(network, outcomes, size):
+    """What went wrong in attempts beside the faults: ranks that hang or raise what they should not, steps that fail on some ranks only."""
+    found = [f"rank {r}: {o.error!r}" for r, o in enumerate(outcomes) if o.error is not None and not isinstance(o.error, RankStopped)]
+    live = [outcome.value for outcome in outcomes if outcome.error is None]
+    mixed = False
+    for attempt, ended in enumerate(zip(*live, strict=True)):
+        returned = [e for e in ended if e.error is None]
+        found += [f"attempt {attempt}: got {e.value}" for e in returned if e.value != right(size)]
+        allowed = PipelineError, AgreementError, InjectedError, KeyboardInterrupt
+        found += [f"attempt {attempt}: {e.error!r}" for e in ended if e.error is not None and not isinstance(e.error, allowed)]
+        if mixed and returned:
+            found.append(f"attempt {attempt}: some ranks go on")
+        if 0 < len(returned) < len(live) and not mixed:
+            mixed = True
+            if not struck_while_settling(network, size):
+                found.append(f"attempt {attempt}: {[e.error and str(e.error) for e in ended]}")
+    return found
