@@ -117,7 +117,7 @@ def struck_while_settling(network, size):
             rank = int(who.split(".")[0])
             settling[rank] |= what.startswith("vote") or (rank == 0 and what.startswith("commit"))
             settling[rank] &= not what.startswith(("begin", "publish"))
-        elif what in KINDS and settling[int(who)]:
+        elif who and (what in KINDS and settling[int(who)] or what.startswith("loses") and "(tree)" in what):
             return True
     return False
 

@@ -19,8 +19,8 @@ class Fault(NamedTuple):
     """Something that goes wrong on one rank, once.
 
     Args:
-        kind: ``"raise"``: an :class:`InjectedError` out of the operation; once the rank cannot fail the step that ends,
-            out of the first operation after it. ``"interrupt"``: a KeyboardInterrupt. ``"kill"``: the rank stops; of what
+        kind: ``"raise"``: an :class:`InjectedError` out of the operation, or out of the next one that may raise: not while a
+            failure is told, nor once the rank cannot fail the step that ends. ``"interrupt"``: a KeyboardInterrupt. ``"kill"``: the rank stops; of what
             it has sent, each connection delivers all or nothing, then its peers notice. ``"freeze"``: the rank stops for
             ``seconds``, for ever where there are none. ``"delay"``: the next message that it sends takes ``seconds``
             more. ``"drop"``: that message never arrives, nor do those after it on its connection.

@@ -48,11 +48,11 @@ class SimulatedLinks:
         self._member.voting = self._member.settling = False
 
     def publish(self, failure: str) -> str:
-        self._network.operation(self.rank, "publish")
+        self._network.operation(self.rank, "publish", can_fail=False)
         return self._network.publish(self.rank, failure)
 
     def suspect(self, peer: int) -> int:
-        self._network.operation(self.rank, f"suspect {peer}")
+        self._network.operation(self.rank, f"suspect {peer}", can_fail=False)
         return self._network.suspect(peer)
 
     def close(self) -> None:

@@ -97,7 +97,7 @@ class Network:
 
     # -- operations ------------------------------------------------------------------------
 
-    def operation(self, rank: int, text: str) -> None:
+    def operation(self, rank: int, text: str, *, can_fail: bool = True) -> None:
         """Begin an operation of a rank: faults strike, then others may run."""
         member = self.members[rank]
         if member.ended is not None:
@@ -105,7 +105,8 @@ class Network:
         member.due += [fault for fault in self.faults if (fault.rank, fault.at) == (rank, member.operations)]
         self.log(f"rank {rank}.{member.operations} {text}")
         member.operations += 1
-        for fault in [f for f in member.due if f.kind not in ("delay", "drop") and not (f.kind == "raise" and member.settling)]:
+        later = {"delay", "drop"} if can_fail and not member.settling else {"delay", "drop", "raise"}
+        for fault in [f for f in member.due if f.kind not in later]:
             member.due.remove(fault)
             self._strike(rank, fault)
         self.scheduler.wait(rank)
@@ -208,8 +209,10 @@ class Network:
 
     def _lose_streams(self, rank: int) -> None:
         """Lose what a rank has sent, on half of its connections."""
-        for (_, sender, _, _), stream in self._streams.items():
+        for (_, sender, receiver, channel), stream in self._streams.items():
             if sender == rank and self.scheduler.random.random() < 0.5:
+                if stream.under_way:
+                    self.log(f"rank {rank} loses {stream.under_way} messages to {receiver} ({channel})")
                 stream.tear()
 
     def close(self, rank: int) -> None:
