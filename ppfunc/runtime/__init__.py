@@ -22,6 +22,7 @@ from .errors import AgreementError, PipelineError
 from .inprocess import InProcess
 from .lower import StepSpec, lower
 from .overlap import interleaved, two_streams
+from .p2p import P2P
 from .results import Aux, StepResult
 from .step import CacheInfo, StepFunction
 from .transport import Transport
@@ -33,6 +34,7 @@ __all__ = [
     "InProcess",
     "Lowered",
     "Microbatches",
+    "P2P",
     "PipelineError",
     "StepFunction",
     "StepResult",

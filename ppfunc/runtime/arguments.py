@@ -149,8 +149,8 @@ def read_arguments(
     extras, state = ({} if given is None else given for given in (raw.extras, raw.state))
     _require_some(extras, "extras", stages)
     _require_some(state, "state", stages)
-    params = {s: tuple(map(_detached, read(raw.params[s], f"params[{s}]"))) for s in stages}
-    states = {s: tuple(map(_detached, read(state[s], f"state[{s}]"))) for s in stages if s in state}
+    params = {s: _detached(read(raw.params[s], f"params[{s}]")) for s in stages}
+    states = {s: _detached(read(state[s], f"state[{s}]")) for s in stages if s in state}
     inputs = () if raw.inputs is None else read_batch(raw.inputs, "inputs")
     targets = () if raw.targets is None or not with_targets else read_batch(raw.targets, "targets")
     further = {s: read_batch(extras[s], f"extras[{s}]") for s in stages if s in extras}
@@ -287,9 +287,11 @@ def _device(params: Mapping[int, Leaves], stage: int, inputs: Sequence[Leaves]) 
     return torch.get_default_device() if found is None or found.type == "meta" else found
 
 
-def _detached(leaf: torch.Tensor) -> torch.Tensor:
-    """A tensor without its history, so that nothing outside grows with the steps."""
-    return leaf.detach() if leaf.requires_grad and not transformed(leaf) else leaf
+def _detached(leaves: Leaves) -> Leaves:
+    """Tensors without their history, so that nothing outside grows with the steps."""
+    if True not in [t.requires_grad for t in leaves]:
+        return leaves
+    return tuple([t.detach() if t.requires_grad and not transformed(t) else t for t in leaves])
 
 
 def _read_seed(seed: Any) -> Seed:

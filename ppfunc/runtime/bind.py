@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ppfunc.schedule import Instruction, Op, Schedule, linearize, parts_of
+from ppfunc.schedule import Instruction, Op, Schedule, linearize, parts_of, send_completion
 from ppfunc.schedule.instruction import COMMUNICATION, SENDS
 from ppfunc.stage import FlatProgram, LeafSignature, Signature
 
 from .buffers import Buffers, Leaves
-from .gradients import Given
+from .gradients import Absent, Given
 from .lower import BATCH, Key
 from .overlap import Overlapped
 from .replicas import reduce_replicas
@@ -371,6 +371,7 @@ def _backward_call(compiled: CompiledStage, stage: int, microbatch: int, whole: 
     sinks = [Tag("B", e.stage, stage, microbatch) for e in compiled.sinks if e.carrying]
     edges = list(_places(compiled.sources, carrying=True))
     sources = [(Tag("B", stage, e.stage, microbatch), e.carrying, place) for e, place in edges if e.carrying]
+    absent = _absent(compiled.program.backward)
 
     def take(buffers: Buffers) -> tuple[tuple[Any, ...], Leaves]:
         # Hands over the only reference to the residuals, which are freed on the way.
@@ -380,7 +381,7 @@ def _backward_call(compiled: CompiledStage, stage: int, microbatch: int, whole: 
     def put(buffers: Buffers, result: tuple[Any, Any]) -> None:
         gradients, rest = result
         if whole:
-            buffers.gradients[stage].add(gradients, microbatch)
+            buffers.gradients[stage].add(gradients, microbatch, absent)
             gradients = rest
         else:
             buffers.residuals[key] = rest
@@ -393,7 +394,14 @@ def _backward_call(compiled: CompiledStage, stage: int, microbatch: int, whole: 
 def _weight(compiled: CompiledStage, stage: int, microbatch: int) -> Call:
     """The call of a weight gradient."""
     run, key = compiled.program.backward_weight, (stage, microbatch)
-    return lambda buffers: buffers.gradients[stage].add(run(buffers.residuals.pop(key)), microbatch)
+    absent = _absent(run)
+    return lambda buffers: buffers.gradients[stage].add(run(buffers.residuals.pop(key)), microbatch, absent)
+
+
+def _absent(program: Callable[..., Any]) -> Absent | None:
+    """Which parameter gradients a traced program never has; None where only its results tell."""
+    recipe = getattr(program, "recipe", None)
+    return None if recipe is None else tuple(gradient is None for gradient in recipe.part.results[0])
 
 
 def _dense(gradients: Given, leaves: tuple[LeafSignature, ...], device: torch.device) -> Leaves:

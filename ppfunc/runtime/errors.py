@@ -64,15 +64,6 @@ class AgreementError(RuntimeError):
     """The ranks of a pipeline were given different programs; raised on every rank before a step begins."""
 
 
-def reason_of(failure: Failure) -> str:
-    """One line: the type of the exception, its message, and the context."""
-    try:
-        message = str(failure.cause)
-    except Exception:
-        message = "(its message cannot be had)"
-    return f"{type(failure.cause).__name__}: {message}{failure.context}"
-
-
 def describe_inputs(failure: Failure, lowered: LoweredStep) -> str:
     """The shapes that the stage of a failed forward was given."""
     for part in parts_of(failure.instruction):

@@ -79,6 +79,7 @@ if TYPE_CHECKING:
         remove_communication as remove_communication,
         remove_slots as remove_slots,
         remove_tail as remove_tail,
+        send_completion as send_completion,
         split_backward as split_backward,
     )
     from .schedule import (
@@ -147,6 +148,7 @@ else:
                 "remove_communication",
                 "remove_slots",
                 "remove_tail",
+                "send_completion",
                 "split_backward",
             ),
             "schedule": ("Chain", "Program", "Schedule", "Step", "elementary", "single_chain"),

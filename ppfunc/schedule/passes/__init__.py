@@ -11,6 +11,7 @@ from .place_communication import place_communication
 from .remove_communication import remove_communication
 from .remove_slots import remove_slots
 from .remove_tail import remove_tail
+from .send_completion import send_completion
 from .split_backward import split_backward
 
 __all__ = [
@@ -25,5 +26,6 @@ __all__ = [
     "remove_communication",
     "remove_slots",
     "remove_tail",
+    "send_completion",
     "split_backward",
 ]
