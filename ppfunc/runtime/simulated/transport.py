@@ -19,7 +19,7 @@ class SimulatedTransport:
     """The transport of one rank of :class:`~ppfunc.runtime.simulated.Simulated`. To be used by the thread of that rank."""
 
     def __init__(self, network: Network, wires: Wires, rank: int) -> None:
-        self.rank, self._network, self._wires = rank, network, wires
+        self.rank, self.size, self._wires = rank, len(network.members), wires
         self._links = SimulatedLinks(network, rank)
         self._control = Control(self._links, lambda: wires.disconnect(rank))
         self._steps = 0
@@ -45,10 +45,10 @@ class SimulatedTransport:
         return self._control.generation
 
     def local_ranks(self, ranks: int) -> tuple[int, ...]:
-        size = self._links.size
-        if ranks != size:
+        if ranks != self.size:
             raise ValueError(
-                f"the schedule is for {ranks} ranks, the simulated network has {size}; build the schedule with ranks={size} or Simulated({ranks})"
+                f"the schedule is for {ranks} ranks, the simulated network has {self.size}; "
+                f"build the schedule with ranks={self.size}, or make a Simulated({ranks}, ...)"
             )
         return (self.rank,)
 
