@@ -187,8 +187,8 @@ def _with_program(schedule: Schedule, rank: int, program: Program) -> Schedule:
     return replace(schedule, programs=(*schedule.programs[:rank], program, *schedule.programs[rank + 1 :]))
 
 
-def _named(schedule: Schedule, what: str) -> Schedule:
-    return replace(schedule, name=f"{schedule.name}: {what}")
+def _named(schedule: Schedule, fault: str) -> Schedule:
+    return replace(schedule, name=f"{schedule.name}: {fault}")
 
 
 def _everywhere(schedule: Schedule) -> list[_Place]:

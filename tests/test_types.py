@@ -22,12 +22,12 @@ def loss_fn(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (y - target).square().mean()
 
 schedule: pp.Schedule = pp.one_f_one_b(ranks=4, microbatches=8)
-step = pp.value_and_grad([stage] * 4, loss_fn, schedule, pp.InProcess(), engine=pp.functional)
+step = pp.value_and_grad([stage] * 4, loss_fn, schedule, pp.InProcess(), engine=pp.graph)
 loss, grads = step({}, torch.ones(8, 2), None)
 grid: str = to_grid(schedule) + pp.schedule.to_csv(schedule)
 stages: list[pp.Stage] = [stage]
 loss_function: pp.Loss = loss_fn
-engine: pp.Engine = pp.eager
+engines: list[pp.Engine] = [pp.graph, pp.functional, pp.eager, pp.graph(remat="full")]
 optimizer: pp.Optimizer = pp.sgd(lr=0.1)
 placement: tuple[int, ...] = pp.parallel.loop(4)
 

@@ -115,7 +115,7 @@ def _usage(parameter: inspect.Parameter) -> str:
 
 
 def _section(text: str, title: str) -> list[str]:
-    """The entries of one section of a docstring, each on a line of its own."""
+    """List the entries of one section of a docstring, each as one line."""
     entries: list[str] = []
     inside = False
     for line in text.splitlines():
@@ -168,7 +168,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
 
 
 def _built(arguments: argparse.Namespace) -> Schedule:
-    """The schedule that name and options ask for."""
+    """Build the schedule from its name and options."""
     build = find_builder(arguments.name)
     missing = [f"--{n}" for n in ("ranks", "microbatches") if getattr(arguments, n) is None]
     if missing:
@@ -184,7 +184,7 @@ def _built(arguments: argparse.Namespace) -> Schedule:
 
 
 def _read(arguments: argparse.Namespace) -> Schedule:
-    """The schedule in a file, proved, because nothing else may be timed."""
+    """Read the schedule in a file and prove it: only a proved schedule may be timed."""
     if not Path(arguments.name).exists():
         names = ", ".join(BUILDERS)
         raise ValueError(f"{arguments.name!r} is neither a file nor a schedule: expected a path or one of {names}")
@@ -201,7 +201,7 @@ def _read(arguments: argparse.Namespace) -> Schedule:
 
 
 def _costs(arguments: argparse.Namespace) -> Costs:
-    """The costs that the options ask for; what is not given keeps the default of ``Costs``."""
+    """Make costs from the options; an option that is not given keeps the default of ``Costs``."""
     names = ("forward", "backward", "backward_input", "backward_weight", "overlapped", "communication", "weight_share")
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     whole = given.get("backward")

@@ -1,4 +1,4 @@
-"""Arithmetic on ranks and layers: topologies, placements, partitions. The standard library only."""
+"""Compute with ranks and layers: topologies, placements, partitions. Needs the standard library only."""
 
 from typing import TYPE_CHECKING
 

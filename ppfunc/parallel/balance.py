@@ -1,4 +1,4 @@
-"""The partition whose heaviest stage is as light as can be: it sets the throughput of a pipeline."""
+"""Minimise the load of the heaviest stage, which sets the throughput of a pipeline."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .partition import Partition, partition_uniform
 
 
 def partition_balanced(weights: Sequence[float], stages: int, *, allow_empty: bool = False) -> Partition:
-    """The partition with the least maximum load, exactly, for any weights that are not negative.
+    """Cut layers into stages with the least maximum load, exactly, for any weights that are not negative.
 
-    Of the partitions that share that maximum, the stages are kept near the average of what is
-    left for them; where two cuts are as near, the later is taken.
+    Of the partitions with that maximum, it takes one whose stages are near the average of the layers
+    left for them; of two cuts that are equally near, the later.
 
     Args:
         weights: one per layer, in any unit.
@@ -38,7 +38,7 @@ def partition_balanced(weights: Sequence[float], stages: int, *, allow_empty: bo
 
 
 def exact_weights(weights: Sequence[float]) -> list[int]:
-    """Weights as whole numbers in one common unit, so that sums of them are exact.
+    """Scale weights to whole numbers in one common unit, so that sums of them are exact.
 
     >>> exact_weights([0.5, 2, 0.25])
     [2, 8, 1]
@@ -55,7 +55,7 @@ def exact_weights(weights: Sequence[float]) -> list[int]:
 
 
 def least_maximum(prefix: Sequence[int], stages: int) -> int:
-    """The least load of the heaviest stage when the layers are cut into at most ``stages`` stages.
+    """Find the least load of the heaviest stage, over all cuts of the layers into at most ``stages`` stages.
 
     Bisection between bounds that are loads of real stages, so it ends at the exact answer.
 
@@ -73,7 +73,7 @@ def least_maximum(prefix: Sequence[int], stages: int) -> int:
 
 
 def _pack(prefix: Sequence[int], stages: int, limit: int) -> tuple[bool, int]:
-    """Whether stages that are filled up to ``limit`` one by one take all layers, and a bound.
+    """Fill stages up to ``limit``, one by one; return whether they take all layers, and a bound.
 
     The bound is the heaviest load where they do, else the least limit that could change a stage.
     """
@@ -90,7 +90,7 @@ def _pack(prefix: Sequence[int], stages: int, limit: int) -> tuple[bool, int]:
 
 
 def _even_cuts(prefix: Sequence[int], stages: int, limit: int) -> list[int]:
-    """Boundaries with no load above ``limit`` and no empty stage, each near the average of what is left."""
+    """Choose boundaries with no load above ``limit`` and no empty stage, each load near the average of the layers left."""
     last = len(prefix) - 1
     earliest = [last]
     for _ in range(stages):
@@ -106,7 +106,7 @@ def _even_cuts(prefix: Sequence[int], stages: int, limit: int) -> list[int]:
 
 
 def _nearest(prefix: Sequence[int], start: int, left: int, first: int, final: int) -> int:
-    """The cut in ``first..final`` that gives the stage from ``start`` most nearly its share of ``left``."""
+    """Find the cut in ``first..final`` that gives the stage from ``start`` most nearly its share, one of ``left``."""
     rest = prefix[-1] - prefix[start]
     below = bisect_right(prefix, prefix[start] + rest // left) - 1
     above = bisect_right(prefix, prefix[min(below + 1, len(prefix) - 1)]) - 1

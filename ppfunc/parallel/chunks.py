@@ -1,6 +1,6 @@
-"""Partitions into several chunks per rank, which are dealt round the ranks like cards.
+"""Cut layers into several chunks per rank, which are dealt round the ranks like cards.
 
-They have ``ranks * chunks`` stages, placed by `loop`; `Partition.dealt` lists the intervals of each rank.
+The partitions have ``ranks * chunks`` stages, placed by `loop`; `Partition.dealt` lists the intervals of each rank.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .partition import Interval, Partition, partition_uniform
 
 
 def chunks_uniform(layers: int, ranks: int, chunks: int = 1, *, allow_empty: bool = False) -> Partition:
-    """Chunks of equal numbers of layers, each chunk cut evenly over the ranks, the remainder to the last ranks.
+    """Cut layers into equal chunks, and each chunk evenly over the ranks, the remainder to the last ranks.
 
     Args:
         layers: number of layers, a multiple of ``chunks``.
@@ -41,7 +41,7 @@ def chunks_uniform(layers: int, ranks: int, chunks: int = 1, *, allow_empty: boo
 
 
 def chunks_balanced(weights: Sequence[float], ranks: int, chunks: int = 1, *, allow_empty: bool = False) -> Partition:
-    """Chunks of least maximum weight, a weight of zero counted as one.
+    """Cut layers into chunks of least maximum weight, a weight of zero counted as one.
 
     Stages are filled in order up to that maximum. Where this takes fewer stages than there are,
     the heaviest is split at its most even point until there are enough. No more layers than
@@ -72,7 +72,7 @@ def chunks_balanced(weights: Sequence[float], ranks: int, chunks: int = 1, *, al
 
 
 def _filled(prefix: Sequence[int], limit: int) -> list[Interval]:
-    """Intervals filled one by one up to ``limit``."""
+    """Fill intervals one by one up to ``limit``."""
     intervals, start = [], 0
     while start < len(prefix) - 1:
         end = bisect_right(prefix, prefix[start] + limit, start) - 1
@@ -82,7 +82,7 @@ def _filled(prefix: Sequence[int], limit: int) -> list[Interval]:
 
 
 def _split_heaviest(prefix: Sequence[int], intervals: list[Interval], stages: int) -> list[Interval]:
-    """The intervals after splits of the heaviest that has several layers, until there are ``stages``."""
+    """Split the heaviest interval that has several layers, until there are ``stages``."""
     single = [interval for interval in intervals if interval[1] - interval[0] == 1]
     heap = [(prefix[a] - prefix[b], a, b) for a, b in intervals if b - a > 1]
     heapq.heapify(heap)

@@ -1,4 +1,4 @@
-"""Which rank holds which stage: a placement is the tuple of ranks, one entry per stage."""
+"""Place stages on ranks: a placement is a tuple of ranks, one entry per stage."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Placement = tuple[int, ...]
 
 
 def loop(ranks: int, chunks: int = 1) -> Placement:
-    """Stages dealt round the ranks, ``chunks`` times: stage ``s`` is on rank ``s % ranks``.
+    """Deal stages round the ranks, ``chunks`` times: stage ``s`` is on rank ``s % ranks``.
 
     >>> loop(3, chunks=2)
     (0, 1, 2, 0, 1, 2)
@@ -21,7 +21,7 @@ def loop(ranks: int, chunks: int = 1) -> Placement:
 
 
 def v_shape(ranks: int, chunks: int = 2) -> Placement:
-    """Stages snaking over the ranks, forwards and back: neighbours at a turn share a rank.
+    """Let stages go up the ranks and down again: the two stages at a turn share a rank.
 
     Args:
         ranks: number of ranks.
@@ -38,10 +38,10 @@ def v_shape(ranks: int, chunks: int = 2) -> Placement:
 
 
 def bidirectional(ranks: int) -> Placement:
-    """Two copies of a pipeline that run through the ranks in opposite directions.
+    """Place two replicas of every stage, whose chains run through the ranks in opposite directions.
 
-    Stages ``0..ranks-1`` go up the ranks, their copies ``ranks..2*ranks-1`` go down: stage
-    ``ranks + k`` is the copy of stage ``k`` and sits on rank ``ranks - 1 - k``.
+    Stages ``0..ranks-1`` go up the ranks, ``ranks..2*ranks-1`` go down: stage ``ranks + k`` is a
+    replica of stage ``k`` and is on rank ``ranks - 1 - k``.
 
     >>> bidirectional(4)
     (0, 1, 2, 3, 3, 2, 1, 0)
@@ -53,7 +53,7 @@ def bidirectional(ranks: int) -> Placement:
 
 
 def explicit(ranks_of_stages: Iterable[int]) -> Placement:
-    """The placement that is written out: the rank of stage 0, of stage 1, and so on.
+    """Make the placement with these ranks: that of stage 0, of stage 1, and so on.
 
     Raises:
         ValueError: where it is empty, or where a rank between 0 and the largest holds nothing.
@@ -72,7 +72,7 @@ def explicit(ranks_of_stages: Iterable[int]) -> Placement:
 
 
 def place(style: str, ranks: int, stages: int) -> Placement:
-    """The placement of ``stages`` stages on ``ranks`` ranks that a style names.
+    """Place ``stages`` stages on ``ranks`` ranks in a style.
 
     Args:
         style: ``"loop"`` or ``"v"``.

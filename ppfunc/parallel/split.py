@@ -1,4 +1,4 @@
-"""Split points of a stack of equal layers, with the input and output modules counted as some layers."""
+"""Split a stack of equal layers, with the input and output modules counted as some layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def split_points(
     extra: Literal["middle", "first"] = "middle",
     allow_empty: bool = False,
 ) -> tuple[str, ...]:
-    """The names of the layers at which a new stage begins; arguments as for `partition_layers`.
+    """Name the layers at which a new stage begins; arguments as for `partition_layers`.
 
     >>> split_points(8, 4)
     ('layers.1', 'layers.4', 'layers.7')
@@ -37,11 +37,11 @@ def partition_layers(
     extra: Literal["middle", "first"] = "middle",
     allow_empty: bool = False,
 ) -> Partition:
-    """The partition of equal layers whose first stage also holds the input, and the last the output, modules.
+    """Cut equal layers into stages, the first of which also holds the input modules, and the last the output modules.
 
     The effective load of a stage is its layers plus those weights. With ``extra="middle"`` the
     loads differ by at most one, unless a weight alone is above that, and the first and last stage
-    are the lightest. With ``extra="first"`` what does not divide goes to the first stages.
+    are the lightest. With ``extra="first"`` the remainder goes to the first stages.
 
     Args:
         layers: number of layers.
@@ -76,7 +76,7 @@ def partition_layers(
 
 
 def effective_loads(partition: Partition, input_weight: float = 1, output_weight: float = 1) -> tuple[float, ...]:
-    """The layers of each stage, plus the weights of the input and output modules at the ends.
+    """Add the weights of the input and output modules to the layers of the first and the last stage.
 
     >>> effective_loads(Partition((0, 2, 5)))
     (3, 4)
@@ -96,7 +96,7 @@ def count_stages(
     input_weight: int = 0,
     output_weight: int = 0,
 ) -> int:
-    """The number of stages for so many ranks, each with the same number of stages.
+    """Choose the number of stages for so many ranks, each with the same number of stages.
 
     Args:
         layers: number of layers.
@@ -137,7 +137,7 @@ def count_stages(
 
 
 def _lightest_get_more(layers: int, stages: int, input_weight: float, output_weight: float, floor: int) -> list[int]:
-    """Sizes made by giving one layer at a time to the lightest stage, the middle before the ends."""
+    """Give one layer at a time to the lightest stage, the middle before the ends; return the sizes."""
     sizes = [floor] * stages
     loads: list[float] = list(sizes)
     loads[0] += input_weight
@@ -155,7 +155,7 @@ def _lightest_get_more(layers: int, stages: int, input_weight: float, output_wei
 
 
 def _first_get_more(layers: int, stages: int, input_weight: float, output_weight: float) -> list[int]:
-    """Sizes of equal effective loads, one more for the first stages until nothing is left."""
+    """Make effective loads equal, one more for the first stages until nothing is left; return the sizes."""
     if stages == 1:
         return [layers]
     first, last = int(input_weight), int(output_weight)

@@ -1,4 +1,4 @@
-"""Weights of layers to balance by: their parameters, a pattern on their names, or their time."""
+"""Weigh layers by their parameters, a pattern on their names, or their time, and cut them by that."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Method = Literal["uniform", "balanced", "min_range"]
 
 
 def partition_by_weights(weights: Sequence[float], stages: int, method: Method = "balanced", *, allow_empty: bool = False) -> Partition:
-    """The partition that a method makes.
+    """Cut layers by weights, with a method of choice.
 
     Args:
         weights: one per layer.
@@ -35,14 +35,14 @@ def partition_by_weights(weights: Sequence[float], stages: int, method: Method =
 
 
 def partition_by_parameters(layers: Sequence[Any], stages: int, method: Method = "balanced", *, allow_empty: bool = False) -> Partition:
-    """The partition by the number of parameters of each layer, as `count_layer_parameters` finds them."""
+    """Cut layers by their numbers of parameters, as `count_layer_parameters` finds them."""
     return partition_by_weights(count_layer_parameters(layers), stages, method, allow_empty=allow_empty)
 
 
 def partition_by_pattern(
     layers: Sequence[Any], pattern: str | re.Pattern[str], stages: int, method: Method = "balanced", *, allow_empty: bool = False
 ) -> Partition:
-    r"""The partition in which the layers whose name matches are shared out evenly; the others weigh nothing.
+    r"""Cut layers so that those whose name matches are shared out evenly; the others weigh nothing.
 
     Args:
         layers: names, or layers, which are named by their class or their function.
@@ -78,19 +78,19 @@ def partition_by_time(
     allow_empty: bool = False,
     **options: Any,
 ) -> Partition:
-    """The partition by the measured time of each layer; options as for `measure_layers`."""
+    """Cut layers by their measured times; options as for `measure_layers`."""
     return partition_by_weights(measure_layers(layers, example, **options), stages, method, allow_empty=allow_empty)
 
 
 def layer_name(layer: Any) -> str:
-    """The name of a layer: itself if it is text, of a function or a class its own, else of its class."""
+    """Name a layer: text names itself, a function or a class has its name, any other layer that of its class."""
     if isinstance(layer, str):
         return layer
     return getattr(layer, "__name__", type(layer).__name__)
 
 
 def count_layer_parameters(layers: Sequence[Any]) -> tuple[int, ...]:
-    """The number of parameter elements of each layer.
+    """Count the parameter elements of each layer.
 
     Args:
         layers: each a module (what ``parameters()`` yields that requires a gradient), a tree of
@@ -112,7 +112,7 @@ def measure_layers(
     synchronize: Callable[[], object] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[float, ...]:
-    """The time that each layer takes, in seconds: the median of several runs.
+    """Measure the time of each layer in seconds: the median of several runs.
 
     Args:
         layers: functions of one argument, each taking what the one before returned.
@@ -144,7 +144,7 @@ def _count(layer: Any) -> int:
 
 
 def _tensors(tree: Any) -> Iterator[Any]:
-    """The tensors in a tree: what can say its ``numel``."""
+    """List the tensors in a tree: its objects that have ``numel``."""
     if hasattr(tree, "numel"):
         yield tree
     elif isinstance(tree, Mapping):
