@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+_PROBE = 0x70706675  # a tag
+
 # Without a registry such a communicator ends when it is let go, and peers that wait on it raise.
 ProcessGroupGloo = dist.ProcessGroupGloo
 
@@ -45,3 +47,17 @@ def backend_of(group: dist.ProcessGroup) -> str | None:
     by_device = dict(entry.split(":") for entry in str(dist.get_backend_config(group)).split(","))
     backend = by_device.get("cuda") if torch.cuda.is_available() else None
     return backend or by_device.get("cpu") or by_device.get("cuda")
+
+
+def alive(group: dist.ProcessGroup, peer: int) -> bool:
+    """Whether the process of a rank of a group may still live. Known for gloo, which has a connection to each rank.
+
+    gloo refuses to receive over a connection that has ended. Nothing is ever sent with this tag.
+    """
+    if backend_of(group) != "gloo":
+        return True
+    try:
+        group._get_backend(torch.device("cpu")).recv([torch.empty(1)], peer, _PROBE)
+    except RuntimeError:
+        return False
+    return True

@@ -21,6 +21,7 @@ from .sockets import Address, Stream, connect, hosts, listen, welcome
 _WATCHED = ("watch", "tree")  # channels of the tree, opened ahead of time
 _PATIENCE = 1.0  # seconds to wait for the ranks above to decide
 _ANSWERS = 0.5  # seconds to wait for the ranks that live to say whom they wait for
+_PROBE = 0.2  # seconds between looks after neighbours that have not come
 _SPINS = 200  # looks at a socket before sleeping: who sleeps is woken some 30 us after the message
 _KEPT = 16  # failures that a rank which comes late hears of
 
@@ -83,10 +84,9 @@ class SocketLinks:
         self.waiting_on = peer
         while True:
             problem = self._problem(stream)  # looked for before the message, which may have come before it
-            while (message := stream.next()) is not None:
-                if message[0] >= self.generation:
-                    self.waiting_on = None
-                    return message[1]
+            if (message := stream.next(self.generation)) is not None:
+                self.waiting_on = None
+                return message
             if problem is not None:
                 raise problem
             if spins:
@@ -233,25 +233,34 @@ class SocketLinks:
     def _lose(self, peer: int) -> None:
         """A neighbour is gone, which is a failure of the first generation that has none."""
         self._gone.add(peer)
-        self._report(max([self.generation, *(g + 1 for g in self._decided)]), self._describe(peer))
+        self._report(self._undecided, self._describe(peer))
         _ring(self._wake)
+
+    @property
+    def _undecided(self) -> int:
+        """The first generation that has no failure."""
+        return max([self.generation, *(generation + 1 for generation in self._decided)])
 
     def _watch(self) -> None:
         greeting: dict[int, socket.socket] = {}
-        pause = 0.001
+        pause, probed = 0.001, time.monotonic()
         while not self._closed:
-            poll, seeking = select.poll(), self._parent is not None and self._streams[self._parent, "watch"].socket is None
+            poll = select.poll()
             for reader in (self._listener, self._noted, *greeting.values()):
                 poll.register(reader, select.POLLIN)
             with self._changed:
                 streams = {s.fileno: s for s in self._streams.values() if s.socket is not None and not s.ended}
             for fd, stream in streams.items():
                 poll.register(fd, select.POLLIN * (stream.channel == "watch") | select.POLLOUT * stream.backlog)
-            for fd, _ in poll.poll(1000 * pause if seeking else None):
+            missing = [n for n in self._neighbours if n not in self._gone and self._streams[n, "watch"].socket is None]
+            for fd, _ in poll.poll(1000 * pause if missing else None):
                 self._serve(fd, streams, greeting)
-            if seeking:
+            if self._parent in missing:
                 self._seek_parent()
-                pause = min(2 * pause, 0.05)
+            if missing and time.monotonic() - probed > _PROBE:
+                self._probe(missing)
+                probed = time.monotonic()
+            pause = min(2 * pause, 0.05)
         self._let_go(greeting)
 
     def _serve(self, fd: int, streams: Mapping[int, Stream], greeting: dict[int, socket.socket]) -> None:
@@ -282,10 +291,17 @@ class SocketLinks:
 
     def _listen_to(self, stream: Stream) -> None:
         with self._changed:
-            while (message := stream.next()) is not None:
-                self._hear(stream.peer, *json.loads(message[1]))
+            while (message := stream.next(0)) is not None:
+                self._hear(stream.peer, *json.loads(message))
             if stream.ended and not self._closed:
                 self._lose(stream.peer)
+
+    def _probe(self, missing: list[int]) -> None:
+        """Find out whether neighbours that have not come are gone; the store tells when the one above comes."""
+        for peer in missing:
+            if not self._rendezvous.alive(peer) and self._streams[peer, "watch"].socket is None:
+                with self._changed:
+                    self._lose(peer)
 
     def _seek_parent(self) -> None:
         """Connect to the rank above once it is there."""
@@ -294,8 +310,8 @@ class SocketLinks:
             address = self._rendezvous.read(f"address/{self._parent}")
         except LinkError as error:  # the store is gone
             with self._changed:
-                self._decide(self.generation, self._committed, self._describe(error.peer))
-            self._streams[self._parent, "watch"].ended = True
+                self._decide(self._undecided, self._committed, self._describe(error.peer))
+                self._gone.add(self._parent)
             return
         if address is not None:
             for channel in _WATCHED[::-1]:

@@ -27,6 +27,7 @@ class Rendezvous:
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: float | None) -> None:
+        self._group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.backend = _torch.backend_of(group)
@@ -54,6 +55,10 @@ class Rendezvous:
         """A text that another rank has left, None where it has not yet."""
         with self._within_reach():
             return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def alive(self, peer: int) -> bool:
+        """Whether the process of a peer may still live, as far as that is known."""
+        return _torch.alive(self._group, peer)
 
     def wait(self, key: str, peer: int, check: Callable[[int], None]) -> str:
         """A text that ``peer`` leaves; ``check(peer)`` raises where it is not to be waited for any longer."""

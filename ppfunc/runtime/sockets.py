@@ -79,16 +79,20 @@ class Stream:
         except OSError:
             self.ended = True  # what the peer sent before can still be read
 
-    def next(self) -> tuple[int, bytes] | None:
-        """The next message that is there, with its generation."""
+    def next(self, generation: int) -> bytes | None:
+        """The next message of a generation that is there; older ones are dropped, and newer ones stay."""
         inbox = self._inbox
         while True:
             if len(inbox) >= _HEADER.size:
-                generation, length = _HEADER.unpack_from(inbox)
+                sent, length = _HEADER.unpack_from(inbox)
+                if sent > generation:
+                    return None
                 if len(inbox) >= _HEADER.size + length:
                     data = bytes(inbox[_HEADER.size : _HEADER.size + length])
                     del inbox[: _HEADER.size + length]
-                    return generation, data
+                    if sent == generation:
+                        return data
+                    continue
             if not self._receive():
                 return None
 
