@@ -56,7 +56,9 @@ class Links(Protocol):
 
     rank: int
     size: int
-    generation: int
+
+    @property
+    def generation(self) -> int: ...
 
     def send(self, peer: int, channel: str, data: bytes) -> None:
         """Send a message of any length without waiting for the peer; one that is gone does not get it."""

@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import ppfunc as pp
 from ppfunc.runtime.buffers import Buffers
@@ -84,7 +83,7 @@ def ring(rank, transport):
                 transport.connect([Link("F", r, (r + 1) % size) for r in range(size)])
                 state.update(generation=transport.generation, calls=tuple(ring_calls(rank, size, transport)))
             buffers = Buffers()
-            for place, call in enumerate(state["calls"]):
+            for place, call in enumerate(state["calls"]):  # noqa: B007
                 call(buffers)
             place = None
             (mine,) = buffers.kept.get((0, 0), (torch.zeros(LEAF.shape, dtype=LEAF.dtype),))
@@ -112,9 +111,9 @@ def struck_while_settling(network):
     for line in network.trace:
         _, _, who, what = (*line.split(" ", 3), "", "")[:4]
         rank = who.partition(".")[0]
-        if what in KINDS and rank in settling or what.startswith("loses") and "(tree)" in what:
+        if (what in KINDS and rank in settling) or (what.startswith("loses") and "(tree)" in what):
             return True
-        if what.startswith("vote") or rank == "0" and what.startswith("commit"):
+        if what.startswith("vote") or (rank == "0" and what.startswith("commit")):
             settling.add(rank)
         if what.startswith(("begin", "publish")):
             settling.discard(rank)
@@ -206,7 +205,7 @@ def check_ring(size, seed, faults):
 @pytest.mark.parametrize("size", range(1, 10))
 def test_steps_without_faults(size):
     for seed in range(3):
-        network, outcomes = check_ring(size, seed, [])
+        _, outcomes = check_ring(size, seed, [])
         assert all(ended.error is None for outcome in outcomes for ended in outcome.value)
 
 

@@ -20,10 +20,11 @@ class Fault(NamedTuple):
 
     Args:
         kind: ``"raise"``: an :class:`InjectedError` out of the operation, or out of the next one that may raise: not while a
-            failure is told, nor once the rank cannot fail the step that ends. ``"interrupt"``: a KeyboardInterrupt. ``"kill"``: the rank stops; of what
-            it has sent, each connection delivers all or nothing, then its peers notice. ``"freeze"``: the rank stops for
-            ``seconds``, for ever where there are none. ``"delay"``: the next message that it sends takes ``seconds``
-            more. ``"drop"``: that message never arrives, nor do those after it on its connection.
+            failure is told, nor once the rank cannot fail the step that ends. ``"interrupt"``: a KeyboardInterrupt.
+            ``"kill"``: the rank stops; of what it has sent, each connection delivers all or nothing, then its peers
+            notice. ``"freeze"``: the rank stops for ``seconds``, for ever where there are none. ``"delay"``: the next
+            message that it sends takes ``seconds`` more. ``"drop"``: that message never arrives, nor do those after it
+            on its connection.
         rank: where.
         at: the operation, counted from 0 on that rank.
         seconds: of virtual time.

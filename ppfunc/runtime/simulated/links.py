@@ -18,14 +18,14 @@ class SimulatedLinks:
 
     def send(self, peer: int, channel: str, data: bytes) -> None:
         self._network.operation(self.rank, f"send {channel} to {peer}")
-        stream = self._network.stream(self.generation, self.rank, peer, channel)
-        stream.send(self._network.delay(self.rank), lambda: stream.arrived.append(data))
+        pipe = self._network.pipe(self.generation, self.rank, peer, channel)
+        pipe.send(self._network.delay(self.rank), lambda: pipe.arrived.append(data))
 
     def recv(self, peer: int, channel: str) -> bytes:
         self._network.operation(self.rank, f"recv {channel} of {peer}")
-        stream = self._network.stream(self.generation, peer, self.rank, channel)
-        self._network.wait(self.rank, peer, f"a message ({channel})", lambda: bool(stream.arrived), stream)
-        return stream.arrived.popleft()
+        pipe = self._network.pipe(self.generation, peer, self.rank, channel)
+        self._network.wait(self.rank, peer, f"a message ({channel})", lambda: bool(pipe.arrived), pipe)
+        return pipe.arrived.popleft()
 
     def begin(self, step: int) -> None:
         self._network.operation(self.rank, f"begin {step}")

@@ -50,7 +50,7 @@ class Member:
     ended: Exception | None = None
 
 
-class Stream:
+class Pipe:
     """One direction of a connection: delivers in order what is sent, each message after a time of its own."""
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -93,7 +93,7 @@ class Network:
         self.trace: list[str] = []
         self.published: list[Published] = []  # by generation
         self.committed = 0  # steps, by rank 0
-        self._streams: dict[tuple[int, int, int, str], Stream] = defaultdict(partial(Stream, self.scheduler))
+        self._pipes: dict[tuple[int, int, int, str], Pipe] = defaultdict(partial(Pipe, self.scheduler))
 
     # -- operations ------------------------------------------------------------------------
 
@@ -114,8 +114,8 @@ class Network:
     def log(self, text: str) -> None:
         self.trace.append(f"{self.scheduler.now:.6f} {text}")
 
-    def wait(self, rank: int, peer: int, text: str, ready: Callable[[], bool], stream: Stream) -> None:
-        """Wait for a peer, or for what it has sent on a stream and is still under way.
+    def wait(self, rank: int, peer: int, text: str, ready: Callable[[], bool], pipe: Pipe) -> None:
+        """Wait for a peer, or for what it has sent on a pipe and is still under way.
 
         Raises:
             LinkError: it is in vain.
@@ -123,45 +123,43 @@ class Network:
         member = self.members[rank]
         member.waits = peer, text
         deadline = self.scheduler.now + self.timeout
-        self.scheduler.wait(rank, lambda: ready() or self.trouble(rank, peer, stream) is not None, deadline)
+        self.scheduler.wait(rank, lambda: ready() or self.trouble(rank, peer, pipe) is not None, deadline)
         if ready():
             member.waits = None
             return
-        error = self.trouble(rank, peer, stream) or LinkError(peer, "late", self._lateness(rank))
+        error = self.trouble(rank, peer, pipe) or LinkError(peer, "late", self._lateness(rank))
         member.waits = None
         self.log(f"rank {rank} gives up: {error}")
         raise error
 
-    def trouble(self, rank: int, peer: int, stream: Stream | None = None) -> LinkError | None:
-        """Why a rank need not wait for a peer, as far as it knows; not for its death while messages are under way on the stream."""
+    def trouble(self, rank: int, peer: int, pipe: Pipe | None = None) -> LinkError | None:
+        """Why a rank need not wait for a peer, as far as it knows; not for its death while messages are under way on the pipe."""
         member = self.members[rank]
         if member.heard > member.generation:
             excused = member.voting and self.published[member.generation].committed > member.voted
             if not excused:
                 return LinkError(peer, "failed", "a failure has been published")
-        if peer in member.lost and not (stream is not None and stream.under_way):
+        if peer in member.lost and not (pipe is not None and pipe.under_way):
             return LinkError(peer, "gone", GONE)
         return None
 
     def _lateness(self, rank: int) -> str:
-        chain, waits = self._chain(rank)
-        told = "".join(f"; rank {r} waits for {self.members[r].waits[1]} of rank {p}" for r, p in zip(chain, waits, strict=False))
-        deadlock = "; a deadlock" if len(waits) == len(chain) else ""
-        return f"rank {waits[0]} has not answered within {self.timeout:g} s{deadlock}{told}"
+        waits = self._waits(rank)
+        told = "".join(f"; rank {waiting} waits for {text} of rank {peer}" for waiting, peer, text in waits)
+        deadlock = "; a deadlock" if waits[-1][1] in (waiting for waiting, _, _ in waits) else ""
+        return f"rank {waits[0][1]} has not answered within {self.timeout:g} s{deadlock}{told}"
 
-    def _chain(self, rank: int) -> tuple[list[int], list[int]]:
-        """The ranks of which each waits for the next, and those they wait for; as many where it is a circle."""
-        chain, waits = [rank], []
-        while (at := self.members[chain[-1]].waits) is not None:
-            waits.append(at[0])
-            if at[0] in chain:
-                break
-            chain.append(at[0])
-        return chain, waits
+    def _waits(self, rank: int) -> list[tuple[int, int, str]]:
+        """Who waits for whom and for what, from a rank on, up to one that does not wait or has been named."""
+        found: list[tuple[int, int, str]] = []
+        while (awaited := self.members[rank].waits) is not None and rank not in (waiting for waiting, _, _ in found):
+            found.append((rank, *awaited))
+            rank = awaited[0]
+        return found
 
     def suspect(self, peer: int) -> int:
         """The rank that holds up a peer."""
-        return self._chain(peer)[0][-1]
+        return next((awaited for _, awaited, _ in reversed(self._waits(peer))), peer)
 
     # -- faults ----------------------------------------------------------------------------
 
@@ -172,7 +170,7 @@ class Network:
         for fault in [f for f in member.due if f.kind in ("delay", "drop")]:
             member.due.remove(fault)
             self.log(f"rank {rank} {fault.kind}")
-            seconds += inf if fault.kind == "drop" else fault.seconds
+            seconds += inf if fault.seconds is None else fault.seconds
         return seconds
 
     def soon(self, event: Callable[[], None]) -> None:
@@ -183,19 +181,17 @@ class Network:
         if self.scheduler.random.random() < 0.5:  # in the middle of the operation
             self._sleep(rank, self.scheduler.random.uniform(0, 3 * self.latency))
         self.log(f"rank {rank} {fault.kind}")
-        match fault.kind:
-            case "raise":
-                raise InjectedError(f"operation {fault.at} of rank {rank} fails")
-            case "interrupt":
-                raise KeyboardInterrupt
-            case "kill":
-                self._lose_streams(rank)
-                self.close(rank)
-                self._stop(rank)
-            case "freeze" if fault.seconds is None:
-                self._stop(rank)
-            case "freeze":
-                self._sleep(rank, fault.seconds)
+        if fault.kind == "raise":
+            raise InjectedError(f"operation {fault.at} of rank {rank} fails")
+        if fault.kind == "interrupt":
+            raise KeyboardInterrupt
+        if fault.kind == "kill":
+            self._lose_pipes(rank)
+            self.close(rank)
+        if fault.seconds is None:
+            self._stop(rank)
+        else:
+            self._sleep(rank, fault.seconds)
 
     def _sleep(self, rank: int, seconds: float) -> None:
         until = self.scheduler.now + seconds
@@ -204,16 +200,16 @@ class Network:
 
     def _stop(self, rank: int) -> None:
         self.scheduler.wait(rank, lambda: self.scheduler.over)
-        self.members[rank].ended = RankStopped(f"rank {rank} has stopped")
-        raise self.members[rank].ended
+        self.members[rank].ended = error = RankStopped(f"rank {rank} has stopped")
+        raise error
 
-    def _lose_streams(self, rank: int) -> None:
+    def _lose_pipes(self, rank: int) -> None:
         """Lose what a rank has sent, on half of its connections."""
-        for (_, sender, receiver, channel), stream in self._streams.items():
+        for (_, sender, receiver, channel), pipe in self._pipes.items():
             if sender == rank and self.scheduler.random.random() < 0.5:
-                if stream.under_way:
-                    self.log(f"rank {rank} loses {stream.under_way} messages to {receiver} ({channel})")
-                stream.tear()
+                if pipe.under_way:
+                    self.log(f"rank {rank} loses {pipe.under_way} messages to {receiver} ({channel})")
+                pipe.tear()
 
     def close(self, rank: int) -> None:
         """End the connections of a rank; peers notice later, each at its time."""
@@ -223,9 +219,9 @@ class Network:
 
     # -- messages and failures ----------------------------------------------------------------
 
-    def stream(self, generation: int, sender: int, receiver: int, channel: str) -> Stream:
+    def pipe(self, generation: int, sender: int, receiver: int, channel: str) -> Pipe:
         """A connection; each generation has its own, so that what was sent in an earlier one is dropped."""
-        return self._streams[generation, sender, receiver, channel]
+        return self._pipes[generation, sender, receiver, channel]
 
     def commit(self, step: int) -> None:
         """Commit a step on rank 0.

@@ -12,7 +12,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 
-class Outcome(NamedTuple):
+class RankResult(NamedTuple):
     """How a function ended: its value, or the exception that it raised."""
 
     value: Any
@@ -27,7 +27,7 @@ class _Task:
     ready: Callable[[], bool] = lambda: True
     deadline: float = inf
     turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
-    outcome: Outcome | None = None
+    result: RankResult | None = None
 
 
 class Scheduler:
@@ -49,7 +49,7 @@ class Scheduler:
         self._numbers = count()
         self._finished = threading.Semaphore(0)
 
-    def run(self, functions: Sequence[Callable[[], Any]]) -> list[Outcome]:
+    def run(self, functions: Sequence[Callable[[], Any]]) -> list[RankResult]:
         """Call every function in a thread of its own, until all have ended."""
         self.over, self._tasks = False, [_Task(function) for function in functions]
         threads = [threading.Thread(target=self._live, args=(task,), daemon=True) for task in self._tasks]
@@ -59,16 +59,16 @@ class Scheduler:
         self._finished.acquire()
         for thread in threads:
             thread.join()
-        outcomes = [task.outcome for task in self._tasks]
+        results = [task.result for task in self._tasks if task.result is not None]
         self._tasks = []
-        return outcomes
+        return results
 
     def _live(self, task: _Task) -> None:
         task.turn.acquire()
         try:
-            task.outcome = Outcome(task.function(), None)
+            task.result = RankResult(task.function(), None)
         except BaseException as error:
-            task.outcome = Outcome(None, error)
+            task.result = RankResult(None, error)
         self._hand_on()
 
     def wait(self, number: int, ready: Callable[[], bool] = lambda: True, deadline: float = inf) -> None:
@@ -94,7 +94,7 @@ class Scheduler:
 
     def _choose(self) -> _Task | None:
         """The thread that runs next; None where all have ended."""
-        while alive := [task for task in self._tasks if task.outcome is None]:
+        while alive := [task for task in self._tasks if task.result is None]:
             ready = [task for task in alive if task.ready()]
             first = min(alive, key=lambda task: inf if task in ready else task.deadline)
             deadline = inf if first in ready else first.deadline

@@ -8,7 +8,7 @@ from typing import Any
 
 from .faults import Fault
 from .network import Network
-from .scheduler import Outcome
+from .scheduler import RankResult
 from .transport import SimulatedTransport
 from .wires import Wires
 
@@ -39,9 +39,7 @@ class Simulated:
         [['0', '1'], ['0', '1']]
     """
 
-    def __init__(
-        self, ranks: int, seed: int, faults: Iterable[Fault] = (), *, timeout: float = 300.0, latency: float = 0.01
-    ) -> None:
+    def __init__(self, ranks: int, seed: int, faults: Iterable[Fault] = (), *, timeout: float = 300.0, latency: float = 0.01) -> None:
         self._network = Network(ranks, seed, tuple(faults), timeout, latency)
         wires = Wires(self._network)
         self._transports = [SimulatedTransport(self._network, wires, rank) for rank in range(ranks)]
@@ -60,7 +58,7 @@ class Simulated:
         """The transport of a rank; it sends messages in ``run`` only."""
         return self._transports[rank]
 
-    def run(self, function: Callable[[int, SimulatedTransport], Any]) -> list[Outcome]:
+    def run(self, function: Callable[[int, SimulatedTransport], Any]) -> list[RankResult]:
         """Call ``function(rank, transport)`` on every rank, until all have ended.
 
         Returns:

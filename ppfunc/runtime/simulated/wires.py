@@ -13,7 +13,7 @@ from ppfunc.stage import LeafSignature
 
 from ..buffers import Buffers
 from ..transport import Call, Link, Transfer
-from .network import Network, Stream
+from .network import Network, Pipe
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +40,7 @@ class Wires:
     def __init__(self, network: Network) -> None:
         self._network = network
         self._open: set[tuple[int, int, Link]] = set()  # generation, rank, link
-        self._posted: dict[tuple[Stream, bool], deque[_End]] = defaultdict(deque)  # by stream and direction
+        self._posted: dict[tuple[Pipe, bool], deque[_End]] = defaultdict(deque)  # by pipe and direction
 
     def connect(self, rank: int, links: Collection[Link]) -> None:
         """Open links at the end of a rank, and wait for the other ends."""
@@ -48,9 +48,12 @@ class Wires:
         network.operation(rank, f"connect {len(links)} links")
         self._open |= {(generation, rank, link) for link in links}
         for link in links:
-            peer = link.receiver if link.sender == rank else link.sender
-            there, stream = (generation, peer, link), self._stream(generation, link)
-            network.wait(rank, peer, f"the connection {_name(link)}", lambda there=there: there in self._open, stream)
+            self._await_open(rank, generation, link)
+
+    def _await_open(self, rank: int, generation: int, link: Link) -> None:
+        peer = link.receiver if link.sender == rank else link.sender
+        name, pipe = f"the connection {_name(link)}", self._pipe(generation, link)
+        self._network.wait(rank, peer, name, lambda: (generation, peer, link) in self._open, pipe)
 
     def post(self, rank: int, batch: Sequence[Transfer]) -> Call:
         """Make the call that posts a batch; it runs until the next failure."""
@@ -66,7 +69,7 @@ class Wires:
                 self._require_open(rank, generation, link)
                 end = self._sent(rank, transfer, buffers) if transfer.outgoing else _received(transfer)
                 buffers.pending[transfer.tag] = end
-                self._match(self._stream(generation, link), end)
+                self._match(self._pipe(generation, link), end)
 
         return post
 
@@ -80,7 +83,7 @@ class Wires:
             self._network.operation(rank, text)
             self._require_open(rank, generation, link)
             end: _End = buffers.pending[tag]
-            self._network.wait(rank, transfer.peer, name, lambda: end.arrived, self._stream(generation, link))
+            self._network.wait(rank, transfer.peer, name, lambda: end.arrived, self._pipe(generation, link))
             del buffers.pending[tag]
             if end.error is not None:
                 raise end.error
@@ -94,14 +97,14 @@ class Wires:
         mine = {(generation, r, link) for generation, r, link in self._open if r == rank}
         self._open -= mine
         for generation, _, link in mine:
-            self._stream(generation, link).tear()
+            self._pipe(generation, link).tear()
 
     def _require_open(self, rank: int, generation: int, link: Link) -> None:
         if (generation, rank, link) not in self._open or self._network.members[rank].generation != generation:
             raise RuntimeError(f"got a message on {_name(link)}, which rank {rank} has not connected since the last failure")
 
-    def _stream(self, generation: int, link: Link) -> Stream:
-        return self._network.stream(generation, link.sender, link.receiver, f"data {link.direction}")
+    def _pipe(self, generation: int, link: Link) -> Pipe:
+        return self._network.pipe(generation, link.sender, link.receiver, f"data {link.direction}")
 
     def _sent(self, rank: int, transfer: Transfer, buffers: Buffers) -> _End:
         tensors = tuple(buffers.values.pop(transfer.tag))
@@ -110,12 +113,12 @@ class Wires:
             raise RuntimeError(f"rank {rank} sends {got} as {_name(transfer.tag)}; agreed was {expected}")
         return _End(transfer, tensors, tuple(t.clone() for t in tensors), self._network.delay(rank))
 
-    def _match(self, stream: Stream, end: _End) -> None:
-        sends, receives = self._posted[stream, True], self._posted[stream, False]
+    def _match(self, pipe: Pipe, end: _End) -> None:
+        sends, receives = self._posted[pipe, True], self._posted[pipe, False]
         (sends if end.transfer.outgoing else receives).append(end)
         while sends and receives:
             source, destination = sends.popleft(), receives.popleft()
-            stream.send(source.seconds, partial(self._deliver, source, destination))
+            pipe.send(source.seconds, partial(self._deliver, source, destination))
 
     def _deliver(self, source: _End, destination: _End) -> None:
         sent, received = source.transfer, destination.transfer
