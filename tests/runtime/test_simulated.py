@@ -228,6 +228,15 @@ def test_a_fault_at_any_operation(size, kind):
                 assert all(outcome.value[-1].error is None for outcome in outcomes)
 
 
+@pytest.mark.parametrize("second", KINDS)
+@pytest.mark.parametrize("first", ["raise", "interrupt"])
+def test_a_fault_while_a_failure_is_told(first, second):
+    counted, _ = run_ring(3, 0, number=1)
+    for rank, operations in enumerate(counted.operations):
+        for at in range(operations):
+            check_ring(3, at, [Fault(first, rank, at), Fault(second, rank, at + 1, 1.0 if second == "delay" else None)])
+
+
 @given(st.data())
 def test_faults_while_others_are_handled(data):
     size, seed = data.draw(st.integers(1, 7)), data.draw(st.integers(0, 2**32))

@@ -98,7 +98,7 @@ class Network:
     # -- operations ------------------------------------------------------------------------
 
     def operation(self, rank: int, text: str, *, can_fail: bool = True) -> None:
-        """Begin an operation of a rank: faults strike, then others may run."""
+        """Begin an operation of a rank: faults strike, then others may run. One that cannot fail raises interrupts only."""
         member = self.members[rank]
         if member.ended is not None:
             raise member.ended.with_traceback(None)
@@ -136,6 +136,7 @@ class Network:
         """Why a rank need not wait for a peer, as far as it knows; not for its death while messages are under way on the pipe."""
         member = self.members[rank]
         if member.heard > member.generation:
+            # Of a step that rank 0 has committed the rank waits to hear, whatever fails afterwards.
             excused = member.voting and self.published[member.generation].committed > member.voted
             if not excused:
                 return LinkError(peer, "failed", "a failure has been published")
