@@ -57,7 +57,9 @@ class Links(Protocol):
 
     rank: int
     size: int
-    generation: int
+
+    @property
+    def generation(self) -> int: ...
 
     def send(self, peer: int, channel: str, data: bytes) -> None:
         """Send a message of any length without waiting for the peer; one that is gone does not get it."""
@@ -305,14 +307,17 @@ class Control:
         if isinstance(cause, StepRunning) and not cause.refused:
             cause.refused = True
             return cause
+        interrupts: list[BaseException] = []
         with hold_interrupts():
             try:
-                mine = _Told.of(failure, self.links)
-                first = _Told(*json.loads(self.links.publish(json.dumps(mine))))
+                mine = _insist(interrupts, _Told.of, failure, self.links)
+                first = _Told(*json.loads(_insist(interrupts, self.links.publish, json.dumps(mine))))
             finally:
                 self._tear_down()
                 if self._running.locked():
                     self._running.release()
+        if interrupts:
+            raise interrupts[0] from cause
         if first == mine and failure.instruction is None and not isinstance(cause, LinkError):
             return cause
         return first.error(rank)
