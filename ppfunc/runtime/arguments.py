@@ -63,6 +63,7 @@ class StepForm(NamedTuple):
         devices: where each stage computes.
         inputs, targets: signatures of the microbatches; None where this process was given none.
         rows: rows of a microbatch, where the inputs came as a whole batch; None where they came as Microbatches.
+        other_rows: likewise of targets and extras that came as whole batches, by name.
         extras: signatures of the microbatches.
     """
 
@@ -72,6 +73,7 @@ class StepForm(NamedTuple):
     inputs: tuple[Signature, ...] | None
     targets: tuple[Signature, ...] | None
     rows: int | None
+    other_rows: Mapping[str, int]
     extras: Mapping[int, tuple[Signature, ...]]
     state: Mapping[int, Signature]
 
@@ -174,6 +176,8 @@ def read_loss_weights(weights: LossWeights, microbatches: int) -> torch.Tensor |
     if weights is None:
         return None
     try:
+        if torch.is_tensor(weights) and weights.is_complex():
+            raise TypeError("complex weights")
         read = torch.as_tensor(weights, dtype=torch.float64)
     except (TypeError, ValueError) as error:
         raise TypeError(f"loss_weights: got {reprlib.repr(weights)}, expected one number for each of the {microbatches} microbatches") from error
@@ -226,6 +230,7 @@ def _form(trees: Mapping[str, TreeForm], stages: Sequence[int], microbatches: in
         batch("inputs"),
         batch("targets"),
         _rows(trees["inputs"]) if "inputs" in trees else None,
+        {name: _rows(trees[name]) for name in ("targets", *(f"extras[{s}]" for s in stages)) if name in trees},
         {s: found for s, found in extras.items() if found},
         {s: trees[f"state[{s}]"].signature.without_grad() for s in stages if f"state[{s}]" in trees},
     )

@@ -137,6 +137,7 @@ def lower(
         StageError: a stage cannot be evaluated.
     """
     require_honoured(schedule)
+    _require_same_rows(form, schedule.microbatches)
     local = set(range(schedule.ranks) if ranks is None else ranks)
     home, model = schedule.placement, schedule.model_stages
     edges: dict[tuple[int, int], Sequence[Signature]] = {}
@@ -178,6 +179,16 @@ def require_honoured(schedule: Schedule) -> None:
             (r, n, i) for r, program in enumerate(schedule.programs) for n, step in enumerate(program) for i in step if i.op is op
         )
         raise ValueError(f"the schedule {schedule.name!r} has {instruction} (rank {rank}, step {position}), which nothing would honour: {refused[op]}")
+
+
+def _require_same_rows(form: StepForm, microbatches: int) -> None:
+    """Raise ValueError where targets or extras have other rows than the inputs: a loss might broadcast over them."""
+    for name, rows in form.other_rows.items():
+        if form.rows and rows and rows != form.rows:  # 0 of a batch without leaves
+            raise ValueError(
+                f"{name}: got {rows * microbatches} rows in axis 0, the inputs have {form.rows * microbatches}; expected the same rows, "
+                f"or ppfunc.microbatch({name}, {microbatches}) where it is meant"
+            )
 
 
 def stages_in_order(schedule: Schedule) -> Iterator[tuple[int, range]]:

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-# Operators as other operators, whose derivatives are exact to any order.
-from torch._decomp import decomposition_table as DECOMPOSITIONS
-
 # FakeTensorMode imports it when the first one is made, which takes a second. Here, ranks that wait for each other import it at the same time.
 import torch._dynamo
+
+# Operators as other operators, whose derivatives are exact to any order.
+from torch._decomp import decomposition_table as DECOMPOSITIONS
 
 # Types of dispatched operators: `OpOverload` has a schema, everything else is an operator on functions.
 from torch._ops import OpOverload

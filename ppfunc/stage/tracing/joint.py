@@ -29,7 +29,7 @@ class Joint(NamedTuple):
     Args:
         graph: the operators in the order in which they were called.
         constants: the tensors that ``get_attr`` nodes name.
-        params, x, consts, gy: the nodes of the arguments.
+        params, x, extras, gy: the nodes of the arguments.
         outputs: the leaves of ``y``, then those of the auxiliary output.
         gparams: one entry per differentiable parameter, ``None`` without dependence.
         gx: one entry per leaf of ``x`` that wants a gradient.
@@ -39,7 +39,7 @@ class Joint(NamedTuple):
     constants: dict[str, torch.Tensor]
     params: Nodes
     x: Nodes
-    consts: Nodes
+    extras: Nodes
     gy: Nodes
     outputs: Nodes
     gparams: Maybe
@@ -60,9 +60,9 @@ def trace(stage: DifferentiableStage, example: Example, known: Outline, name: st
     """
     # Looking for anomalies asks for values.
     with without_values(), torch.autograd.set_detect_anomaly(False):
-        params, x, consts = example.make()
+        params, x, extras = example.make()
         gy = tuple(torch.empty(s.shape, dtype=s.dtype, device=example.device) for s in known.y.leaves if s.grad)
-        groups = (params, x, consts, gy)
+        groups = (params, x, extras, gy)
         joint = _record(partial(_joint, stage), groups, name)
         if any(map(is_mutable, joint.graph.nodes)):
             joint = _record(partial(_without_effects, joint), groups, name)
@@ -72,7 +72,7 @@ def trace(stage: DifferentiableStage, example: Example, known: Outline, name: st
 
 def _record(fn: Callable[..., Results], groups: tuple[Leaves, ...], name: str) -> Joint:
     """The joint trace of ``fn(record, *groups)``."""
-    named = [(t, f"{letter}{i}") for letter, group in zip("pxcg", groups, strict=True) for i, t in enumerate(group)]
+    named = [(t, f"{letter}{i}") for letter, group in zip("pxeg", groups, strict=True) for i, t in enumerate(group)]
     record = Record(name, named)
     try:
         with record:
@@ -88,11 +88,11 @@ def _record(fn: Callable[..., Results], groups: tuple[Leaves, ...], name: str) -
     return Joint(record.graph, record.constants, *groups_of_nodes)
 
 
-def _joint(stage: DifferentiableStage, record: Record, params: Leaves, x: Leaves, consts: Leaves, gy: Leaves) -> Results:
+def _joint(stage: DifferentiableStage, record: Record, params: Leaves, x: Leaves, extras: Leaves, gy: Leaves) -> Results:
     """Outputs, gradients of the parameters and of ``x``."""
     with torch.enable_grad():
         primals = tuple(tuple(t.detach().requires_grad_() for t in group) for group in stage.primals(params, x))
-        y, outputs = stage.with_others(params, x, consts)(*primals)
+        y, outputs = stage.with_others(params, x, extras)(*primals)
         record.end_of_forward()
         inputs = primals[0] + primals[1]
         gradients = torch.autograd.grad(y, inputs, gy, allow_unused=True) if y and inputs else (None,) * len(inputs)

@@ -15,6 +15,7 @@ from torch.fx import Graph, Node
 from .._torch import FakeTensor, OpOverload, TorchDispatchMode, schema
 from ..abstract import is_of_a_library
 from ..errors import StageError
+from ..purity import NoValuesError
 from .decompositions import DECOMPOSITIONS, HIDDEN
 from .operators import ELEMENT
 
@@ -61,7 +62,7 @@ class Record(TorchDispatchMode):
             return None
         if id(tensor) not in self._nodes:
             if isinstance(tensor, FakeTensor):
-                raise StageError(self.stage, "it uses a tensor that no operator of its trace made", "use the eager engine")
+                raise NoValuesError(tensor).told(self.stage)
             name = f"constant{len(self.constants)}"
             self.constants[name] = tensor
             self._know(tensor, self.graph.create_node("get_attr", name))
