@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore as PrefixStore, Store
 
 _PROBE = 0x70706675  # a tag
 
@@ -14,7 +15,7 @@ _PROBE = 0x70706675  # a tag
 ProcessGroupGloo = dist.ProcessGroupGloo
 
 
-def ProcessGroupNCCL(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+def ProcessGroupNCCL(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     """An NCCL communicator of its own."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
@@ -31,7 +32,7 @@ def end_coalescing(group: Any) -> Any:
     return group._end_coalescing()
 
 
-def store_of(group: dist.ProcessGroup) -> dist.Store:
+def store_of(group: dist.ProcessGroup) -> Store:
     """The store through which the ranks of a group met."""
     return group.get_group_store()
 
@@ -56,8 +57,9 @@ def alive(group: dist.ProcessGroup, peer: int) -> bool:
     """
     if backend_of(group) != "gloo":
         return True
+    backend: Any = group._get_backend(torch.device("cpu"))
     try:
-        group._get_backend(torch.device("cpu")).recv([torch.empty(1)], peer, _PROBE)
+        backend.recv([torch.empty(1)], peer, _PROBE)
     except RuntimeError:
         return False
     return True

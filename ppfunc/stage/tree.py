@@ -76,7 +76,7 @@ def rebuild(kind: type, metadata: Any, children: tuple[Any, ...]) -> Any:
     return optree.register_pytree_node.get(kind, namespace=NAMESPACE).unflatten_func(metadata, children)
 
 
-class _Entry(optree.PyTreeEntry):
+class _NodeEntry(optree.PyTreeEntry):
     """A step of a path as torch writes it, ``.value`` or ``['key']``."""
 
     def codify(self, node: str = "") -> str:
@@ -91,7 +91,7 @@ def _adopt() -> None:
     for kind, node in list(PYTREE_NODES.items()):
         if kind not in _seen and isinstance(kind, type) and not optree.is_structseq_class(kind):
             if optree.register_pytree_node.get(kind, namespace=NAMESPACE) is None:
-                optree.register_pytree_node(kind, _flattener(node), _unflattener(node), path_entry_type=_Entry, namespace=NAMESPACE)
+                optree.register_pytree_node(kind, _flattener(node), _unflattener(node), path_entry_type=_NodeEntry, namespace=NAMESPACE)
         _seen.add(kind)
 
 
