@@ -12,9 +12,9 @@ from torch.fx import Graph, GraphModule, Node
 from .._torch import OpOverload, make_fx, rename
 from ..abstract import Outline, without_values
 from ..contiguous import contiguous
+from ..differentiable import DifferentiableStage
 from ..errors import StageError
 from ..example import Example, Leaves
-from ..differentiable import DifferentiableStage
 from .honest import HIDDEN, HONEST
 from .operators import is_call, is_element, is_mutable, is_random
 
