@@ -6,10 +6,15 @@ Checked on torch 2.13 by running the tests, on 2.11 and 2.14 by their sources. `
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
 import torch
+
+# FakeTensorMode imports it when the first one is made, which takes a second. Here, ranks that wait for each other import it at the same time.
+import torch._dynamo
 
 # Operators as other operators, whose derivatives are exact to any order.
 from torch._decomp import decomposition_table as DECOMPOSITIONS
@@ -25,9 +30,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-
-# Traces Python into a graph of operators; used with its option `_allow_non_fake_inputs`.
-from torch.fx.experimental.proxy_tensor import make_fx
 
 # Raise torch's error for one value per channel, and for one per channel and sample.
 from torch.nn.functional import _verify_batch_size as require_batch  # type: ignore[attr-defined]
@@ -56,13 +58,12 @@ __all__ = [
     "TorchDispatchMode",
     "UnsupportedOperatorException",
     "awaited",
+    "below_autograd",
     "binding",
     "copy_each",
     "inductor",
     "innermost_transform",
     "is_wrapped",
-    "make_fx",
-    "rename",
     "require_batch",
     "require_spatial",
     "schema",
@@ -95,9 +96,12 @@ def version(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def rename(node: torch.fx.Node, name: str) -> None:
-    """Give a node another name, or one like it if another node has it."""
-    node._rename(name)
+@contextmanager
+def below_autograd() -> Iterator[None]:
+    """Within it, operators go straight to dispatch modes: without derivatives, records of views, casts of autocast."""
+    views = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+    with torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(views):
+        yield
 
 
 def inductor() -> Any:

@@ -7,6 +7,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -168,12 +169,15 @@ def data_dependence(error: Exception) -> str:
 
 def place(error: BaseException) -> str:
     """The innermost line, as ``" at file:line"``, that is neither of torch nor of Python nor of this library."""
-    files = [(Path(frame.f_code.co_filename), line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    own = [f" at {file}:{line}" for file, line in files if not _is_of_a_library(file)]
+    files = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    own = [f" at {file}:{line}" for file, line in files if not is_of_a_library(file)]
     return own[-1] if own else ""
 
 
-def _is_of_a_library(file: Path) -> bool:
+@cache
+def is_of_a_library(path: str) -> bool:
+    """Whether a file is of torch, of Python or of this library."""
+    file = Path(path)
     installed = {"site-packages", "dist-packages"}.intersection(file.parts)
     return any(map(file.is_relative_to, _LIBRARIES)) or (file.is_relative_to(_PYTHON) and not installed) or str(file).startswith("<frozen")
 

@@ -58,7 +58,7 @@ WITH = {
     "old autograd.Function": (lambda w, x: OldStyle.apply(x @ w), {graph, eager}),
     "random backward": (lambda w, x: NoisyBackward.apply(x @ w), {eager}),
     "saved tensor hooks": (hooked, {graph, eager}),
-    "compiled": (lambda w, x: compiled(w, x), {functional, eager}),
+    "compiled": (lambda w, x: compiled(w, x), {graph, functional, eager}),
     "branch on a value": (lambda w, x: x @ w if x.sum() > -9 else x * 2, {functional, eager}),
     "branch on a value, unless there is none": (cautious, {graph, functional, eager}),
     "shape of a value": (lambda w, x: w * x[x > 0].sum(), {functional, eager}),
