@@ -8,7 +8,7 @@ rank                    one process of the pipeline, numbered from 0; it holds o
 chunk                   one of the stages of a rank that holds several
 microbatch              a part of the batch, which goes through the stages by itself
 chain                   a path of stages that some microbatches take; bidirectional schedules have two
-replica                 one of several stages, in different chains, that hold the same parameters
+replica                 one of several places of the same parameters: stages of two chains, or data parallel ranks
 placement               the rank of each stage
 partition               the layers of each stage
 instruction             one thing that a rank does, such as ``2F0``: the forward of stage 2 for microbatch 0
@@ -17,8 +17,8 @@ program, of a rank      its steps, in order
 schedule                an immutable value: the program of every rank, with placement and chains
 step function           a function that ``value_and_grad`` or a sibling returns; one call is one training step
 engine                  a function that differentiates a stage: ``graph``, ``functional`` or ``eager``
-stage program           what an engine makes of a stage: its forward, and its backward, whole and in two parts
-residuals               what the forward of a stage keeps for its backward
+stage program           the functions that an engine makes of a stage: its forward, its backward, and that in two parts
+residuals               the tensors that the forward of a stage keeps for its backward
 signature               structure, shapes and dtypes of a tree of tensors, without values
 edge                    two stages, the first of which sends activations to the second
 skip                    an edge between stages that are not neighbours
@@ -53,7 +53,10 @@ if TYPE_CHECKING:
         AgreementError as AgreementError,
         Aux as Aux,
         InProcess as InProcess,
+        Lowered as Lowered,
+        Microbatches as Microbatches,
         PipelineError as PipelineError,
+        StepFunction as StepFunction,
         Transport as Transport,
         interleaved as interleaved,
         two_streams as two_streams,
@@ -103,7 +106,19 @@ else:
         __name__,
         {
             "pipeline": ("evaluate", "microbatch", "value_and_grad", "with_skips"),
-            "runtime": ("AgreementError", "Aux", "InProcess", "P2P", "PipelineError", "Transport", "interleaved", "two_streams"),
+            "runtime": (
+                "AgreementError",
+                "Aux",
+                "InProcess",
+                "Lowered",
+                "Microbatches",
+                "P2P",
+                "PipelineError",
+                "StepFunction",
+                "Transport",
+                "interleaved",
+                "two_streams",
+            ),
             "schedule": (
                 "Certificate",
                 "Costs",

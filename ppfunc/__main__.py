@@ -1,4 +1,4 @@
-"""``python -m ppfunc``: the same as the command ``ppfunc``."""
+"""Run the command ``ppfunc`` as ``python -m ppfunc``."""
 
 import sys
 

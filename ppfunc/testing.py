@@ -1,6 +1,6 @@
-"""Hypothesis strategies: valid schedules, and broken ones that ``check`` must refuse.
+"""Draw schedules with Hypothesis: valid ones, and broken ones that ``check`` must refuse.
 
-For property tests of whatever works on schedules: an engine of your own, a pass, a cost model.
+For property tests of anything that works on schedules: an engine of your own, a pass, a cost model.
 
 >>> from hypothesis import given, settings
 >>> from ppfunc.schedule import check
@@ -17,7 +17,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache
-from itertools import product
+from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .schedule.builders import BUILDERS
@@ -39,7 +39,7 @@ def schedules(
     max_chunks: int = 3,
     lowered: bool | None = None,
 ) -> SearchStrategy[Schedule]:
-    """Valid schedules of the builders, with every combination of arguments that they accept.
+    """Draw valid schedules of the builders, with every combination of arguments that they accept.
 
     Args:
         names: names as ``ppfunc list`` prints them; by default all of them.
@@ -73,7 +73,7 @@ def schedules(
 
 
 def mutated_schedules(valid: SearchStrategy[Schedule] | None = None) -> SearchStrategy[Schedule]:
-    """Schedules with one thing wrong, which is said in their name; ``check`` must refuse all of them.
+    """Draw schedules with one thing wrong, which their name says; ``check`` must refuse all of them.
 
     A compute instruction or a message is missing, doubled, out of range or on another rank, a
     backward stands before its forward, two ranks wait for one another, or two messages of a pair of
@@ -92,7 +92,7 @@ def mutated_schedules(valid: SearchStrategy[Schedule] | None = None) -> SearchSt
     >>> test_nothing_broken_is_accepted()
 
     Args:
-        valid: what to break; by default ``schedules()``.
+        valid: the schedules to break; by default ``schedules()``.
 
     Raises:
         ImportError: Hypothesis is not installed.
@@ -120,7 +120,7 @@ def _hypothesis() -> Any:
 
 @cache
 def _arguments(name: str, max_ranks: int, max_microbatches: int, max_chunks: int) -> tuple[_Arguments, ...]:
-    """Every set of arguments within the bounds that the builder ``name`` accepts."""
+    """List every set of arguments within the bounds that the builder ``name`` accepts."""
     choices = {
         "ranks": range(1, max_ranks + 1),
         "microbatches": range(1, max_microbatches + 1),
@@ -142,47 +142,53 @@ def _accepts(name: str, arguments: dict[str, Any]) -> bool:
 
 
 class _Place(NamedTuple):
-    """Where an instruction stands: rank, step, index in the step."""
+    """Where an instruction stands.
+
+    Args:
+        rank: the rank whose program it is in.
+        step: the number of its step in the program.
+        position: its position in the step.
+    """
 
     rank: int
     step: int
-    index: int
+    position: int
 
 
 class _Mutation(NamedTuple):
-    """One way to break a schedule: the places where it can, and what it then does."""
+    """One way to break a schedule: ``sites`` lists the places where it applies, ``apply`` breaks one of them."""
 
     sites: Callable[[Schedule], list[Any]]
     apply: Callable[[Schedule, Any], Schedule]
 
 
 def _places(schedule: Schedule) -> Iterator[tuple[_Place, Instruction]]:
-    """The compute instructions and messages: what can neither be missing nor be there twice."""
+    """List the compute instructions and messages: none of them may be missing or be there twice."""
     for rank, program in enumerate(schedule.programs):
         for step, instructions in enumerate(program):
-            for index, instruction in enumerate(instructions):
+            for position, instruction in enumerate(instructions):
                 if instruction.op in COMPUTE | COMMUNICATION:
-                    yield _Place(rank, step, index), instruction
+                    yield _Place(rank, step, position), instruction
 
 
 def _at(schedule: Schedule, place: _Place) -> Instruction:
-    return schedule.programs[place.rank][place.step][place.index]
+    return schedule.programs[place.rank][place.step][place.position]
 
 
 def _replaced(schedule: Schedule, place: _Place, *instructions: Instruction) -> Schedule:
-    """The schedule with ``instructions`` in the place of one."""
+    """Put ``instructions`` in the place of one."""
     program = schedule.programs[place.rank]
     step = program[place.step]
-    step = step[: place.index] + instructions + step[place.index + 1 :]
-    return _with_program(schedule, place.rank, program[: place.step] + (step,) + program[place.step + 1 :])
+    step = (*step[: place.position], *instructions, *step[place.position + 1 :])
+    return _with_program(schedule, place.rank, (*program[: place.step], step, *program[place.step + 1 :]))
 
 
 def _with_program(schedule: Schedule, rank: int, program: Program) -> Schedule:
-    return replace(schedule, programs=schedule.programs[:rank] + (program,) + schedule.programs[rank + 1 :])
+    return replace(schedule, programs=(*schedule.programs[:rank], program, *schedule.programs[rank + 1 :]))
 
 
-def _named(schedule: Schedule, what: str) -> Schedule:
-    return replace(schedule, name=f"{schedule.name}: {what}")
+def _named(schedule: Schedule, fault: str) -> Schedule:
+    return replace(schedule, name=f"{schedule.name}: {fault}")
 
 
 def _everywhere(schedule: Schedule) -> list[_Place]:
@@ -215,12 +221,12 @@ def _misplaced(schedule: Schedule, place: _Place) -> Schedule:
     """Move an instruction to the end of the next rank, which does not hold its stage."""
     instruction, other = _at(schedule, place), (place.rank + 1) % schedule.ranks
     without = _replaced(schedule, place)
-    moved = _with_program(without, other, without.programs[other] + ((instruction,),))
+    moved = _with_program(without, other, (*without.programs[other], (instruction,)))
     return _named(moved, f"{instruction} is on rank {other}")
 
 
 def _forwards_before_backwards(schedule: Schedule) -> list[tuple[_Place, _Place]]:
-    """The places of a forward and of the backward of the same stage and microbatch."""
+    """Pair the places of a forward and of the backward of the same stage and microbatch."""
     places = {(i.op, i.stage, i.microbatch): place for place, i in _places(schedule) if i.op in COMPUTE and not i.parts}
     return [
         (place, places[op, stage, microbatch])
@@ -237,7 +243,7 @@ def _backward_first(schedule: Schedule, site: tuple[_Place, _Place]) -> Schedule
 
 
 def _pairs_of_sends(schedule: Schedule) -> list[tuple[_Place, _Place]]:
-    """The places of two messages, one after the other, that a stage sends to one receiver."""
+    """Pair the places of two messages, one after the other, that a stage sends to one receiver."""
     last: dict[Any, _Place] = {}
     pairs = []
     for place, i in _places(schedule):
@@ -256,28 +262,25 @@ def _crossed(schedule: Schedule, site: tuple[_Place, _Place]) -> Schedule:
 
 
 def _rings(schedule: Schedule) -> list[tuple[_Place, _Place, _Place, _Place]]:
-    """Per edge between ranks and microbatches a, b: the places of F(b), B(a) at its source, then at its target."""
-    places = {
-        (i.op is not Op.F, i.stage, i.microbatch): place
-        for place, i in _places(schedule)
-        if i.op in (Op.F, Op.B, Op.I)
-    }
+    """List, per edge between ranks and microbatches a, b, the places of F(b), B(a) at its source, then at its target."""
+    places = {(i.op is not Op.F, i.stage, i.microbatch): place for place, i in _places(schedule) if i.op in (Op.F, Op.B, Op.I)}
     rings = []
     for chain in schedule.chains:
-        for source, target in zip(chain.stages, chain.stages[1:], strict=False):
-            for a, b in zip(chain.microbatches, chain.microbatches[1:], strict=False):
+        for source, target in pairwise(chain.stages):
+            for a, b in pairwise(chain.microbatches):
                 keys = ((False, source, b), (True, source, a), (False, target, b), (True, target, a))
                 if schedule.placement[source] != schedule.placement[target] and all(key in places for key in keys):
-                    rings.append(tuple(places[key] for key in keys))
+                    f_source, b_source, f_target, b_target = (places[key] for key in keys)
+                    rings.append((f_source, b_source, f_target, b_target))
     return rings
 
 
 def _ring(schedule: Schedule, site: tuple[_Place, _Place, _Place, _Place]) -> Schedule:
-    """The source does B(a) before F(b), the target F(b) before B(a): each waits for the other."""
+    """Let the source do B(a) before F(b), and the target F(b) before B(a): each waits for the other."""
     f_source, b_source, f_target, b_target = site
     wrong = schedule
     for early, late in ((b_source, f_source), (f_target, b_target)):
-        if (late.step, late.index) < (early.step, early.index):
+        if late < early:
             first, second = _at(schedule, late), _at(schedule, early)
             wrong = _replaced(_replaced(wrong, late, second), early, first)
     backward, forward = _at(schedule, b_source), _at(schedule, f_target)

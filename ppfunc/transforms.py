@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import optree
 import torch
 
-from ppfunc.pipeline import evaluation_session, require, training_session
-from ppfunc.runtime import Transport
-from ppfunc.runtime.arguments import Given, read_weights
-from ppfunc.runtime.serving import Loss, Stage
+from ppfunc.pipeline import make_step
+from ppfunc.runtime import Microbatches, StepFunction, StepResult, StepSpec, Transport
+from ppfunc.runtime.arguments import LossWeights, RawArguments, Seed
 from ppfunc.schedule import Schedule
-from ppfunc.stage import Engine, graph
+from ppfunc.stage import Engine, Loss, Stage, graph
 from ppfunc.stage.signature import differentiable
 from ppfunc.stage.transforms import (
     dual,
@@ -30,28 +30,27 @@ from ppfunc.stage.transforms.tangents import flatten_tangents
 
 __all__ = ["gnvp", "hvp", "jvp", "per_sample_grad"]
 
-Weights = Sequence[float] | torch.Tensor | None
-Seed = tuple[int, int] | None
+Transform = Callable[[Stage], Stage]
 
 
 def jvp(
-    stages: Sequence[Stage],
+    stages: Sequence[Stage | None],
     loss_fn: Loss | None,
     schedule: Schedule,
     transport: Transport | None = None,
     *,
     engine: Engine = graph,
-    weights: Weights = None,
+    loss_weights: LossWeights = None,
     has_aux: bool = False,
-) -> Callable[..., tuple[Any, Any]]:
-    """A function that runs the stages forward and differentiates along a direction on the way.
+) -> StepFunction[..., tuple[Any, Any]]:
+    """Make a function that runs the stages forward and differentiates along a direction on the way.
 
     Equivalent to, with ``loss`` as in :func:`ppfunc.value_and_grad`::
 
         torch.func.jvp(loss, (params,), (tangents,))
 
     Args:
-        stages, schedule, transport, engine, weights, has_aux: as in :func:`ppfunc.evaluate`.
+        stages, schedule, transport, engine, loss_weights, has_aux: as in :func:`ppfunc.evaluate`.
         loss_fn: ``loss(y, target) -> scalar``; None to differentiate the outputs.
 
     Returns:
@@ -68,59 +67,35 @@ def jvp(
     >>> step(params, tangents, torch.tensor([5.0]))
     (tensor([30.]), tensor([15.]))
     """
-    require(stages, loss_fn if loss_fn is not None else dual, schedule, transport, engine)
-    session = evaluation_session(
-        [dual(fn) for fn in stages],
-        None if loss_fn is None else dual_loss(loss_fn),
-        schedule,
-        transport,
-        return_outputs=loss_fn is None,
-        engine=engine,
-        has_aux=has_aux,
-        loss_shape=(2,),
-        call="jvp",
-    )
-    usual = read_weights(weights, schedule.microbatches)
 
-    def step(
-        params: Mapping[int, Any],
-        tangents: Mapping[int, Any],
-        inputs: Any,
-        targets: Any = None,
-        *,
-        input_tangents: Any = None,
-        weights: Weights = None,
-        seed: Seed = None,
-        side: Mapping[int, Any] | None = None,
-        state: Mapping[int, Any] | None = None,
-    ) -> tuple[Any, Any]:
-        def given() -> Given:
-            moving = _moving(inputs, input_tangents)
-            return Given(_pairs(params, tangents), moving, targets, side, state, usual if weights is None else weights, seed)
-
-        made, *aux = session(given) if has_aux else (session(given),)
+    def finish(result: StepResult, raw: RawArguments) -> Any:
+        made = result.outputs
         if loss_fn is not None:
-            made = tuple(made.unbind())
-        elif isinstance(made, list):
-            made = [y for y, _ in made], [ty for _, ty in made]
+            made = tuple(result.loss.unbind())
+        elif isinstance(made, Microbatches):
+            made = made.map(lambda pair: pair[0]), made.map(lambda pair: pair[1])
         elif made is None:
             made = None, None
-        return (made, *aux) if has_aux else made
+        return (made, result.aux) if has_aux else made
 
-    return step
+    wants = {"outputs" if loss_fn is None else "loss", *(["aux"] if has_aux else [])}
+    spec = StepSpec("jvp", frozenset(wants), loss_shape=(2,))
+    losses = None if loss_fn is None else dual_loss(loss_fn)
+    prepare = _along_tangents(loss_weights, _moving)
+    return make_step(_each(stages, dual), losses, schedule, transport, engine, spec, prepare, finish, training=False)
 
 
 def hvp(
-    stages: Sequence[Stage],
+    stages: Sequence[Stage | None],
     loss_fn: Loss,
     schedule: Schedule,
     transport: Transport | None = None,
     *,
     engine: Engine = graph,
-    weights: Weights = None,
+    loss_weights: LossWeights = None,
     has_aux: bool = False,
-) -> Callable[..., tuple[tuple[torch.Tensor, torch.Tensor], tuple[dict[int, Any], dict[int, Any]]]]:
-    """A function that multiplies the Hessian of the loss, in the parameters of all stages, by a vector: in one pass.
+) -> StepFunction[..., tuple[tuple[torch.Tensor, torch.Tensor], tuple[dict[int, Any], dict[int, Any]]]]:
+    """Make a function that multiplies the Hessian of the loss, in the parameters of all stages, by a vector: in one pass.
 
     Equivalent to, with ``loss`` as in :func:`ppfunc.value_and_grad`::
 
@@ -128,7 +103,7 @@ def hvp(
         grads, products = torch.func.jvp(torch.func.grad(loss), (params,), (tangents,))
 
     Args:
-        stages, loss_fn, schedule, transport, engine, weights, has_aux: as in :func:`ppfunc.value_and_grad`.
+        stages, loss_fn, schedule, transport, engine, loss_weights, has_aux: as in :func:`ppfunc.value_and_grad`.
 
     Returns:
         ``step(params, tangents, inputs, targets, ...) -> ((loss, slope), (grads, products))``, the keywords
@@ -140,60 +115,35 @@ def hvp(
         Pearlmutter, Fast exact multiplication by the Hessian, 1994.
 
     >>> from ppfunc import gpipe
-    >>> step = hvp([lambda w, x: w * x] * 2, lambda y, target: y**2, gpipe(ranks=2, microbatches=1))
+    >>> step = hvp([lambda w, x: w * x] * 2, lambda y, target: (y**2).sum(), gpipe(ranks=2, microbatches=1))
     >>> params, tangents = {0: torch.tensor(2.0), 1: torch.tensor(3.0)}, {0: torch.tensor(1.0), 1: None}
     >>> _, (grads, products) = step(params, tangents, torch.ones(1), torch.ones(1))
     >>> grads, products
     ({0: tensor(36.), 1: tensor(24.)}, {0: tensor(18.), 1: tensor(24.)})
     """
-    require(stages, loss_fn, schedule, transport, engine)
-    session = training_session(
-        [sloping(fn) for fn in stages],
-        hessian_loss(loss_fn),
-        schedule,
-        transport,
-        engine=engine,
-        has_aux=has_aux,
-        loss_shape=(2,),
-        call="hvp",
-    )
-    usual = read_weights(weights, schedule.microbatches)
 
-    def step(
-        params: Mapping[int, Any],
-        tangents: Mapping[int, Any],
-        inputs: Any,
-        targets: Any = None,
-        *,
-        weights: Weights = None,
-        seed: Seed = None,
-        side: Mapping[int, Any] | None = None,
-        state: Mapping[int, Any] | None = None,
-    ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[dict[int, Any], dict[int, Any]]]:
-        def given() -> Given:
-            moving = None if inputs is None else _unmoved(inputs)
-            return Given(_pairs(params, tangents), moving, targets, side, state, usual if weights is None else weights, seed)
+    def finish(result: StepResult, raw: RawArguments) -> Any:
+        grads = {stage: _complete(gradient, raw.params[stage][0]) for stage, (_, gradient) in result.grads.items()}
+        products = {stage: product for stage, (product, _) in result.grads.items()}
+        values = tuple(result.loss.unbind())
+        return (values, result.aux) if has_aux else values, (grads, products)
 
-        values, made = session(given)
-        values, *aux = values if has_aux else (values,)
-        grads = {stage: _complete(gradient, params[stage]) for stage, (_, gradient) in made.items()}
-        values = tuple(values.unbind())
-        return (values, *aux) if has_aux else values, (grads, {stage: product for stage, (product, _) in made.items()})
-
-    return step
+    spec = StepSpec("hvp", frozenset({"loss", "grads", *(["aux"] if has_aux else [])}), loss_shape=(2,))
+    prepare = _along_tangents(loss_weights, _unmoved)
+    return make_step(_each(stages, sloping), hessian_loss(loss_fn), schedule, transport, engine, spec, prepare, finish)
 
 
 def gnvp(
-    stages: Sequence[Stage],
+    stages: Sequence[Stage | None],
     loss_fn: Loss,
     schedule: Schedule,
     transport: Transport | None = None,
     *,
     engine: Engine = graph,
-    weights: Weights = None,
+    loss_weights: LossWeights = None,
     has_aux: bool = False,
-) -> Callable[..., tuple[tuple[torch.Tensor, torch.Tensor], dict[int, Any]]]:
-    """A function that multiplies the Gauss-Newton matrix of the loss, in the parameters of all stages, by a vector: in one pass.
+) -> StepFunction[..., tuple[tuple[torch.Tensor, torch.Tensor], dict[int, Any]]]:
+    """Make a function that multiplies the Gauss-Newton matrix of the loss, in the parameters of all stages, by a vector: in one pass.
 
     The matrix is the weighted sum over microbatches of ``J' H J``, with ``J`` the Jacobian of the outputs
     in the parameters and ``H`` the Hessian of the loss in the outputs. Equivalent to, for one microbatch::
@@ -203,7 +153,7 @@ def gnvp(
         products = torch.func.vjp(model, params)[1](h)
 
     Args:
-        stages, loss_fn, schedule, transport, engine, weights, has_aux: as in :func:`ppfunc.value_and_grad`.
+        stages, loss_fn, schedule, transport, engine, loss_weights, has_aux: as in :func:`ppfunc.value_and_grad`.
 
     Returns:
         ``step(params, tangents, inputs, targets, ...) -> ((loss, curvature), products)``; arguments as of
@@ -214,49 +164,23 @@ def gnvp(
         Schraudolph, Fast curvature matrix-vector products for second-order gradient descent, 2002.
 
     >>> from ppfunc import gpipe
-    >>> step = gnvp([lambda w, x: w * x] * 2, lambda y, target: y**2, gpipe(ranks=2, microbatches=1))
+    >>> step = gnvp([lambda w, x: w * x] * 2, lambda y, target: (y**2).sum(), gpipe(ranks=2, microbatches=1))
     >>> params, tangents = {0: torch.tensor(2.0), 1: torch.tensor(3.0)}, {0: torch.tensor(1.0), 1: None}
     >>> step(params, tangents, torch.ones(1), torch.ones(1))[1]
     {0: tensor(18.), 1: tensor(12.)}
     """
-    require(stages, loss_fn, schedule, transport, engine)
-    session = training_session(
-        [held_dual(fn) for fn in stages],
-        gauss_newton_loss(loss_fn),
-        schedule,
-        transport,
-        engine=engine,
-        has_aux=has_aux,
-        loss_shape=(2,),
-        call="gnvp",
-    )
-    usual = read_weights(weights, schedule.microbatches)
 
-    def step(
-        params: Mapping[int, Any],
-        tangents: Mapping[int, Any],
-        inputs: Any,
-        targets: Any = None,
-        *,
-        weights: Weights = None,
-        seed: Seed = None,
-        side: Mapping[int, Any] | None = None,
-        state: Mapping[int, Any] | None = None,
-    ) -> tuple[tuple[torch.Tensor, torch.Tensor], dict[int, Any]]:
-        def given() -> Given:
-            moving = None if inputs is None else _unmoved(inputs)
-            return Given(_pairs(params, tangents), moving, targets, side, state, usual if weights is None else weights, seed)
+    def finish(result: StepResult, raw: RawArguments) -> Any:
+        values = tuple(result.loss.unbind())
+        return (values, result.aux) if has_aux else values, {stage: product for stage, (product, _) in result.grads.items()}
 
-        values, made = session(given)
-        values, *aux = values if has_aux else (values,)
-        values = tuple(values.unbind())
-        return (values, *aux) if has_aux else values, {stage: product for stage, (product, _) in made.items()}
-
-    return step
+    spec = StepSpec("gnvp", frozenset({"loss", "grads", *(["aux"] if has_aux else [])}), loss_shape=(2,))
+    prepare = _along_tangents(loss_weights, _unmoved)
+    return make_step(_each(stages, held_dual), gauss_newton_loss(loss_fn), schedule, transport, engine, spec, prepare, finish)
 
 
 def per_sample_grad(
-    stages: Sequence[Stage],
+    stages: Sequence[Stage | None],
     loss_fn: Loss,
     schedule: Schedule,
     transport: Transport | None = None,
@@ -264,8 +188,8 @@ def per_sample_grad(
     samples: int,
     engine: Engine = graph,
     randomness: str = "error",
-) -> Callable[..., tuple[torch.Tensor, dict[int, Any]]]:
-    """A function that computes the gradient of the loss of every sample, in the parameters of all stages.
+) -> StepFunction[..., tuple[torch.Tensor, dict[int, Any]]]:
+    """Make a function that computes the gradient of the loss of every sample, in the parameters of all stages.
 
     Equivalent to ``torch.func.vmap(torch.func.grad(loss), (None, 0, 0))`` over samples, each a batch of one.
 
@@ -278,49 +202,71 @@ def per_sample_grad(
         randomness: ``"different"`` for stages that draw random numbers, or ``"same"``.
 
     Returns:
-        ``step(params, inputs, targets, *, seed=None, side=None) -> (loss, grads)``: the mean loss of the
-        samples (they have no weights, and their stages no state), and the gradients ``{stage: tree}`` with leading axes [m, b]. Their norms over all stages, and the sum
-        of clipped ones: :func:`ppfunc.square_norms`, :func:`ppfunc.clipped_sum`.
+        ``step(params, inputs, targets, *, seed=None, extras=None) -> (loss, grads)``: the mean loss of the samples
+        (they have no weights, and their stages no state), and the gradients ``{stage: tree}`` with leading axes
+        [m, b]. Their norms over all stages, and the sum of clipped ones: :func:`ppfunc.square_norms`,
+        :func:`ppfunc.clipped_sum`.
 
     >>> from ppfunc import gpipe
     >>> step = per_sample_grad([lambda w, x: w * x] * 2, lambda y, target: y.sum(), gpipe(2, 1), samples=3)
     >>> params = {0: torch.tensor(2.0), 1: torch.tensor(3.0)}
-    >>> step(params, torch.tensor([[1.0, 2.0, 3.0]]), torch.zeros(1, 3))
+    >>> step(params, torch.tensor([1.0, 2.0, 3.0]), torch.zeros(3))
     (tensor(12.), {0: tensor([[3., 6., 9.]]), 1: tensor([[2., 4., 6.]])})
     """
-    require(stages, loss_fn, schedule, transport, engine)
     if not isinstance(samples, int) or samples < 1:
         raise ValueError(f"samples: got {samples!r}, expected the number of samples in a microbatch, an integer of at least 1")
     losses = per_sample_loss(loss_fn)
-    session = training_session(
-        [per_sample(fn, randomness=randomness) for fn in stages],
-        lambda y, target: losses(y, target).sum(),
-        schedule,
-        transport,
-        engine=engine,
-        per_microbatch=True,
-        call=f"per_sample_grad of {samples} samples",
-    )
-    ones = read_weights([1.0] * schedule.microbatches, schedule.microbatches)
+    m = schedule.microbatches
 
-    def step(
+    def prepare(
         params: Mapping[int, Any],
         inputs: Any,
         targets: Any = None,
         *,
         seed: Seed = None,
-        side: Mapping[int, Any] | None = None,
-    ) -> tuple[torch.Tensor, dict[int, Any]]:
-        def given() -> Given:
-            for name, batch in {"inputs": inputs, "targets": targets, **{f"side[{s}]": b for s, b in (side or {}).items()}}.items():
-                _require_samples(batch, samples, name)
-            copies = {stage: for_samples(tree, samples) for stage, tree in _stages(params, "params").items()}
-            return Given(copies, inputs, targets, side, None, ones, seed)
+        extras: Mapping[int, Any] | None = None,
+    ) -> RawArguments:
+        for name, batch in {"inputs": inputs, "targets": targets, **{f"extras[{s}]": b for s, b in (extras or {}).items()}}.items():
+            _require_samples(batch, samples, m, name)
+        copies = {stage: for_samples(tree, samples) for stage, tree in _stages(params, "params").items()}
+        return RawArguments(copies, inputs, targets, extras, None, [1.0] * m, seed)
 
-        loss, grads = session(given)
-        return loss / (samples * schedule.microbatches), grads
+    def finish(result: StepResult, raw: RawArguments) -> tuple[torch.Tensor, dict[int, Any]]:
+        return result.loss / (samples * m), result.grads
 
-    return step
+    def loss(y: Any, target: Any) -> torch.Tensor:
+        return losses(y, target).sum()
+
+    transform = partial(per_sample, randomness=randomness)
+    spec = StepSpec(f"per_sample_grad of {samples} samples", frozenset({"loss", "grads"}), per_microbatch=True)
+    return make_step(_each(stages, transform), loss, schedule, transport, engine, spec, prepare, finish)
+
+
+def _each(stages: Sequence[Stage | None], transform: Transform) -> list[Stage | None]:
+    """The stages transformed; equal ones stay equal, so that they share their programs."""
+    made = {id(fn): transform(fn) for fn in stages if callable(fn)}
+    return [made.get(id(fn), fn) for fn in stages]
+
+
+def _along_tangents(default: LossWeights, moving: Callable[..., Any]) -> Callable[..., RawArguments]:
+    """The arguments of a step with tangents, as the caller writes them; ``moving`` makes the pairs of the batch."""
+
+    def prepare(
+        params: Mapping[int, Any],
+        tangents: Mapping[int, Any],
+        inputs: Any,
+        targets: Any = None,
+        *,
+        loss_weights: LossWeights = None,
+        seed: Seed = None,
+        extras: Mapping[int, Any] | None = None,
+        state: Mapping[int, Any] | None = None,
+        **further: Any,
+    ) -> RawArguments:
+        weights = default if loss_weights is None else loss_weights
+        return RawArguments(_pairs(params, tangents), moving(inputs, **further), targets, extras, state, weights, seed)
+
+    return prepare
 
 
 def _stages(trees: Any, name: str) -> Mapping[int, Any]:
@@ -339,22 +285,22 @@ def _pairs(params: Any, tangents: Any) -> dict[int, tuple[Any, Any]]:
     return {stage: (tree, _with_zeros(tree, tangents[stage], f"params[{stage}]")) for stage, tree in params.items()}
 
 
-def _moving(inputs: Any, tangents: Any) -> Any:
+def _moving(inputs: Any, input_tangents: Any = None) -> Any:
     """The batch with its tangents, zeros where none are given, in the form of the batch."""
-    if inputs is None:
-        return None
-    if not isinstance(inputs, list):
-        return inputs, _with_zeros(inputs, tangents, "inputs")
-    rows = [None] * len(inputs) if tangents is None else tangents
-    if not isinstance(rows, list) or len(rows) != len(inputs):
-        got = f"a list of {len(rows)}" if isinstance(rows, list) else type(rows).__name__
-        raise ValueError(f"input_tangents: got {got}, expected a list of {len(inputs)}, as the inputs are")
-    return [(x, _with_zeros(x, row, f"inputs[{i}]")) for i, (x, row) in enumerate(zip(inputs, rows, strict=True))]
+    if inputs is None or not isinstance(inputs, Microbatches):
+        return None if inputs is None else (inputs, _with_zeros(inputs, input_tangents, "inputs"))
+    rows = [None] * len(inputs) if input_tangents is None else input_tangents
+    if not isinstance(rows, list | Microbatches) or len(rows) != len(inputs):
+        got = f"{len(rows)} microbatches" if isinstance(rows, Microbatches) else type(rows).__name__
+        raise ValueError(f"input_tangents: got {got}, expected {len(inputs)} microbatches, as the inputs are")
+    return Microbatches((x, _with_zeros(x, row, f"inputs[{i}]")) for i, (x, row) in enumerate(zip(inputs, rows, strict=True)))
 
 
 def _unmoved(inputs: Any) -> Any:
     """The batch with None for tangents, in the form of the batch."""
-    return [(x, None) for x in inputs] if isinstance(inputs, list) else (inputs, None)
+    if isinstance(inputs, Microbatches):
+        return inputs.map(lambda x: (x, None))
+    return None if inputs is None else (inputs, None)
 
 
 def _with_zeros(primal: Any, tangents: Any, name: str) -> Any:
@@ -367,15 +313,18 @@ def _with_zeros(primal: Any, tangents: Any, name: str) -> Any:
     )
 
 
-def _require_samples(batch: Any, samples: int, name: str) -> None:
+def _require_samples(batch: Any, samples: int, microbatches: int, name: str) -> None:
     """Raise where a leaf of a batch has not ``samples`` rows in every microbatch."""
-    axis = 0 if isinstance(batch, list) else 1
-    for accessor, leaf in zip(*_named(batch), strict=True):
-        if isinstance(leaf, torch.Tensor) and (leaf.ndim <= axis or leaf.shape[axis] != samples):
-            raise ValueError(
-                f"{name}{accessor.codify('')}: got the shape {list(leaf.shape)}, expected {samples} samples in axis {axis}, "
-                f"as samples={samples} says; every leaf has them"
-            )
+    trees = enumerate(batch) if isinstance(batch, Microbatches) else [(None, batch)]
+    for index, tree in trees:
+        wanted = samples * microbatches if index is None else samples
+        for accessor, leaf in zip(*_named(tree), strict=True):
+            if isinstance(leaf, torch.Tensor) and (leaf.ndim == 0 or leaf.shape[0] != wanted):
+                place = f"{name}{'' if index is None else f'[{index}]'}{accessor.codify('')}"
+                raise ValueError(
+                    f"{place}: got the shape {list(leaf.shape)}, expected {wanted} rows in axis 0, {samples} samples in each microbatch, "
+                    f"as samples={samples} says; every leaf has them"
+                )
 
 
 def _named(tree: Any) -> tuple[list[Any], list[Any]]:

@@ -1,4 +1,4 @@
-"""A room imports only from the floors under it."""
+"""The form of the package: who imports whom, what loads when, one name for one thing."""
 
 from __future__ import annotations
 
@@ -63,6 +63,16 @@ def test_imports_respect_the_floors(path):
     assert faults(path) == []
 
 
+def test_no_two_packages_need_each_other():
+    packages = set(FLOORS)
+    needs = {
+        (path.relative_to(ROOT).parts[0], name.split(".")[1]) for path in FILES for name in imported(path) if name.startswith("ppfunc.")
+    }
+    pairs = {(a, b) for a, b in needs if a in packages and b in packages and a != b}
+    assert not {(a, b) for a, b in pairs if (b, a) in pairs}
+    assert ("schedule", "parallel") in pairs
+
+
 def test_a_fault_would_be_seen(tmp_path, monkeypatch):
     (tmp_path / "schedule").mkdir()
     file = tmp_path / "schedule" / "bad.py"
@@ -73,8 +83,8 @@ def test_a_fault_would_be_seen(tmp_path, monkeypatch):
 
 def test_schedules_load_without_torch_and_quickly():
     code = (
-        "import sys, time; start = time.perf_counter(); import ppfunc.schedule, ppfunc.parallel; "
-        "print(time.perf_counter() - start); sys.exit('torch' in sys.modules or 'optree' in sys.modules)"
+        "import sys, time; start = time.process_time(); import ppfunc.schedule, ppfunc.parallel; "
+        "print(time.process_time() - start); sys.exit('torch' in sys.modules or 'optree' in sys.modules)"
     )
     seconds = []
     for _ in range(5):
@@ -135,3 +145,37 @@ def test_submodules_are_attributes_and_load_when_they_are_used():
         "assert 'torch' not in sys.modules; pp.training.sgd; pp.runtime; pp.stage"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT.parent)
+
+
+def definitions(path: Path) -> Iterator[ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+    """The module, its classes and its functions."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def test_no_two_classes_have_one_name():
+    homes: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in definitions(path):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
+
+
+def test_no_docstring_begins_with_what():
+    found = [
+        f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
+        for path in FILES
+        for node in definitions(path)
+        if (ast.get_docstring(node) or "").startswith("What ")
+    ]
+    assert found == []
+
+
+def test_every_module_is_imported_or_exported():
+    used = {"ppfunc", "ppfunc.cli", "ppfunc.__main__"}  # by users, and by the entries of the command
+    for name in (name for path in FILES for name in imported(path)):
+        used |= {name, name.rpartition(".")[0]}  # importing a module imports its package
+    modules = {".".join(("ppfunc", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__") for path in FILES}
+    assert modules - used == set()

@@ -1,4 +1,4 @@
-"""Arithmetic on ranks and layers: topologies, placements, partitions. The standard library only."""
+"""Compute with ranks and layers: topologies, placements, partitions. Needs the standard library only."""
 
 from typing import TYPE_CHECKING
 
@@ -7,12 +7,6 @@ from .._lazy import attach
 if TYPE_CHECKING:
     from .balance import partition_balanced as partition_balanced
     from .chunks import chunks_balanced as chunks_balanced, chunks_uniform as chunks_uniform
-    from .config import (
-        build_schedule as build_schedule,
-        count_microbatches as count_microbatches,
-        find_builder as find_builder,
-        split_points_for as split_points_for,
-    )
     from .groups import (
         Membership as Membership,
         NamedGroup as NamedGroup,
@@ -29,6 +23,7 @@ if TYPE_CHECKING:
         slice_groups as slice_groups,
     )
     from .layout import Layout as Layout, parse_layout as parse_layout
+    from .min_range import partition_min_range as partition_min_range
     from .partition import Partition as Partition, partition_explicit as partition_explicit, partition_uniform as partition_uniform
     from .placement import (
         Placement as Placement,
@@ -36,7 +31,7 @@ if TYPE_CHECKING:
         explicit as explicit,
         loop as loop,
         place as place,
-        stage_ids_of_rank as stage_ids_of_rank,
+        stages_of as stages_of,
         v_shape as v_shape,
     )
     from .split import (
@@ -45,7 +40,6 @@ if TYPE_CHECKING:
         partition_layers as partition_layers,
         split_points as split_points,
     )
-    from .spread import partition_spread as partition_spread
     from .topology import (
         Topology as Topology,
         default_grid as default_grid,
@@ -68,7 +62,6 @@ else:
         {
             "balance": ("partition_balanced",),
             "chunks": ("chunks_balanced", "chunks_uniform"),
-            "config": ("build_schedule", "count_microbatches", "find_builder", "split_points_for"),
             "groups": (
                 "Membership",
                 "NamedGroup",
@@ -85,10 +78,10 @@ else:
                 "slice_groups",
             ),
             "layout": ("Layout", "parse_layout"),
+            "min_range": ("partition_min_range",),
             "partition": ("Partition", "partition_explicit", "partition_uniform"),
-            "placement": ("Placement", "bidirectional", "explicit", "loop", "place", "stage_ids_of_rank", "v_shape"),
+            "placement": ("Placement", "bidirectional", "explicit", "loop", "place", "stages_of", "v_shape"),
             "split": ("count_stages", "effective_loads", "partition_layers", "split_points"),
-            "spread": ("partition_spread",),
             "topology": ("Topology", "default_grid", "pipe_data", "pipe_model_data", "prime_factors"),
             "weigh": (
                 "count_layer_parameters",

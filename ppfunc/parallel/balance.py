@@ -1,4 +1,4 @@
-"""The partition whose heaviest stage is as light as can be: it sets the throughput of a pipeline."""
+"""Minimise the load of the heaviest stage, which sets the throughput of a pipeline."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from fractions import Fraction
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
-from .partition import Partition, partition_uniform, require_counts
+from .counts import require_counts
+from .partition import Partition, partition_uniform
 
 
 def partition_balanced(weights: Sequence[float], stages: int, *, allow_empty: bool = False) -> Partition:
-    """The partition with the least maximum load, exactly, for any weights that are not negative.
+    """Cut layers into stages with the least maximum load, exactly, for any weights that are not negative.
 
-    Of the partitions that share that maximum, the stages are kept near the average of what is
-    left for them; where two cuts are as near, the later is taken.
+    Of the partitions with that maximum, it takes one whose stages are near the average of the layers
+    left for them; of two cuts that are equally near, the later.
 
     Args:
         weights: one per layer, in any unit.
@@ -28,7 +29,7 @@ def partition_balanced(weights: Sequence[float], stages: int, *, allow_empty: bo
     >>> partition_balanced([1, 2, 3], 2).boundaries
     (0, 2, 3)
     """
-    require_counts(len(weights), stages)
+    require_counts(stages=stages)
     if len(weights) <= stages:
         exact_weights(weights)
         return partition_uniform(len(weights), stages, allow_empty=allow_empty)
@@ -37,7 +38,7 @@ def partition_balanced(weights: Sequence[float], stages: int, *, allow_empty: bo
 
 
 def exact_weights(weights: Sequence[float]) -> list[int]:
-    """Weights as whole numbers in one common unit, so that sums of them are exact.
+    """Scale weights to whole numbers in one common unit, so that sums of them are exact.
 
     >>> exact_weights([0.5, 2, 0.25])
     [2, 8, 1]
@@ -45,15 +46,16 @@ def exact_weights(weights: Sequence[float]) -> list[int]:
     for layer, weight in enumerate(weights):
         if not isinstance(weight, (int, float, Fraction)) or not math.isfinite(weight) or weight < 0:
             raise ValueError(f"the weight of layer {layer} is a finite number, zero or more; got {weight!r}")
-    if all(isinstance(weight, int) for weight in weights):
-        return list(weights)
+    whole = [weight for weight in weights if isinstance(weight, int)]
+    if len(whole) == len(weights):
+        return whole
     fractions = [Fraction(weight) for weight in weights]
     unit = math.lcm(*(fraction.denominator for fraction in fractions))
     return [fraction.numerator * (unit // fraction.denominator) for fraction in fractions]
 
 
 def least_maximum(prefix: Sequence[int], stages: int) -> int:
-    """The least load of the heaviest stage when the layers are cut into at most ``stages`` stages.
+    """Find the least load of the heaviest stage, over all cuts of the layers into at most ``stages`` stages.
 
     Bisection between bounds that are loads of real stages, so it ends at the exact answer.
 
@@ -71,7 +73,7 @@ def least_maximum(prefix: Sequence[int], stages: int) -> int:
 
 
 def _pack(prefix: Sequence[int], stages: int, limit: int) -> tuple[bool, int]:
-    """Whether stages that are filled up to ``limit`` one by one take all layers, and a bound.
+    """Fill stages up to ``limit``, one by one; return whether they take all layers, and a bound.
 
     The bound is the heaviest load where they do, else the least limit that could change a stage.
     """
@@ -88,7 +90,7 @@ def _pack(prefix: Sequence[int], stages: int, limit: int) -> tuple[bool, int]:
 
 
 def _even_cuts(prefix: Sequence[int], stages: int, limit: int) -> list[int]:
-    """Boundaries with no load above ``limit`` and no empty stage, each near the average of what is left."""
+    """Choose boundaries with no load above ``limit`` and no empty stage, each load near the average of the layers left."""
     last = len(prefix) - 1
     earliest = [last]
     for _ in range(stages):
@@ -104,7 +106,7 @@ def _even_cuts(prefix: Sequence[int], stages: int, limit: int) -> list[int]:
 
 
 def _nearest(prefix: Sequence[int], start: int, left: int, first: int, final: int) -> int:
-    """The cut in ``first..final`` that gives the stage from ``start`` most nearly its share of ``left``."""
+    """Find the cut in ``first..final`` that gives the stage from ``start`` most nearly its share, one of ``left``."""
     rest = prefix[-1] - prefix[start]
     below = bisect_right(prefix, prefix[start] + rest // left) - 1
     above = bisect_right(prefix, prefix[min(below + 1, len(prefix) - 1)]) - 1
@@ -113,4 +115,4 @@ def _nearest(prefix: Sequence[int], start: int, left: int, first: int, final: in
 
 
 def _heaviest(prefix: Sequence[int]) -> int:
-    return max((b - a for a, b in zip(prefix, prefix[1:], strict=False)), default=0)
+    return max((b - a for a, b in pairwise(prefix)), default=0)

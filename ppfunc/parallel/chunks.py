@@ -1,6 +1,6 @@
-"""Partitions into several chunks per rank, which are dealt round the ranks like cards.
+"""Cut layers into several chunks per rank, which are dealt round the ranks like cards.
 
-They have ``ranks * chunks`` stages, placed by `loop`; `Partition.dealt` lists the intervals of each rank.
+The partitions have ``ranks * chunks`` stages, placed by `loop`; `Partition.dealt` lists the intervals of each rank.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from .balance import exact_weights, least_maximum
-from .partition import Interval, Partition, partition_uniform, require_counts
+from .counts import require_counts
+from .partition import Interval, Partition, partition_uniform
 
 
 def chunks_uniform(layers: int, ranks: int, chunks: int = 1, *, allow_empty: bool = False) -> Partition:
-    """Chunks of equal numbers of layers, each chunk cut evenly over the ranks, the remainder to the last ranks.
+    """Cut layers into equal chunks, and each chunk evenly over the ranks, the remainder to the last ranks.
 
     Args:
         layers: number of layers, a multiple of ``chunks``.
@@ -29,18 +30,18 @@ def chunks_uniform(layers: int, ranks: int, chunks: int = 1, *, allow_empty: boo
     >>> chunks_uniform(10, ranks=2, chunks=2).dealt(2)
     (((0, 2), (5, 7)), ((2, 5), (7, 10)))
     """
-    _require_dealing(layers, ranks, chunks)
+    require_counts(ranks=ranks, chunks=chunks)
+    require_counts(0, layers=layers)
     if layers % chunks:
         raise ValueError(
-            f"{layers} layers do not divide into {chunks} equal chunks: use a number of chunks that divides {layers}, "
-            "or chunks_balanced"
+            f"{layers} layers do not divide into {chunks} equal chunks: use a number of chunks that divides {layers}, or chunks_balanced"
         )
     one = partition_uniform(layers // chunks, ranks, remainder="last", allow_empty=True)
     return Partition.from_sizes(one.sizes * chunks, allow_empty)
 
 
 def chunks_balanced(weights: Sequence[float], ranks: int, chunks: int = 1, *, allow_empty: bool = False) -> Partition:
-    """Chunks of least maximum weight, a weight of zero counted as one.
+    """Cut layers into chunks of least maximum weight, a weight of zero counted as one.
 
     Stages are filled in order up to that maximum. Where this takes fewer stages than there are,
     the heaviest is split at its most even point until there are enough. No more layers than
@@ -58,7 +59,7 @@ def chunks_balanced(weights: Sequence[float], ranks: int, chunks: int = 1, *, al
     >>> chunks_balanced([1, 1, 4, 1, 1], ranks=2).dealt(2)
     (((0, 3),), ((3, 5),))
     """
-    _require_dealing(len(weights), ranks, chunks)
+    require_counts(ranks=ranks, chunks=chunks)
     stages = ranks * chunks
     exact = exact_weights(weights)
     if len(weights) <= stages:
@@ -71,7 +72,7 @@ def chunks_balanced(weights: Sequence[float], ranks: int, chunks: int = 1, *, al
 
 
 def _filled(prefix: Sequence[int], limit: int) -> list[Interval]:
-    """Intervals filled one by one up to ``limit``."""
+    """Fill intervals one by one up to ``limit``."""
     intervals, start = [], 0
     while start < len(prefix) - 1:
         end = bisect_right(prefix, prefix[start] + limit, start) - 1
@@ -81,7 +82,7 @@ def _filled(prefix: Sequence[int], limit: int) -> list[Interval]:
 
 
 def _split_heaviest(prefix: Sequence[int], intervals: list[Interval], stages: int) -> list[Interval]:
-    """The intervals after splits of the heaviest that has several layers, until there are ``stages``."""
+    """Split the heaviest interval that has several layers, until there are ``stages``."""
     single = [interval for interval in intervals if interval[1] - interval[0] == 1]
     heap = [(prefix[a] - prefix[b], a, b) for a, b in intervals if b - a > 1]
     heapq.heapify(heap)
@@ -95,9 +96,3 @@ def _split_heaviest(prefix: Sequence[int], intervals: list[Interval], stages: in
             else:
                 heapq.heappush(heap, (prefix[a] - prefix[b], a, b))
     return sorted(single + [(a, b) for _, a, b in heap])
-
-
-def _require_dealing(layers: int, ranks: int, chunks: int) -> None:
-    require_counts(layers, 1)
-    if ranks < 1 or chunks < 1:
-        raise ValueError(f"expected at least one rank and one chunk, got ranks={ranks} and chunks={chunks}")

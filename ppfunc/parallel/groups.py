@@ -1,7 +1,7 @@
-"""The groups of ranks that talk to each other, as plain tuples made from a topology.
+"""List the groups of ranks that communicate, as plain tuples, from a topology.
 
-The axes ``pipe``, ``data`` and ``model`` (tensor slices) have a meaning here; other axes take
-part in the arithmetic alone. A kind of parallelism whose axis is missing has groups of one.
+The axes ``pipe``, ``data`` and ``model`` (tensor slices) have a meaning here; other axes only take
+part in the arithmetic. A kind of parallelism whose axis is missing has groups of one rank.
 """
 
 from __future__ import annotations
@@ -9,20 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from .counts import require_counts
 from .topology import Topology
 
 Group = tuple[int, ...]
 
 
 class NamedGroup(NamedTuple):
-    """A group of ranks with the word for what it is for."""
+    """A group of ranks, and its kind: ``"replica"``, ``"data"``, ``"neighbours"``, ``"pipe"`` or ``"slice"``."""
 
     kind: str
     ranks: Group
 
 
 class ParallelSizes(NamedTuple):
-    """How many ranks work together in each kind of parallelism, one where a kind is not used."""
+    """The number of ranks that work together in each kind of parallelism, one where a kind is not used."""
 
     pipe: int
     data: int
@@ -35,14 +36,14 @@ class ParallelSizes(NamedTuple):
 
 
 class Membership(NamedTuple):
-    """Where one rank stands in every kind of group; the groups are made when they are asked for.
+    """The position of one rank in every kind of group; groups are made when they are asked for.
 
     Args:
         topology: the topology.
         rank: the rank itself, in the world.
-        stage: its place along ``pipe``: its rank in the pipeline group.
-        replica: its place along ``data``: its rank in the data parallel group.
-        slice: its place along ``model``: its rank among the tensor slices.
+        stage: its index along ``pipe``: its rank in the pipeline group.
+        replica: its index along ``data``: its rank in the data parallel group.
+        slice: its index along ``model``: its rank among the tensor slices.
     """
 
     topology: Topology
@@ -90,7 +91,7 @@ class Membership(NamedTuple):
 
     @property
     def rank_in_replica(self) -> int:
-        """Its place among all ranks of its replica."""
+        """Its position among all ranks of its replica."""
         coordinate = zip(self.topology.axes, self.topology.coordinate(self.rank), strict=True)
         place = 0
         for axis, index in coordinate:
@@ -100,7 +101,7 @@ class Membership(NamedTuple):
 
 
 def parallel_sizes(topology: Topology) -> ParallelSizes:
-    """The sizes of the axes pipe, data and model, one for each that is missing.
+    """Read the sizes of the axes pipe, data and model, one for each that is missing.
 
     >>> parallel_sizes(Topology.of(pipe=4, data=2))
     ParallelSizes(pipe=4, data=2, model=1)
@@ -109,7 +110,7 @@ def parallel_sizes(topology: Topology) -> ParallelSizes:
 
 
 def replica_groups(topology: Topology) -> Iterator[Group]:
-    """All ranks that hold one copy of the model together, one group per data index.
+    """List, for each index along ``data``, the ranks that hold one replica of the model together.
 
     Overflow flags and gradient norms are agreed over these.
 
@@ -124,22 +125,22 @@ def replica_groups(topology: Topology) -> Iterator[Group]:
 
 
 def data_parallel_groups(topology: Topology) -> Iterator[Group]:
-    """The ranks that hold the same part of the model: gradients are summed over these."""
+    """List the groups of ranks that hold the same part of the model: gradients are summed over these."""
     return _along(topology, "data")
 
 
 def pipeline_groups(topology: Topology) -> Iterator[Group]:
-    """The ranks of one pipeline, in the order of their place along ``pipe``."""
+    """List the ranks of each pipeline, in the order of their index along ``pipe``."""
     return _along(topology, "pipe")
 
 
 def slice_groups(topology: Topology) -> Iterator[Group]:
-    """The ranks among which every tensor of one stage is sliced."""
+    """List the groups of ranks among which the tensors of one stage are sliced."""
     return _along(topology, "model")
 
 
 def neighbour_pairs(topology: Topology) -> Iterator[tuple[int, int]]:
-    """For every rank, in order: the rank and the next one in its pipeline, the last wrapping to the first.
+    """Pair every rank, in order, with the next one in its pipeline; the last with the first.
 
     >>> list(neighbour_pairs(Topology.of(pipe=2, data=2)))
     [(0, 2), (1, 3), (2, 0), (3, 1)]
@@ -152,10 +153,9 @@ def neighbour_pairs(topology: Topology) -> Iterator[tuple[int, int]]:
 
 
 def model_groups(world_size: int, tensor: int, pipe: int) -> Iterator[Group]:
-    """Contiguous groups of ``tensor * pipe`` ranks: all model parallel ranks of one replica.
+    """List contiguous groups of ``tensor * pipe`` ranks: all model parallel ranks of one replica.
 
-    For grids whose data axis is outermost. The place of rank ``r`` in its group is
-    ``r % (tensor * pipe)``.
+    For grids whose data axis is outermost. Rank ``r`` is number ``r % (tensor * pipe)`` in its group.
 
     >>> list(model_groups(8, tensor=2, pipe=2))
     [(0, 1, 2, 3), (4, 5, 6, 7)]
@@ -163,8 +163,9 @@ def model_groups(world_size: int, tensor: int, pipe: int) -> Iterator[Group]:
     References:
         ColossalAI, ``ParallelMode.MODEL``.
     """
+    require_counts(world_size=world_size, tensor=tensor, pipe=pipe)
     size = tensor * pipe
-    if tensor < 1 or pipe < 1 or world_size < 1 or world_size % size:
+    if world_size % size:
         raise ValueError(
             f"{world_size} ranks do not divide into replicas of tensor x pipe = {tensor} x {pipe} ranks: "
             "the world has a positive multiple of that"
@@ -173,7 +174,7 @@ def model_groups(world_size: int, tensor: int, pipe: int) -> Iterator[Group]:
 
 
 def groups_in_creation_order(topology: Topology) -> Iterator[NamedGroup]:
-    """Every group, in the one order in which all ranks have to create them.
+    """List every group, in the order in which all ranks have to create them.
 
     First ``replica``, then ``data``, ``neighbours``, ``pipe`` and ``slice``.
     """
@@ -188,12 +189,12 @@ def groups_in_creation_order(topology: Topology) -> Iterator[NamedGroup]:
 
 
 def rank_of_stage(topology: Topology, rank: int, stage: int, **elsewhere: int) -> int:
-    """The rank that holds ``stage`` in the replica of ``rank``: its coordinate with ``pipe`` replaced.
+    """Find the rank that holds ``stage`` in the replica of ``rank``: its coordinate with ``pipe`` replaced.
 
     Args:
         topology: one with an axis ``pipe``.
         rank: the rank that asks.
-        stage: the place along ``pipe``.
+        stage: the index along ``pipe``.
         elsewhere: other axes to replace as well, by name.
 
     >>> rank_of_stage(Topology.of(pipe=2, data=2), rank=1, stage=1)
@@ -206,7 +207,7 @@ def rank_of_stage(topology: Topology, rank: int, stage: int, **elsewhere: int) -
 
 
 def membership(topology: Topology, rank: int) -> Membership:
-    """Where ``rank`` stands in every kind of group.
+    """Find the position of ``rank`` in every kind of group.
 
     >>> membership(Topology.of(pipe=2, data=2), 3).pipeline_group
     (1, 3)

@@ -1,4 +1,4 @@
-"""The layout of a pipeline written as text, one letter a layer: ``"Et*3|(tt|)*29,m|L"``."""
+"""Read the layout of a pipeline from text, one letter a layer: ``"Et*3|(tt|)*29,m|L"``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DEPTH = 50  # parentheses inside each other
 
 @dataclass(frozen=True)
 class Layout:
-    """What each stage of a pipeline holds, as text of one letter a layer.
+    """The layers of each stage of a pipeline, one letter a layer.
 
     Args:
         stages: the letters of each stage: ``E`` embedding, ``t`` decoder, ``m`` multi-token
@@ -48,15 +48,15 @@ class Layout:
         return Partition.from_sizes(self.decoders, allow_empty=True)
 
     def placement(self, ranks: int) -> Placement:
-        """The rank of each stage, dealt round ``ranks`` ranks, which have to divide the stages."""
+        """Deal the stages round ``ranks`` ranks, which have to divide them."""
         return place("loop", ranks, len(self.stages))
 
 
 def parse_layout(text: str, *, decoders: int | None = None, ranks: int | None = None, allow_empty: bool = False) -> Layout:
-    """The layout that a text describes.
+    """Read the layout that a text describes.
 
     Letters are layers, ``|`` ends a stage, ``*n`` repeats the letter or the group in parentheses
-    before it, and commas are for the eye alone.
+    before it. Commas have no meaning.
 
     Args:
         text: such as ``"Et*3|(tt|)*29,m|L"``.
@@ -90,7 +90,7 @@ def parse_layout(text: str, *, decoders: int | None = None, ranks: int | None = 
 
 
 def _sequence(text: str, position: int, depth: int = 0) -> tuple[str, int]:
-    """What the text from ``position`` unfolds to, up to an unmatched ``)`` or its end, and that place."""
+    """Unfold the text from ``position`` up to an unmatched ``)`` or its end; return the letters and that position."""
     if depth > _DEPTH:
         raise _unreadable(text, position, f"more than {_DEPTH} parentheses inside each other")
     parts: list[str] = []
@@ -119,7 +119,7 @@ def _sequence(text: str, position: int, depth: int = 0) -> tuple[str, int]:
 
 
 def _repeats(text: str, position: int) -> tuple[int, int]:
-    """The number after a ``*`` at ``position``, else 1, and where it ends; commas are passed over."""
+    """Read the number after a ``*`` at ``position``, else 1; return it and the position after it. Commas are skipped."""
     star = position
     while star < len(text) and text[star] == ",":
         star += 1

@@ -1,4 +1,4 @@
-"""A partition of a model's layers into stages, as the boundaries between them."""
+"""Cut the layers of a model into stages: a partition is the boundaries between them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import InitVar, dataclass
 from itertools import accumulate, pairwise
 from typing import Literal, TypeVar
+
+from .counts import require_counts
 
 T = TypeVar("T")
 Interval = tuple[int, int]
@@ -54,7 +56,7 @@ class Partition:
 
     @classmethod
     def from_sizes(cls, sizes: Iterable[int], allow_empty: bool = False) -> Partition:
-        """The partition with so many layers in each stage: ``Partition.from_sizes((2, 3))``."""
+        """Make the partition with so many layers in each stage: ``Partition.from_sizes((2, 3))``."""
         return cls(tuple(accumulate(sizes, initial=0)), allow_empty)
 
     @property
@@ -78,30 +80,30 @@ class Partition:
         return tuple(pairwise(self.boundaries))
 
     def layers_of(self, stage: int) -> range:
-        """The layers of a stage."""
+        """List the layers of a stage."""
         if not 0 <= stage < self.stages:
             raise ValueError(f"stage {stage} is out of range: the stages are 0..{self.stages - 1}")
         return range(*self.boundaries[stage : stage + 2])
 
     def stage_of(self, layer: int) -> int:
-        """The stage that has a layer."""
+        """Find the stage that has a layer."""
         if not 0 <= layer < self.layers:
             raise ValueError(f"layer {layer} is out of range: the layers are 0..{self.layers - 1}")
         return next(s for s, (start, end) in enumerate(self.intervals) if start <= layer < end)
 
     def loads(self, weights: Sequence[float]) -> tuple[float, ...]:
-        """The sum of the weights of each stage; whole where the weights are."""
+        """Add up the weights of each stage; sums of whole numbers stay whole."""
         self._require_length(weights)
         add = sum if all(isinstance(w, int) for w in weights) else math.fsum
         return tuple(add(weights[start:end]) for start, end in self.intervals)
 
     def split(self, items: Sequence[T]) -> tuple[tuple[T, ...], ...]:
-        """Items, one per layer, as one tuple per stage."""
+        """Cut items, one per layer, into one tuple per stage."""
         self._require_length(items)
         return tuple(tuple(items[start:end]) for start, end in self.intervals)
 
     def split_points(self, prefix: str = "layers.") -> tuple[str, ...]:
-        """The name of the first layer of every stage but the first.
+        """Name the first layer of every stage but the first.
 
         >>> Partition((0, 3, 8)).split_points()
         ('layers.3',)
@@ -109,12 +111,13 @@ class Partition:
         return tuple(f"{prefix}{boundary}" for boundary in self.boundaries[1:-1])
 
     def dealt(self, ranks: int) -> tuple[tuple[Interval, ...], ...]:
-        """The intervals of each rank when the stages are dealt round the ranks, as `loop` places them.
+        """List the intervals of each rank when the stages are dealt round the ranks, as `loop` places them.
 
         >>> Partition((0, 1, 2, 4, 6)).dealt(2)
         (((0, 1), (2, 4)), ((1, 2), (4, 6)))
         """
-        if ranks < 1 or self.stages % ranks:
+        require_counts(ranks=ranks)
+        if self.stages % ranks:
             raise ValueError(f"{self.stages} stages cannot be dealt evenly to {ranks} ranks: use a divisor of {self.stages}")
         return tuple(self.intervals[rank::ranks] for rank in range(ranks))
 
@@ -123,10 +126,8 @@ class Partition:
             raise ValueError(f"expected one item for each of the {self.layers} layers, got {len(items)}")
 
 
-def partition_uniform(
-    layers: int, stages: int, *, remainder: Literal["first", "last"] = "first", allow_empty: bool = False
-) -> Partition:
-    """Equal numbers of layers; what is left over goes one each to the first stages, or to the last.
+def partition_uniform(layers: int, stages: int, *, remainder: Literal["first", "last"] = "first", allow_empty: bool = False) -> Partition:
+    """Cut layers into equal numbers; the remainder goes one each to the first stages, or to the last.
 
     Args:
         layers: number of layers.
@@ -144,7 +145,8 @@ def partition_uniform(
     >>> partition_uniform(10, 4).sizes, partition_uniform(10, 4, remainder="last").sizes
     ((3, 3, 2, 2), (2, 2, 3, 3))
     """
-    require_counts(layers, stages)
+    require_counts(stages=stages)
+    require_counts(0, layers=layers)
     if remainder not in ("first", "last"):
         raise ValueError(f"the remainder goes to the 'first' or the 'last' stages, got {remainder!r}")
     size, left_over = divmod(layers, stages)
@@ -153,7 +155,7 @@ def partition_uniform(
 
 
 def partition_explicit(boundaries: Iterable[int], layers: int, *, allow_empty: bool = False) -> Partition:
-    """The partition with boundaries that are written out, checked against the number of layers.
+    """Make the partition with these boundaries, checked against the number of layers.
 
     Args:
         boundaries: ``[0, ..., layers]``.
@@ -171,15 +173,8 @@ def partition_explicit(boundaries: Iterable[int], layers: int, *, allow_empty: b
     return partition
 
 
-def require_counts(layers: int, stages: int) -> None:
-    """Raise ValueError unless both are whole numbers, ``stages`` at least one and ``layers`` not negative."""
-    for name, value, least in (("layers", layers, 0), ("stages", stages, 1)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"the number of {name} is a whole number, {least} or more; got {value!r}")
-
-
 def _shown(numbers: Sequence[int]) -> str:
-    """Numbers for a message, the middle left out where there are very many."""
+    """Write numbers for a message, without the middle where there are very many."""
     if len(numbers) <= 64:
         return str(list(numbers))
     return f"[{', '.join(map(str, numbers[:30]))}, ..., {', '.join(map(str, numbers[-30:]))}]"

@@ -1,25 +1,27 @@
-"""Which rank holds which stage: a placement is the tuple of ranks, one entry per stage."""
+"""Place stages on ranks: a placement is a tuple of ranks, one entry per stage."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+from .counts import require_counts
 
 Placement = tuple[int, ...]
 """``placement[stage]`` is the rank that holds the stage."""
 
 
 def loop(ranks: int, chunks: int = 1) -> Placement:
-    """Stages dealt round the ranks, ``chunks`` times: stage ``s`` is on rank ``s % ranks``.
+    """Deal stages round the ranks, ``chunks`` times: stage ``s`` is on rank ``s % ranks``.
 
     >>> loop(3, chunks=2)
     (0, 1, 2, 0, 1, 2)
     """
-    _require_counts(ranks, chunks)
+    require_counts(ranks=ranks, chunks=chunks)
     return tuple(range(ranks)) * chunks
 
 
 def v_shape(ranks: int, chunks: int = 2) -> Placement:
-    """Stages snaking over the ranks, forwards and back: neighbours at a turn share a rank.
+    """Let stages go up the ranks and down again: the two stages at a turn share a rank.
 
     Args:
         ranks: number of ranks.
@@ -28,7 +30,7 @@ def v_shape(ranks: int, chunks: int = 2) -> Placement:
     >>> v_shape(3)
     (0, 1, 2, 2, 1, 0)
     """
-    _require_counts(ranks, chunks)
+    require_counts(ranks=ranks, chunks=chunks)
     if chunks % 2:
         raise ValueError(f"a V has an even number of chunks, got chunks={chunks}: use {chunks + 1}, or loop(ranks, chunks)")
     down = tuple(range(ranks))
@@ -36,10 +38,10 @@ def v_shape(ranks: int, chunks: int = 2) -> Placement:
 
 
 def bidirectional(ranks: int) -> Placement:
-    """Two copies of a pipeline that run through the ranks in opposite directions.
+    """Place two replicas of every stage, whose chains run through the ranks in opposite directions.
 
-    Stages ``0..ranks-1`` go up the ranks, their copies ``ranks..2*ranks-1`` go down: stage
-    ``ranks + k`` is the copy of stage ``k`` and sits on rank ``ranks - 1 - k``.
+    Stages ``0..ranks-1`` go up the ranks, ``ranks..2*ranks-1`` go down: stage ``ranks + k`` is a
+    replica of stage ``k`` and is on rank ``ranks - 1 - k``.
 
     >>> bidirectional(4)
     (0, 1, 2, 3, 3, 2, 1, 0)
@@ -51,7 +53,7 @@ def bidirectional(ranks: int) -> Placement:
 
 
 def explicit(ranks_of_stages: Iterable[int]) -> Placement:
-    """The placement that is written out: the rank of stage 0, of stage 1, and so on.
+    """Make the placement with these ranks: that of stage 0, of stage 1, and so on.
 
     Raises:
         ValueError: where it is empty, or where a rank between 0 and the largest holds nothing.
@@ -70,7 +72,7 @@ def explicit(ranks_of_stages: Iterable[int]) -> Placement:
 
 
 def place(style: str, ranks: int, stages: int) -> Placement:
-    """The placement of ``stages`` stages on ``ranks`` ranks that a style names.
+    """Place ``stages`` stages on ``ranks`` ranks in a style.
 
     Args:
         style: ``"loop"`` or ``"v"``.
@@ -83,26 +85,16 @@ def place(style: str, ranks: int, stages: int) -> Placement:
     styles = {"loop": loop, "v": v_shape}
     if style not in styles:
         raise ValueError(f"unknown placement style {style!r}: expected one of {', '.join(map(repr, styles))}")
-    _require_counts(ranks, stages)
+    require_counts(ranks=ranks, stages=stages)
     if stages % ranks:
         raise ValueError(f"{stages} stages do not spread evenly over {ranks} ranks: use a multiple of {ranks}")
     return styles[style](ranks, stages // ranks)
 
 
-def stage_ids_of_rank(placement: Placement, rank: int) -> tuple[int, ...]:
-    """The stages that ``rank`` holds, ascending.
+def stages_of(placement: Sequence[int], rank: int) -> tuple[int, ...]:
+    """List the stages that ``rank`` holds, ascending; none for a rank that holds none.
 
-    Raises:
-        ValueError: where no rank of that number is in the placement.
-
-    >>> stage_ids_of_rank(loop(4, 2), 1), stage_ids_of_rank(v_shape(4), 1)
+    >>> stages_of(loop(4, 2), 1), stages_of(v_shape(4), 1)
     ((1, 5), (1, 6))
     """
-    if rank not in placement:
-        raise ValueError(f"rank {rank} holds no stage: the ranks of this placement are 0..{max(placement, default=-1)}")
     return tuple(stage for stage, holder in enumerate(placement) if holder == rank)
-
-
-def _require_counts(ranks: int, chunks: int) -> None:
-    if ranks < 1 or chunks < 1:
-        raise ValueError(f"expected at least one rank and one stage per rank, got {ranks} and {chunks}")

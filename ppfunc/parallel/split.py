@@ -1,11 +1,12 @@
-"""Split points of a stack of equal layers, with the input and output modules counted as some layers."""
+"""Split a stack of equal layers, with the input and output modules counted as some layers."""
 
 from __future__ import annotations
 
 import heapq
 from typing import Literal
 
-from .partition import Partition, require_counts
+from .counts import require_counts
+from .partition import Partition
 
 
 def split_points(
@@ -17,16 +18,14 @@ def split_points(
     extra: Literal["middle", "first"] = "middle",
     allow_empty: bool = False,
 ) -> tuple[str, ...]:
-    """The names of the layers at which a new stage begins; arguments as for `partition_layers`.
+    """Name the layers at which a new stage begins; arguments as for `partition_layers`.
 
     >>> split_points(8, 4)
     ('layers.1', 'layers.4', 'layers.7')
     >>> split_points(8, 1)
     ()
     """
-    return partition_layers(
-        layers, stages, input_weight, output_weight, extra=extra, allow_empty=allow_empty
-    ).split_points()
+    return partition_layers(layers, stages, input_weight, output_weight, extra=extra, allow_empty=allow_empty).split_points()
 
 
 def partition_layers(
@@ -38,11 +37,11 @@ def partition_layers(
     extra: Literal["middle", "first"] = "middle",
     allow_empty: bool = False,
 ) -> Partition:
-    """The partition of equal layers whose first stage also holds the input, and the last the output, modules.
+    """Cut equal layers into stages, the first of which also holds the input modules, and the last the output modules.
 
     The effective load of a stage is its layers plus those weights. With ``extra="middle"`` the
     loads differ by at most one, unless a weight alone is above that, and the first and last stage
-    are the lightest. With ``extra="first"`` what does not divide goes to the first stages.
+    are the lightest. With ``extra="first"`` the remainder goes to the first stages.
 
     Args:
         layers: number of layers.
@@ -62,7 +61,8 @@ def partition_layers(
     >>> partition_layers(61, 8).sizes
     (7, 8, 8, 8, 8, 8, 8, 6)
     """
-    require_counts(layers, stages)
+    require_counts(stages=stages)
+    require_counts(0, layers=layers)
     for name, weight in (("input_weight", input_weight), ("output_weight", output_weight)):
         if not 0 <= weight < float("inf"):
             raise ValueError(f"{name} is the cost of modules in layers, zero or more; got {weight!r}")
@@ -76,12 +76,12 @@ def partition_layers(
 
 
 def effective_loads(partition: Partition, input_weight: float = 1, output_weight: float = 1) -> tuple[float, ...]:
-    """The layers of each stage, plus the weights of the input and output modules at the ends.
+    """Add the weights of the input and output modules to the layers of the first and the last stage.
 
     >>> effective_loads(Partition((0, 2, 5)))
     (3, 4)
     """
-    loads = list(partition.sizes)
+    loads: list[float] = list(partition.sizes)
     loads[0] += input_weight
     loads[-1] += output_weight
     return tuple(loads)
@@ -96,7 +96,7 @@ def count_stages(
     input_weight: int = 0,
     output_weight: int = 0,
 ) -> int:
-    """The number of stages for so many ranks, each with the same number of stages.
+    """Choose the number of stages for so many ranks, each with the same number of stages.
 
     Args:
         layers: number of layers.
@@ -113,16 +113,14 @@ def count_stages(
     >>> count_stages(32, 4, several=True, layers_per_stage=4), count_stages(32, 4, several=True)
     (8, 8)
     """
-    require_counts(layers, ranks)
+    require_counts(ranks=ranks)
+    require_counts(0, layers=layers)
     if layers_per_stage is None:
         stages = ranks * (2 if several else 1)
         if stages > layers:
-            raise ValueError(
-                f"{layers} layers cannot fill {stages} stages ({stages // ranks} on each of {ranks} ranks): use fewer ranks"
-            )
+            raise ValueError(f"{layers} layers cannot fill {stages} stages ({stages // ranks} on each of {ranks} ranks): use fewer ranks")
         return stages
-    if layers_per_stage < 1:
-        raise ValueError(f"layers_per_stage is one or more, got {layers_per_stage}")
+    require_counts(layers_per_stage=layers_per_stage)
     stages = -(-(layers + input_weight + output_weight) // layers_per_stage)
     if stages % ranks or not stages:
         raise ValueError(
@@ -139,7 +137,7 @@ def count_stages(
 
 
 def _lightest_get_more(layers: int, stages: int, input_weight: float, output_weight: float, floor: int) -> list[int]:
-    """Sizes made by giving one layer at a time to the lightest stage, the middle before the ends."""
+    """Give one layer at a time to the lightest stage, the middle before the ends; return the sizes."""
     sizes = [floor] * stages
     loads: list[float] = list(sizes)
     loads[0] += input_weight
@@ -157,20 +155,21 @@ def _lightest_get_more(layers: int, stages: int, input_weight: float, output_wei
 
 
 def _first_get_more(layers: int, stages: int, input_weight: float, output_weight: float) -> list[int]:
-    """Sizes of equal effective loads, one more for the first stages until nothing is left."""
+    """Make effective loads equal, one more for the first stages until nothing is left; return the sizes."""
     if stages == 1:
         return [layers]
-    effective = layers + input_weight + output_weight
-    if effective != int(effective):
+    first, last = int(input_weight), int(output_weight)
+    if (first, last) != (input_weight, output_weight):
         raise ValueError(f"extra='first' takes whole weights, got {input_weight} and {output_weight}")
-    share, left_over = divmod(int(effective), stages)
-    for name, weight in (("input_weight", input_weight), ("output_weight", output_weight)):
+    effective = layers + first + last
+    share, left_over = divmod(effective, stages)
+    for name, weight in (("input_weight", first), ("output_weight", last)):
         if weight > share:
             raise ValueError(
                 f"{name}={weight} is more than the {share} of {effective} effective layers that each of {stages} stages "
                 "has: use fewer stages or a smaller weight"
             )
     sizes = [share + (stage < left_over) for stage in range(stages)]
-    sizes[0] -= input_weight
-    sizes[-1] -= output_weight
+    sizes[0] -= first
+    sizes[-1] -= last
     return sizes

@@ -1,14 +1,16 @@
-"""A topology: ranks arranged on a grid with named axes, as pure integer arithmetic."""
+"""Arrange ranks on a grid with named axes, by integer arithmetic."""
 
 from __future__ import annotations
 
 import keyword
 import math
 from collections import namedtuple
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
+
+from .counts import require_counts
 
 
 @dataclass(frozen=True)
@@ -43,18 +45,16 @@ class Topology:
                 raise ValueError(f"{axis!r} cannot name an axis: use letters, digits and _, as in 'pipe'")
             if self.axes.count(axis) > 1:
                 raise ValueError(f"axis {axis!r} occurs twice in {self.axes}: name every axis once")
-        for axis, size in zip(self.axes, self.sizes, strict=True):
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"the size of axis {axis!r} is a whole number, one or more; got {size!r}")
+        require_counts(**dict(zip(self.axes, self.sizes, strict=True)))
 
     @classmethod
     def of(cls, **sizes: int) -> Topology:
-        """The topology with these axes in this order: ``Topology.of(pipe=2, data=3)``."""
+        """Make the topology with these axes in this order: ``Topology.of(pipe=2, data=3)``."""
         return cls(tuple(sizes), tuple(sizes.values()))
 
     @classmethod
     def parse(cls, text: str) -> Topology:
-        """The topology that ``str`` writes: ``Topology.parse("pipe=2,data=3")``."""
+        """Read a topology as ``str`` writes it: ``Topology.parse("pipe=2,data=3")``."""
         axes, sizes = [], []
         for part in text.split(","):
             axis, equals, size = part.partition("=")
@@ -74,18 +74,18 @@ class Topology:
 
     @cached_property
     def strides(self) -> tuple[int, ...]:
-        """Per axis, how far apart two ranks are that are neighbours along it."""
+        """The difference of two ranks that are neighbours along each axis."""
         return tuple(math.prod(self.sizes[i + 1 :]) for i in range(len(self.sizes)))
 
     def axis_size(self, axis: str) -> int:
-        """The number of ranks along ``axis``; 0 for an axis that the topology does not have.
+        """Return the number of ranks along ``axis``; 0 for an axis that the topology does not have.
 
-        So code for several kinds of parallelism may ask without knowing which are in use.
+        Code for several kinds of parallelism need not know which are in use.
         """
         return self.sizes[self.axes.index(axis)] if axis in self.axes else 0
 
     def rank(self, **coordinate: int) -> int:
-        """The rank at a coordinate, which names every axis.
+        """Find the rank at a coordinate, which names every axis.
 
         Raises:
             ValueError: for a missing or unknown axis, or an index outside its axis.
@@ -100,7 +100,7 @@ class Topology:
         return sum(coordinate[axis] * stride for axis, stride in zip(self.axes, self.strides, strict=True))
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
-        """The coordinate of ``rank``: a named tuple with one field per axis.
+        """Find the coordinate of ``rank``: a named tuple with one field per axis.
 
         Raises:
             ValueError: for a rank outside the topology.
@@ -108,14 +108,14 @@ class Topology:
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank!r} is not in the topology {self}: its ranks are 0..{self.world_size - 1}")
         pairs = zip(self.strides, self.sizes, strict=True)
-        return _coordinate_type(self.axes)._make([rank // stride % size for stride, size in pairs])
+        return _coordinates(self.axes)(rank // stride % size for stride, size in pairs)
 
     def coordinates(self) -> Iterator[tuple[int, ...]]:
-        """The coordinates of all ranks, in the order of the ranks."""
-        return map(_coordinate_type(self.axes)._make, product(*map(range, self.sizes)))
+        """List the coordinates of all ranks, in the order of the ranks."""
+        return map(_coordinates(self.axes), product(*map(range, self.sizes)))
 
     def groups(self, axis: str) -> Iterator[tuple[int, ...]]:
-        """The groups of ranks that differ along ``axis`` alone, made one at a time.
+        """List the groups of ranks that differ along ``axis`` alone, one at a time.
 
         The other axes vary row-major, in their declared order. No groups for an axis that the
         topology does not have, as in `axis_size`.
@@ -127,7 +127,7 @@ class Topology:
             yield self._line(first, axis)
 
     def group_of(self, rank: int, axis: str) -> tuple[int, ...]:
-        """The group along ``axis`` that ``rank`` is in.
+        """Find the group along ``axis`` that ``rank`` is in.
 
         >>> Topology.of(pipe=2, data=2, model=2).group_of(3, "pipe")
         (3, 7)
@@ -137,7 +137,7 @@ class Topology:
         return self._line(rank - self.coordinate(rank)[place] * self.strides[place], axis)
 
     def ranks_where(self, **coordinate: int) -> tuple[int, ...]:
-        """The ranks whose coordinate matches on the axes that are named, ascending.
+        """List the ranks whose coordinate matches on the named axes, ascending.
 
         >>> Topology.of(pipe=2, data=2, model=2).ranks_where(pipe=0, data=1)
         (2, 3)
@@ -146,17 +146,15 @@ class Topology:
         return tuple(self._ranks({axis: range(i, i + 1) for axis, i in coordinate.items()}))
 
     def ranks_at(self, axis: str, index: int) -> tuple[int, ...]:
-        """The ranks whose place on ``axis`` is ``index``, ascending.
+        """List the ranks at ``index`` along ``axis``, ascending.
 
         >>> Topology.of(x=2, y=3).ranks_at("y", 0)
         (0, 3)
         """
         return self.ranks_where(**{axis: index})
 
-    def rank_repr(
-        self, rank: int, omit_axes: Iterable[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
-    ) -> str:
-        """The coordinate of ``rank`` as text for file names, without the axes to omit.
+    def rank_repr(self, rank: int, omit_axes: Iterable[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-") -> str:
+        """Write the coordinate of ``rank`` for file names, without the axes to omit.
 
         >>> Topology.of(a=2, b=2).rank_repr(3), Topology.of(a=2, b=2).rank_repr(3, omit_axes=["a"])
         ('a_01-b_01', 'b_01')
@@ -166,7 +164,7 @@ class Topology:
         return outer_sep.join(f"{axis}{inner_sep}{index:02d}" for axis, index in pairs if axis not in omitted)
 
     def require_world_size(self, world_size: int) -> Topology:
-        """This topology, if it has ``world_size`` ranks.
+        """Check that the topology has ``world_size`` ranks, and return it.
 
         Raises:
             ValueError: where it has another number.
@@ -185,7 +183,7 @@ class Topology:
         return tuple(range(first, first + stride * size, stride))
 
     def _ranks(self, chosen: dict[str, range]) -> Iterator[int]:
-        """The ranks in the box of ``chosen`` index ranges (whole axes where none is chosen), ascending."""
+        """List the ranks in the box of ``chosen`` index ranges (whole axes where none is chosen), ascending."""
         offsets = [
             [index * stride for index in chosen.get(axis, range(size))]
             for axis, size, stride in zip(self.axes, self.sizes, self.strides, strict=True)
@@ -206,12 +204,12 @@ class Topology:
 
 
 def pipe_data(pipe: int, data: int) -> Topology:
-    """Pipeline and data parallelism, data innermost: its reductions get the fastest links."""
+    """Combine pipeline and data parallelism, data innermost: its reductions get the fastest links."""
     return Topology.of(pipe=pipe, data=data)
 
 
 def pipe_model_data(pipe: int, model: int, data: int) -> Topology:
-    """Pipeline, tensor slicing and data parallelism; the axes are (pipe, data, model).
+    """Combine pipeline, tensor slicing and data parallelism; the axes are (pipe, data, model).
 
     Slices, which talk most, are innermost. Mind that the arguments come in another order.
     """
@@ -219,25 +217,25 @@ def pipe_model_data(pipe: int, model: int, data: int) -> Topology:
 
 
 def default_grid(world_size: int) -> Topology:
-    """The `pipe_data` topology of ``world_size`` ranks when nobody chose one.
+    """Choose a `pipe_data` topology of ``world_size`` ranks.
 
     The prime factors, ascending, go to the pipeline and to data parallelism in turn.
 
     >>> [str(default_grid(n)) for n in (1, 6, 12, 30)]
     ['pipe=1,data=1', 'pipe=2,data=3', 'pipe=6,data=2', 'pipe=10,data=3']
     """
+    require_counts(world_size=world_size)
     factors = prime_factors(world_size)
     return pipe_data(pipe=math.prod(factors[0::2]), data=math.prod(factors[1::2]))
 
 
 def prime_factors(number: int) -> tuple[int, ...]:
-    """The prime factors of a positive whole number, ascending, with their multiplicity.
+    """Factor a positive whole number into primes, ascending, with their multiplicity.
 
     >>> prime_factors(12), prime_factors(1)
     ((2, 2, 3), ())
     """
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise ValueError(f"prime factors are those of a whole number, one or more; got {number!r}")
+    require_counts(number=number)
     factors, candidate = [], 2
     while candidate * candidate <= number:
         while number % candidate == 0:
@@ -248,8 +246,9 @@ def prime_factors(number: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=64)
-def _coordinate_type(axes: tuple[str, ...]) -> type:
-    return namedtuple("Coordinate", axes)
+def _coordinates(axes: tuple[str, ...]) -> Callable[[Iterable[int]], tuple[int, ...]]:
+    """Define a named tuple with one field per axis; return its constructor from an iterable."""
+    return namedtuple("Coordinate", axes)._make  # type: ignore[attr-defined]
 
 
 def _named(coordinate: dict[str, int]) -> str:

@@ -1,4 +1,4 @@
-"""Weights of layers to balance by: their parameters, a pattern on their names, or their time."""
+"""Weigh layers by their parameters, a pattern on their names, or their time, and cut them by that."""
 
 from __future__ import annotations
 
@@ -9,43 +9,40 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from .balance import partition_balanced
+from .counts import require_counts
+from .min_range import partition_min_range
 from .partition import Partition, partition_uniform
-from .spread import partition_spread
 
-Method = Literal["uniform", "balanced", "spread"]
+Method = Literal["uniform", "balanced", "min_range"]
 
 
-def partition_by_weights(
-    weights: Sequence[float], stages: int, method: Method = "balanced", *, allow_empty: bool = False
-) -> Partition:
-    """The partition that a method makes.
+def partition_by_weights(weights: Sequence[float], stages: int, method: Method = "balanced", *, allow_empty: bool = False) -> Partition:
+    """Cut layers by weights, with a method of choice.
 
     Args:
         weights: one per layer.
         stages: number of stages.
         method: ``"uniform"`` for equal numbers of layers, ``"balanced"`` for the least maximum load,
-            ``"spread"`` for the least maximum minus minimum.
+            ``"min_range"`` for the least maximum minus minimum.
         allow_empty: whether there may be fewer layers than stages.
     """
     if method == "uniform":
         return partition_uniform(len(weights), stages, allow_empty=allow_empty)
-    methods = {"balanced": partition_balanced, "spread": partition_spread}
+    methods = {"balanced": partition_balanced, "min_range": partition_min_range}
     if method not in methods:
-        raise ValueError(f"unknown method {method!r}: expected 'uniform', 'balanced' or 'spread'")
+        raise ValueError(f"unknown method {method!r}: expected 'uniform', 'balanced' or 'min_range'")
     return methods[method](weights, stages, allow_empty=allow_empty)
 
 
-def partition_by_parameters(
-    layers: Sequence[Any], stages: int, method: Method = "balanced", *, allow_empty: bool = False
-) -> Partition:
-    """The partition by the number of parameters of each layer, as `count_layer_parameters` finds them."""
+def partition_by_parameters(layers: Sequence[Any], stages: int, method: Method = "balanced", *, allow_empty: bool = False) -> Partition:
+    """Cut layers by their numbers of parameters, as `count_layer_parameters` finds them."""
     return partition_by_weights(count_layer_parameters(layers), stages, method, allow_empty=allow_empty)
 
 
 def partition_by_pattern(
     layers: Sequence[Any], pattern: str | re.Pattern[str], stages: int, method: Method = "balanced", *, allow_empty: bool = False
 ) -> Partition:
-    r"""The partition in which the layers whose name matches are shared out evenly; the others weigh nothing.
+    r"""Cut layers so that those whose name matches are shared out evenly; the others weigh nothing.
 
     Args:
         layers: names, or layers, which are named by their class or their function.
@@ -81,19 +78,19 @@ def partition_by_time(
     allow_empty: bool = False,
     **options: Any,
 ) -> Partition:
-    """The partition by the measured time of each layer; options as for `measure_layers`."""
+    """Cut layers by their measured times; options as for `measure_layers`."""
     return partition_by_weights(measure_layers(layers, example, **options), stages, method, allow_empty=allow_empty)
 
 
 def layer_name(layer: Any) -> str:
-    """The name of a layer: itself if it is text, of a function or a class its own, else of its class."""
+    """Name a layer: text names itself, a function or a class has its name, any other layer that of its class."""
     if isinstance(layer, str):
         return layer
     return getattr(layer, "__name__", type(layer).__name__)
 
 
 def count_layer_parameters(layers: Sequence[Any]) -> tuple[int, ...]:
-    """The number of parameter elements of each layer.
+    """Count the parameter elements of each layer.
 
     Args:
         layers: each a module (what ``parameters()`` yields that requires a gradient), a tree of
@@ -115,7 +112,7 @@ def measure_layers(
     synchronize: Callable[[], object] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[float, ...]:
-    """The time that each layer takes, in seconds: the median of several runs.
+    """Measure the time of each layer in seconds: the median of several runs.
 
     Args:
         layers: functions of one argument, each taking what the one before returned.
@@ -125,8 +122,8 @@ def measure_layers(
         synchronize: waits until the device is idle, such as ``torch.cuda.synchronize``.
         clock: a clock in seconds.
     """
-    if repeats < 1 or warm_up < 0:
-        raise ValueError(f"expected one or more timed runs and no fewer than zero others, got {repeats} and {warm_up}")
+    require_counts(repeats=repeats)
+    require_counts(0, warm_up=warm_up)
     times = []
     for layer in layers:
         runs = []
@@ -142,15 +139,12 @@ def measure_layers(
 
 
 def _count(layer: Any) -> int:
-    if hasattr(layer, "parameters"):
-        found = [p for p in layer.parameters() if p.requires_grad]
-    else:
-        found = list(_tensors(layer))
+    found = (p for p in layer.parameters() if p.requires_grad) if hasattr(layer, "parameters") else _tensors(layer)
     return sum(tensor.numel() for tensor in {id(t): t for t in found}.values())
 
 
 def _tensors(tree: Any) -> Iterator[Any]:
-    """The tensors in a tree: what can say its ``numel``."""
+    """List the tensors in a tree: its objects that have ``numel``."""
     if hasattr(tree, "numel"):
         yield tree
     elif isinstance(tree, Mapping):

@@ -1,23 +1,51 @@
-"""The runtime: the interpreter, the transports and everything else that has an effect."""
+"""The runtime: a step is lowered, compiled and executed; all effects live here.
 
-from .batch import microbatch
+A step function is called, and the data flows in one direction::
+
+    step.py        StepFunction(params, inputs, targets)
+      arguments.py   read_arguments      what the caller gave  -> leaves, and the form of all trees
+      transport      begin               all ranks agree on the call and on the form of the batch
+      lower.py       lower               stages, schedule, form -> LoweredStep: the signature of every edge    } once
+      compile.py     compile_step        LoweredStep -> CompiledStep: stage programs, one flat list of calls   } per form
+        bind.py        bind              instruction -> call
+      execute.py     fill, execute       leaves -> buffers of this call alone; every call in turn
+      results.py     collect             buffers -> gradients, outputs, metrics, state
+      transport      end                 the sum of the losses; a step fails on every rank or on none
+
+A transport is two protocols (`transport.py`), data and control, with three implementations: `InProcess`, `P2P` and
+`Simulated`. `control.py` is the tree along which ranks agree, `replicas.py` what stages with the same parameters do.
+"""
+
+from .analysis import Lowered
+from .batch import Microbatches, microbatch
 from .errors import AgreementError, PipelineError
 from .inprocess import InProcess
+from .lower import StepSpec, lower
+from .mesh import ProcessGroups, device_mesh, topology_of_mesh
 from .overlap import interleaved, two_streams
 from .p2p import P2P
-from .results import Aux
-from .session import Session
+from .results import Aux, StepResult
+from .step import CacheInfo, StepFunction
 from .transport import Transport
 
 __all__ = [
     "AgreementError",
     "Aux",
+    "CacheInfo",
     "InProcess",
+    "Lowered",
+    "Microbatches",
     "P2P",
     "PipelineError",
-    "Session",
+    "ProcessGroups",
+    "StepFunction",
+    "StepResult",
+    "StepSpec",
     "Transport",
+    "device_mesh",
     "interleaved",
+    "lower",
     "microbatch",
+    "topology_of_mesh",
     "two_streams",
 ]

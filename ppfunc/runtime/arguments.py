@@ -62,7 +62,8 @@ class StepForm(NamedTuple):
         strides: of every leaf of the parameters, in elements.
         devices: where each stage computes.
         inputs, targets: signatures of the microbatches; None where this process was given none.
-        whole: whether the inputs came as a whole batch, in contrast to Microbatches.
+        rows: rows of a microbatch, where the inputs came as a whole batch; None where they came as Microbatches.
+        other_rows: likewise of targets and extras that came as whole batches, by name.
         extras: signatures of the microbatches.
     """
 
@@ -71,7 +72,8 @@ class StepForm(NamedTuple):
     devices: Mapping[int, torch.device]
     inputs: tuple[Signature, ...] | None
     targets: tuple[Signature, ...] | None
-    whole: bool
+    rows: int | None
+    other_rows: Mapping[str, int]
     extras: Mapping[int, tuple[Signature, ...]]
     state: Mapping[int, Signature]
 
@@ -111,12 +113,19 @@ class StepArguments(NamedTuple):
 
 
 def read_arguments(
-    raw: RawArguments, schedule: Schedule, stages: Sequence[int], with_targets: bool, last: StepArguments | None = None
+    raw: RawArguments,
+    schedule: Schedule,
+    stages: Sequence[int],
+    with_targets: bool,
+    last: StepArguments | None = None,
+    *,
+    abstract: bool = False,
 ) -> StepArguments:
     """Read the arguments of a call in a process that runs ``stages`` of the model.
 
     Args:
         last: arguments of an earlier call; where these have the same form, ``form`` and ``trees`` are those, as objects.
+        abstract: whether trees may be signatures, and tensors without values.
 
     Raises:
         ValueError, TypeError: they do not fit the schedule; says what was got and what was expected.
@@ -126,6 +135,8 @@ def read_arguments(
     trees: dict[str, TreeForm] = {}
 
     def read(tree: Any, name: str, microbatches: int = 0) -> Leaves:
+        if abstract and isinstance(tree, Signature):
+            tree = tree.unflatten(torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in tree.leaves)
         leaves, trees[name] = _read_tree(tree, known.get(name), name, microbatches)
         return leaves
 
@@ -140,16 +151,17 @@ def read_arguments(
     extras, state = ({} if given is None else given for given in (raw.extras, raw.state))
     _require_some(extras, "extras", stages)
     _require_some(state, "state", stages)
-    params = {s: tuple(map(_detached, read(raw.params[s], f"params[{s}]"))) for s in stages}
-    states = {s: tuple(map(_detached, read(state[s], f"state[{s}]"))) for s in stages if s in state}
+    params = {s: _detached(read(raw.params[s], f"params[{s}]")) for s in stages}
+    states = {s: _detached(read(state[s], f"state[{s}]")) for s in stages if s in state}
     inputs = () if raw.inputs is None else read_batch(raw.inputs, "inputs")
     targets = () if raw.targets is None or not with_targets else read_batch(raw.targets, "targets")
     further = {s: read_batch(extras[s], f"extras[{s}]") for s in stages if s in extras}
-    same = last is not None and trees.keys() == known.keys() and all(form is known[name] for name, form in trees.items())
-    if same:
-        form, trees = last.form, last.trees
+    if last is not None and trees.keys() == known.keys() and all(form is known[name] for name, form in trees.items()):
+        form = last.form
     else:
         _require_batches(raw, schedule, stages, with_targets)
+        if not abstract:
+            _require_values(trees)
         form = _form(trees, stages, m, params, inputs)
     return StepArguments(params, states, inputs, targets, further, read_loss_weights(raw.loss_weights, m), _read_seed(raw.seed), form, trees)
 
@@ -164,6 +176,8 @@ def read_loss_weights(weights: LossWeights, microbatches: int) -> torch.Tensor |
     if weights is None:
         return None
     try:
+        if torch.is_tensor(weights) and weights.is_complex():
+            raise TypeError("complex weights")
         read = torch.as_tensor(weights, dtype=torch.float64)
     except (TypeError, ValueError) as error:
         raise TypeError(f"loss_weights: got {reprlib.repr(weights)}, expected one number for each of the {microbatches} microbatches") from error
@@ -175,10 +189,10 @@ def read_loss_weights(weights: LossWeights, microbatches: int) -> torch.Tensor |
 def _read_tree(tree: Any, form: TreeForm | None, name: str, microbatches: int) -> tuple[Leaves, TreeForm]:
     """The leaves of a tree, and its form: ``form`` itself where the tree has that."""
     if form is not None:
-        leaves, treedef = optree.tree_flatten(tree)
+        found, treedef = optree.tree_flatten(tree)
         try:
-            if treedef == form.treedef and _metadata(leaves) == form.metadata:
-                return tuple(leaves), form
+            if treedef == form.treedef and _metadata(found) == form.metadata:
+                return tuple(found), form
         except (AttributeError, RuntimeError):
             pass  # a leaf is something else than a dense tensor, which flatten below refuses by name
     leaves, treedef = flatten(tree, name)
@@ -200,9 +214,7 @@ def _metadata(leaves: Sequence[torch.Tensor]) -> tuple[list[Any], ...]:
 
 
 def _form(trees: Mapping[str, TreeForm], stages: Sequence[int], microbatches: int, params: Mapping[int, Leaves], inputs: Sequence[Leaves]) -> StepForm:
-    """The form of all arguments, whose devices are checked."""
-    for name, form in trees.items():
-        _require_values(name, form, one_device=name.startswith(("params", "state")))
+    """The form of all arguments."""
 
     def batch(name: str) -> tuple[Signature, ...] | None:
         if name in trees:
@@ -217,20 +229,29 @@ def _form(trees: Mapping[str, TreeForm], stages: Sequence[int], microbatches: in
         {s: _device(params, s, inputs) for s in stages},
         batch("inputs"),
         batch("targets"),
-        "inputs" in trees,
+        _rows(trees["inputs"]) if "inputs" in trees else None,
+        {name: _rows(trees[name]) for name in ("targets", *(f"extras[{s}]" for s in stages)) if name in trees},
         {s: found for s, found in extras.items() if found},
         {s: trees[f"state[{s}]"].signature.without_grad() for s in stages if f"state[{s}]" in trees},
     )
 
 
-def _require_values(name: str, form: TreeForm, *, one_device: bool) -> None:
+def _rows(form: TreeForm) -> int:
+    """Rows of one microbatch of a whole batch."""
+    return next((leaf.shape[0] for leaf in form.signature.leaves), 0)
+
+
+def _require_values(trees: Mapping[str, TreeForm]) -> None:
     """Raise where a leaf has no values, or lives on another device than the others of its stage."""
-    devices = form.metadata[4]
-    for path, device in zip(paths_of(form.treedef), devices, strict=True):
-        if device.type == "meta":
-            raise ValueError(f"{name}{path}: got a tensor on the device meta, which has no values; materialise it, or call step.lower for shapes alone")
-        if one_device and device != devices[0]:
-            raise ValueError(f"{name}{path}: got a tensor on {device}, others of this stage are on {devices[0]}; move all to one device")
+    for name, form in trees.items():
+        devices = form.metadata[4]
+        for path, device in zip(paths_of(form.treedef), devices, strict=True):
+            if device.type == "meta":
+                raise ValueError(
+                    f"{name}{path}: got a tensor on the device meta, which has no values; materialise it, or call step.lower for shapes alone"
+                )
+            if device != devices[0] and name.startswith("params"):
+                raise ValueError(f"{name}{path}: got a tensor on {device}, others of this stage are on {devices[0]}; move all to one device")
 
 
 def _require_stages(trees: Any, name: str, stages: Sequence[int]) -> None:
@@ -267,12 +288,14 @@ def _device(params: Mapping[int, Leaves], stage: int, inputs: Sequence[Leaves]) 
     found = next((params[s][0].device for s in near if params[s]), None)
     if found is None:
         found = next((t.device for row in inputs for t in row), None)
-    return found or torch.get_default_device()
+    return torch.get_default_device() if found is None or found.type == "meta" else found
 
 
-def _detached(leaf: torch.Tensor) -> torch.Tensor:
-    """A tensor without its history, so that nothing outside grows with the steps."""
-    return leaf.detach() if leaf.requires_grad and not transformed(leaf) else leaf
+def _detached(leaves: Leaves) -> Leaves:
+    """Tensors without their history, so that nothing outside grows with the steps."""
+    if True not in [t.requires_grad for t in leaves]:
+        return leaves
+    return tuple([t.detach() if t.requires_grad and not transformed(t) else t for t in leaves])
 
 
 def _read_seed(seed: Any) -> Seed:

@@ -10,7 +10,8 @@ import torch
 from ppfunc.schedule import Schedule
 from ppfunc.stage import Engine, Signature, StageProgram
 
-from .bind import CompiledStage, Edge, Place, bind, share_input_gradients
+from .bind import Place, bind, share_input_gradients
+from .calls import CompiledStage, Edge
 from .gradients import Gradients, Stack, Sum
 from .lower import Key, LoweredStage, LoweredStep
 from .stage_programs import program_of
@@ -57,6 +58,8 @@ def compile_step(lowered: LoweredStep, engine: Engine, transport: Transport) -> 
     if "input_grads" in spec.wants:
         inputs = [s.with_grad() for s in lowered.form.inputs or ()]
         bound += share_input_gradients(schedule, inputs, lowered.form.devices.get(0, torch.device("cpu")), transport, lowered.ranks)
+    bare = {id(low): low._replace(example=tuple(map(Signature.of, low.example))) for low in lowered.stages.values()}
+    lowered = lowered._replace(stages={key: bare[id(low)] for key, low in lowered.stages.items()})  # keeps no parameters alive
     return CompiledStep(lowered, programs, tuple(call for call, _ in bound), tuple(place for _, place in bound), transport)
 
 

@@ -18,12 +18,12 @@ from ppfunc.stage import LeafSignature
 from .errors import AgreementError
 from .failures import LinkError, Published
 from .interrupts import hold_interrupts
-from .transport import Failure, LossPart
+from .transport import Failure, LossPart, Mode
 
 _TREE, _KEY, _TEXT = "tree", "key", "text"  # channels
 _BEGIN, _SHAPES, _GATHER, _END = b"B", b"S", b"G", b"E"  # messages along the tree
 _CALLS = {_BEGIN: "begins a step", _SHAPES: "begins a step", _GATHER: "gathers texts", _END: "ends a step"}
-_COUNT = struct.Struct("<q")
+_HEAD = struct.Struct("<qii")  # of messages at the end of a step: steps ended; a rank in training mode, one in evaluation mode, or -1
 _LATER = 0.05  # seconds for a step that has ended on all ranks to return what its caller needs
 
 
@@ -41,7 +41,9 @@ class Links(Protocol):
 
     rank: int
     size: int
-    generation: int
+
+    @property
+    def generation(self) -> int: ...
 
     def send(self, peer: int, channel: str, data: bytes) -> None:
         """Send a message of any length without waiting for the peer; one that is gone does not get it."""
@@ -199,29 +201,41 @@ class Control:
         self,
         losses: Mapping[int, torch.Tensor],
         parts: Mapping[int, LossPart],
+        mode: Mode = "mixed",
         after: Callable[[], torch.Tensor | None] | None = None,
     ) -> torch.Tensor | None:
         """End a step, as in :class:`~ppfunc.runtime.transport.ControlTransport`; ``after`` gives the sum once all are at their ends."""
-        gathered = self._gather(losses, parts)
+        gathered, modes = self._gather(losses, parts, mode)
         with hold_interrupts(_LATER):
-            total = self._settle(gathered, parts, self._interrupts)
+            total = self._settle(gathered, parts, modes, self._interrupts)
             if after is not None:
                 total = after()
             self._running.release()
         self.ended += 1  # not where a signal has acted at the exit: the next step then finds that this rank has got one less
         return total
 
-    def _gather(self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart]) -> dict[int, bytes]:
-        """The losses of this rank and those below it, by stage, once all of these are at their ends."""
+    def _gather(
+        self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart], mode: Mode
+    ) -> tuple[dict[int, bytes], tuple[int, int]]:
+        """The losses of this rank and those below it, by stage, once all of these are at their ends, and a rank in either mode."""
+        training, evaluation = (self.links.rank if mode == name else -1 for name in ("training", "evaluation"))
         gathered = {stage: _bytes_of(losses[stage], part.leaf) for stage, part in parts.items() if part.rank == self.links.rank}
         for child in self._children:
-            data = memoryview(self._counted(child))
+            modes, data = self._counted(child)
+            training, evaluation = max(training, modes[0]), max(evaluation, modes[1])
             for stage, part in sorted(parts.items()):
                 if _below(child, part.rank):
                     gathered[stage], data = bytes(data[: part.leaf.nbytes]), data[part.leaf.nbytes :]
-        return gathered
+        if training >= 0 and evaluation >= 0:
+            raise AgreementError(
+                f"the ranks disagree on the mode of their modules: training on rank {training}, evaluation on rank {evaluation}; call train() or "
+                f"eval() on every rank (where a stage is frozen on purpose, leave its outermost module in training mode)"
+            )
+        return gathered, (training, evaluation)
 
-    def _settle(self, gathered: dict[int, bytes], parts: Mapping[int, LossPart], interrupts: list[BaseException]) -> torch.Tensor | None:
+    def _settle(
+        self, gathered: dict[int, bytes], parts: Mapping[int, LossPart], modes: tuple[int, int], interrupts: list[BaseException]
+    ) -> torch.Tensor | None:
         """Learn the outcome and tell it. Interrupts wait for the next step, which then fails on all ranks: this one may have
         ended on some already."""
         step, links = self.ended, self.links
@@ -231,21 +245,21 @@ class Control:
         else:
             losses = b"".join(data for _, data in sorted(gathered.items()))
             _insist(interrupts, links.vote, step)
-            _insist(interrupts, self._send, self._parent, _END, _COUNT.pack(step) + losses)
-            summed = _insist(interrupts, self._counted, self._parent)
+            _insist(interrupts, self._send, self._parent, _END, _HEAD.pack(step, *modes) + losses)
+            _, summed = _insist(interrupts, self._counted, self._parent)
             total = _tensor(summed, *_form(parts)) if parts else None
         _insist(interrupts, links.commit, step)
         for child in self._children:
-            _insist(interrupts, self._send, child, _END, _COUNT.pack(step) + summed)
+            _insist(interrupts, self._send, child, _END, _HEAD.pack(step, *modes) + summed)
         return total
 
-    def _counted(self, peer: int) -> bytes:
-        """What a peer says at the end of the step that this rank ends, too."""
+    def _counted(self, peer: int) -> tuple[tuple[int, int], bytes]:
+        """The modes and the losses that a peer tells at the end of the step that this rank ends, too."""
         data = self._recv(peer, _END)
-        (theirs,) = _COUNT.unpack_from(data)
+        theirs, *modes = _HEAD.unpack_from(data)
         if theirs != self.ended:
             self._compare(f"steps ended: {self.ended}", f"steps ended: {theirs}")
-        return data[_COUNT.size :]
+        return (modes[0], modes[1]), data[_HEAD.size :]
 
     # -- messages along the tree -----------------------------------------------------------
 
@@ -277,14 +291,17 @@ class Control:
         if isinstance(cause, StepRunning) and not cause.refused:
             cause.refused = True
             return cause
+        interrupts: list[BaseException] = []
         with hold_interrupts():
             try:
-                mine = Published.of(failure, rank, self.links.suspect)
-                first = Published.read(self.links.publish(mine.write()))
+                mine = _insist(interrupts, Published.of, failure, rank, self.links.suspect)
+                first = Published.read(_insist(interrupts, self.links.publish, mine.write()))
             finally:
                 self._tear_down()
                 if self._running.locked():
                     self._running.release()
+        if interrupts:
+            raise interrupts[0] from cause
         if first == mine and failure.instruction is None and not isinstance(cause, LinkError):
             return cause
         return first.error(rank)

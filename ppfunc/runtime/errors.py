@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from ppfunc.schedule import Instruction, parts_of
+from typing import TYPE_CHECKING
+
+from ppfunc.schedule import Instruction, Op, parts_of
+
+if TYPE_CHECKING:
+    from .lower import LoweredStep
+    from .transport import Failure
 
 
 class PipelineError(RuntimeError):
@@ -56,3 +62,15 @@ class PipelineError(RuntimeError):
 
 class AgreementError(RuntimeError):
     """The ranks of a pipeline were given different programs; raised on every rank before a step begins."""
+
+
+def describe_inputs(failure: Failure, lowered: LoweredStep) -> str:
+    """The shapes that the stage of a failed forward was given."""
+    if failure.instruction is None or not isinstance(failure.cause, Exception):
+        return ""
+    for part in parts_of(failure.instruction):
+        if part.op is Op.F and part.microbatch is not None:
+            low = lowered.stages[part.stage, part.microbatch]
+            params = lowered.form.params[lowered.schedule.model_stages[part.stage]]
+            return f"; its input was {', '.join(map(str, low.received))}, its parameters {params}"
+    return ""

@@ -14,13 +14,14 @@ from .ownership import Owned
 
 Given = tuple[torch.Tensor | None, ...]  # one tensor of the parameter's shape and dtype per leaf, None for zero
 Leaves = tuple[torch.Tensor, ...]
+Absent = tuple[bool, ...]  # of every leaf, whether its gradient is None
 
 
 class Gradients(Protocol):
     """Takes the gradients of microbatches one after the other and makes one tree of them."""
 
-    def add(self, gradients: Given, microbatch: int) -> None:
-        """Take the gradients of one microbatch."""
+    def add(self, gradients: Given, microbatch: int, absent: Absent | None = None) -> None:
+        """Take the gradients of one microbatch; ``absent`` says which are None, where that is known beforehand."""
         ...
 
     def merge(self, gradients: Leaves) -> None:
@@ -47,13 +48,13 @@ class Sum:
     """
 
     def __init__(self) -> None:
-        self._absent: list[bool] | None = None  # of every leaf, whether nothing has come yet
-        self._total: list[torch.Tensor] = []  # those that are not absent
-        self._is_own: bool = False
+        self._absent: Absent | None = None  # None until something has come
+        self._total: list[torch.Tensor] = []  # the sums of those that are not absent
+        self._is_own = False
 
-    def add(self, gradients: Given, microbatch: int) -> None:
-        absent = [g is None for g in gradients]
-        present = [g for g in gradients if g is not None]
+    def add(self, gradients: Given, microbatch: int, absent: Absent | None = None) -> None:
+        absent = tuple([g is None for g in gradients]) if absent is None else absent
+        present = [g for g in gradients if g is not None] if False in absent else []
         if self._absent is None:
             self._absent, self._total = absent, present
         elif absent != self._absent:
@@ -70,9 +71,9 @@ class Sum:
     def _add_unlike(self, gradients: Given) -> None:
         """Add gradients that are absent in other places than those before."""
         rest = iter(self._total)
-        before = [None if absent else next(rest) for absent in self._absent]
+        before = [None if absent else next(rest) for absent in self._absent or ()]
         total = [b if a is None else a if b is None else a + b for a, b in zip(before, gradients, strict=True)]
-        self._absent, self._total, self._is_own = [t is None for t in total], [t for t in total if t is not None], False
+        self._absent, self._total, self._is_own = tuple([t is None for t in total]), [t for t in total if t is not None], False
 
     def merge(self, gradients: Leaves) -> None:
         self.add(gradients, -1)
@@ -81,11 +82,13 @@ class Sum:
         return leaf
 
     def take(self, like: Leaves, owned: Owned) -> Leaves:
-        absent = [True] * len(like) if self._absent is None else self._absent
-        total = iter(self._total if self._is_own else map(owned, self._total))
-        made = tuple(torch.zeros_like(leaf) if a else next(total) for a, leaf in zip(absent, like, strict=True))
-        self.__init__()
-        return made
+        absent, total, is_own = self._absent, self._total, self._is_own
+        self._absent, self._total, self._is_own = None, [], False
+        total = total if is_own else list(map(owned, total))
+        if absent is not None and True not in absent:
+            return tuple(total)
+        rest = iter(total)
+        return tuple([torch.zeros_like(leaf) if absent is None or absent[i] else next(rest) for i, leaf in enumerate(like)])
 
 
 class Stack:
@@ -101,7 +104,7 @@ class Stack:
         self._rows: list[Given | None] = [None] * microbatches
         self._merged = Sum()
 
-    def add(self, gradients: Given, microbatch: int) -> None:
+    def add(self, gradients: Given, microbatch: int, absent: Absent | None = None) -> None:
         self._rows[microbatch] = gradients
 
     def merge(self, gradients: Leaves) -> None:

@@ -20,7 +20,7 @@ from .errors import PipelineError
 from .failures import GONE, LinkError, gone
 from .links import SocketLinks, give_way
 from .rendezvous import Rendezvous
-from .transport import Call, Failure, Link, LossPart, Transfer
+from .transport import Call, Failure, Link, LossPart, Mode, Transfer
 
 # Dtypes that every backend can carry; anything else travels as its bytes.
 _PLAIN = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
@@ -110,11 +110,11 @@ class P2P:
     def begin(self, call: str, key: str | None, source: int) -> str:
         return self._control.begin(call, key, source)
 
-    def end(self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart]) -> torch.Tensor | None:
+    def end(self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart], mode: Mode = "mixed") -> torch.Tensor | None:
         if self.backend != "nccl" or not parts:
-            return self._control.end(losses, parts)
+            return self._control.end(losses, parts, mode)
         # A broadcast that a rank does not come to would hold up all that its GPU is given later: agree on the host first.
-        return self._control.end({}, {}, lambda: self._sum(losses, parts))
+        return self._control.end({}, {}, mode, lambda: self._sum(losses, parts))
 
     def _sum(self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart]) -> torch.Tensor:
         """The sum of the losses of all ranks, on the device."""

@@ -14,10 +14,12 @@ from ppfunc.stage import LeafSignature
 
 from .buffers import Buffers, Leaves
 from .errors import AgreementError
+from .ownership import Owned
 from .transport import Call, DataTransport, Link, Tag, Transfer
 
 if TYPE_CHECKING:
-    from .bind import CompiledStage, Place
+    from .bind import Place
+    from .calls import CompiledStage
 
 _DIGEST = LeafSignature((32,), torch.uint8, False)
 
@@ -118,7 +120,7 @@ def _publish(compiled: CompiledStage, stage: int, apart: Sequence[int], training
     def publish(buffers: Buffers) -> None:
         leaves = buffers.params[model]
         wanted = tuple(t for t, leaf in zip(leaves, params, strict=True) if leaf.grad)
-        total = buffers.gradients[stage].take(wanted, set()) if training else ()
+        total = buffers.gradients[stage].take(wanted, Owned()) if training else ()
         buffers.values[Tag("R", stage, stage, -1)] = total
         if apart:
             sent = (*total, digest(leaves).to(compiled.device))
@@ -139,7 +141,8 @@ def _collect(model: int, here: Sequence[int], group: Sequence[int], training: bo
             else:
                 for other in here[1:]:
                     buffers.values.pop(Tag("R", stage, other, -1))
-                *total, theirs = buffers.values.pop(Tag("R", stage, first, -1))
+                *gradients, theirs = buffers.values.pop(Tag("R", stage, first, -1))
+                total = tuple(gradients)
                 mine = digest(buffers.params[model]) if mine is None else mine
                 if not torch.equal(mine, theirs.cpu()):
                     raise AgreementError(
@@ -147,7 +150,7 @@ def _collect(model: int, here: Sequence[int], group: Sequence[int], training: bo
                         f"{_shown(mine)} here and {_shown(theirs)} where the schedule's stage {stage} lives; give all the same values"
                     )
             if training:
-                buffers.gradients[first].merge(tuple(total))
+                buffers.gradients[first].merge(total)
 
     return collect
 

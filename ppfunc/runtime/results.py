@@ -1,168 +1,165 @@
-"""What a step that has run returns: its loss, gradients, outputs, metrics and state."""
+"""Results: trees for the caller, made of the buffers of a step that has run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import optree
 import torch
 
-from ppfunc.schedule import Schedule
-from ppfunc.stage import LeafSignature, Signature
+from ppfunc.stage import Signature
 
-from .arguments import Arguments
-from .batch import Batch
-from .calls import BATCH, Leaves
-from .memory import Memory
-from .plan import Served, Table
-from .transport import Tag, Thunk, Transfer, Transport
+from .arguments import StepArguments
+from .batch import Leaves, Microbatches
+from .buffers import Buffers
+from .execute import weights_of
+from .lower import BATCH, LoweredStage, LoweredStep
+from .ownership import Owned
+from .transport import Tag
 
 
 class Aux(NamedTuple):
-    """What stages return beside the activation, of the stages of this process.
+    """What stages of this process return beside the activation, by stage of the model.
 
     Args:
-        metrics: ``{stage: tree}`` with a leading axis of microbatches (a list where shapes differ).
-        state: ``{stage: tree}``, after the last microbatch.
+        metrics: trees with a leading axis of the microbatches that this process ran; Microbatches, with None
+            for those without, where they differ in form.
+        state: trees, after the last microbatch.
     """
 
     metrics: dict[int, Any]
     state: dict[int, Any]
 
 
-class Step(NamedTuple):
-    """A step that has run, before its memory is emptied."""
+class StepResult(NamedTuple):
+    """The results of one step; those that were not wanted are None.
 
-    schedule: Schedule
-    transport: Transport
-    memory: Memory
-    table: Table
-    arguments: Arguments
+    Args:
+        loss: the weighted sum of all losses, a tensor of the shape of a loss, on every rank.
+        grads: the gradients of the parameters of this process, by stage of the model.
+        input_grads: those of the inputs, in their form; None where this process runs no first stage.
+        outputs: what the last stages of this process return, in the form of the inputs; None where it runs none.
+        aux: metrics and state, :class:`Aux`.
+    """
 
-    def loss(self) -> torch.Tensor:
-        """The weighted sum of all losses, of the shape of a loss, on every rank.
-
-        One vector of all losses is added up, those of a stage beside each other, so that the bits
-        do not depend on the schedule or on the ranks.
-        """
-        device = next(iter(self.arguments.homes.values())).device
-        parts = []
-        for stage, loss in self.table.losses.items():
-            microbatches = self._microbatches(stage)
-            weighted = self._weighted_losses(stage, microbatches) if stage in self.arguments.homes else ()
-            leaf = LeafSignature((len(microbatches), *loss.shape), loss.dtype, False)
-            (part,) = self.transport.spread(self.schedule.placement[stage], weighted, (leaf,), device)
-            parts.append(part.to(device))
-        if not parts:
-            raise ValueError("no stage has returned a loss")
-        return torch.cat(parts).sum(0)
-
-    def _microbatches(self, stage: int) -> range:
-        return next(c.microbatches for c in self.schedule.chains if stage in c.stages)
-
-    def _weighted_losses(self, stage: int, microbatches: range) -> Leaves:
-        losses = torch.stack([self.memory.kept[stage, m][0] for m in microbatches])
-        weights = self.arguments.weights[microbatches.start : microbatches.stop]
-        return (losses * weights.to(losses.device, losses.dtype).view(-1, *(1,) * (losses.ndim - 1)),)
-
-    def gradients(self) -> dict[int, Any]:
-        """The gradients of every stage of this process, with the structure of its parameters."""
-        seen: set[int] = set()
-        return {stage: self._gradients_of(stage, seen) for stage in self.arguments.homes}
-
-    def _gradients_of(self, stage: int, seen: set[int]) -> Any:
-        leaves, home = self.arguments.leaves[stage], self.arguments.homes[stage]
-        gradients = self.memory.gradients[stage]
-        made = iter(gradients.take(home.differentiated(leaves), seen))
-        shapes = [gradients.signature(leaf).shape for leaf in home.params]
-        filled = [
-            next(made) if leaf.grad else t.new_zeros(shape) for t, leaf, shape in zip(leaves, home.params, shapes, strict=True)
-        ]
-        return self.arguments.signatures[stage].unflatten(filled)
-
-    def input_gradients(self) -> Any:
-        """The gradients of the batch, in its form; None where this process holds no first stage."""
-        batch = self.arguments.inputs
-        firsts = {chain.stages[0]: chain.microbatches for chain in self.schedule.chains}
-        here = [first for first in firsts if first in self.arguments.homes]
-        if not here:
-            return None
-        rows = {m: self.memory.values.pop(Tag("B", first, BATCH, m), ()) for first in here for m in firsts[first]}
-        if len(here) < len(firsts):
-            rows |= self._rows_of_other_chains(rows, firsts, here)
-        made = [_like(batch, m, iter(rows.get(m, ()))) for m in range(self.schedule.microbatches)]
-        return made if batch.listed else _stacked(made)
-
-    def _rows_of_other_chains(self, rows: dict[int, Leaves], firsts: dict[int, range], here: list[int]) -> dict[int, Leaves]:
-        """Exchange gradients of the inputs with the processes where the other chains begin."""
-        homes, values = self.schedule.placement, self.memory.values
-        ends = []
-        for own in here:
-            device = self.arguments.homes[own].device
-            for other in firsts.keys() - set(here):
-                for m in (*firsts[own], *firsts[other]):
-                    outgoing = m in firsts[own]
-                    tag = Tag("R", own, other, m) if outgoing else Tag("R", other, own, m)
-                    leaves = tuple(leaf for leaf in self.arguments.inputs.signatures[m].leaves if leaf.grad)
-                    if leaves:
-                        ends.append((homes[own], Transfer(outgoing, tag, homes[other], leaves, device)))
-                    if leaves and outgoing:
-                        values[tag] = rows[m]
-        ends.sort(key=lambda end: end[1].tag)
-        for rank in sorted({rank for rank, _ in ends}):
-            _do(self.transport.post(rank, [t for r, t in ends if r == rank], values))
-        for rank, transfer in ends:
-            _do(self.transport.release(rank, transfer, values) if transfer.outgoing else self.transport.arrive(rank, transfer, values))
-        return {t.tag.microbatch: values.pop(t.tag) for _, t in ends if not t.outgoing}
-
-    def outputs(self) -> Any:
-        """What the last stages of this process returned; None where it holds none."""
-        lasts = [c.stages[-1] for c in self.schedule.chains if c.stages[-1] in self.arguments.homes]
-        if not lasts:
-            return None
-        return _stacked([row for stage in lasts for row in self._kept(stage, lambda s: s.outputs)])
-
-    def aux(self) -> Aux:
-        """Metrics and state of the stages of this process, where they have any."""
-        metrics = {
-            stage: _stacked(list(self._kept(stage, lambda s: s.metrics)))
-            for stage in self.arguments.homes
-            if self._served(stage).metrics.leaves
-        }
-        state = {stage: self.arguments.states[stage].unflatten(leaves) for stage, leaves in self.memory.state.items()}
-        return Aux(metrics, state)
-
-    def _served(self, stage: int) -> Served:
-        return self.table.served[stage, self._microbatches(stage)[0]]
-
-    def _kept(self, stage: int, which: Callable[[Served], Signature]) -> Iterator[Any]:
-        """One of the kept trees of a stage, of every microbatch."""
-        for m in self._microbatches(stage):
-            served, leaves = self.table.served[stage, m], self.memory.kept[stage, m]
-            start = int(served.loss is not None)
-            for signature in (served.outputs, served.metrics):
-                stop = start + len(signature.leaves)
-                if signature is which(served):
-                    yield signature.unflatten(leaves[start:stop])
-                start = stop
+    loss: Any = None
+    grads: Any = None
+    input_grads: Any = None
+    outputs: Any = None
+    aux: Any = None
 
 
-def _do(thunk: Thunk | None) -> None:
-    if thunk is not None:
-        thunk()
+def collect(lowered: LoweredStep, arguments: StepArguments, buffers: Buffers) -> StepResult:
+    """Make what is wanted out of the buffers, but for the loss, which needs the other ranks."""
+    wants = lowered.spec.wants
+    owned = _owner(lowered, arguments)
+    return StepResult(
+        None,
+        _gradients(lowered, arguments, buffers, owned) if "grads" in wants else None,
+        _input_gradients(lowered, arguments, buffers, owned) if "input_grads" in wants else None,
+        _outputs(lowered, buffers, owned) if "outputs" in wants else None,
+        _aux(lowered, buffers, owned) if "aux" in wants else None,
+    )
 
 
-def _like(batch: Batch, microbatch: int, gradients: Iterator[torch.Tensor]) -> Any:
-    """The gradients of one microbatch of the batch: zeros for what cannot have any."""
-    signature = batch.signatures[microbatch]
-    pairs = zip(signature.leaves, batch.leaves[microbatch], strict=True)
-    return signature.unflatten([next(gradients) if leaf.grad else torch.zeros_like(t) for leaf, t in pairs])
+def weighted_losses(lowered: LoweredStep, arguments: StepArguments, buffers: Buffers) -> dict[int, torch.Tensor]:
+    """The losses of every stage of this process that has some, each times the weight of its microbatch."""
+    made: dict[int, torch.Tensor] = {}
+    for stage in lowered.losses:
+        weights = weights_of(lowered, arguments, stage)
+        own = [m for m in _microbatches(lowered, stage) if lowered.stages[stage, m].loss is not None]
+        losses = torch.stack([buffers.kept[stage, m][0] for m in own])
+        made[stage] = losses * torch.stack([weights[m] for m in own]).view(-1, *(1,) * (losses.ndim - 1))
+    return made
 
 
-def _stacked(rows: Sequence[Any]) -> Any:
-    """One tree with a leading axis; the list of trees where they differ in structure, shape or dtype."""
+def _owner(lowered: LoweredStep, arguments: StepArguments) -> Owned:
+    """Copies results that may share memory; knows the caller's tensors where a result may be one of them."""
+    if lowered.schedule.microbatches > 1 and lowered.form.rows is not None and not arguments.state:
+        return Owned()
+    batches = (arguments.inputs, arguments.targets, *arguments.extras.values())
+    trees = (*arguments.params.values(), *arguments.state.values(), *(row for batch in batches for row in batch))
+    return Owned(t for leaves in trees for t in leaves)
+
+
+def _gradients(lowered: LoweredStep, arguments: StepArguments, buffers: Buffers, owned: Owned) -> dict[int, Any]:
+    """The gradients of every stage of the model, with the structure of its parameters."""
+    made: dict[int, Any] = {}
+    for stage, gradients in buffers.gradients.items():
+        model = lowered.schedule.model_stages[stage]
+        if model in made:  # a replica, whose gradients are in the sum of the first
+            continue
+        signature, leaves = lowered.form.params[model], arguments.params[model]
+        if all(leaf.grad for leaf in signature.leaves):
+            made[model] = signature.unflatten(gradients.take(leaves, owned))
+            continue
+        taken = iter(gradients.take(tuple(t for t, leaf in zip(leaves, signature.leaves, strict=True) if leaf.grad), owned))
+        zeros = ((t, gradients.signature(leaf)) for t, leaf in zip(leaves, signature.leaves, strict=True))
+        made[model] = signature.unflatten([next(taken) if leaf.grad else t.new_zeros(leaf.shape) for t, leaf in zeros])
+    return made
+
+
+def _input_gradients(lowered: LoweredStep, arguments: StepArguments, buffers: Buffers, owned: Owned) -> Any:
+    schedule, signatures = lowered.schedule, lowered.form.inputs or ()
+    firsts = {m: chain.stages[0] for chain in schedule.chains for m in chain.microbatches}
+    if not any(schedule.placement[stage] in lowered.ranks for stage in firsts.values()):
+        return None
+
+    def row(m: int) -> Any:
+        wanted = signatures[m].with_grad()
+        given = iter(buffers.values.pop(Tag("B", firsts[m], BATCH, m), ()))
+        pairs = zip(wanted.leaves, arguments.inputs[m], strict=True)
+        return wanted.unflatten([next(given) if leaf.grad else torch.zeros_like(t) for leaf, t in pairs])
+
+    return _in_form_of_inputs([row(m) for m in range(schedule.microbatches)], lowered, owned)
+
+
+def _outputs(lowered: LoweredStep, buffers: Buffers, owned: Owned) -> Any:
+    lasts = [chain.stages[-1] for chain in lowered.schedule.chains]
+    rows = [row for stage in lasts for row in _kept(lowered, buffers, stage, lambda low: low.outputs)]
+    return _in_form_of_inputs(rows, lowered, owned) if rows else None
+
+
+def _in_form_of_inputs(rows: list[Any], lowered: LoweredStep, owned: Owned) -> Any:
+    """One tree, joined along axis 0, where the inputs were a whole batch; else Microbatches."""
+    if lowered.form.rows is not None:
+        return Microbatches(rows).join()
+    return Microbatches(optree.tree_map(owned, row) for row in rows)
+
+
+def _aux(lowered: LoweredStep, buffers: Buffers, owned: Owned) -> Aux:
+    schedule, metrics = lowered.schedule, {}
+    for model in lowered.form.params:
+        stages = [s for s in range(schedule.stages) if schedule.model_stages[s] == model]
+        rows = [row for stage in stages for row in _kept(lowered, buffers, stage, lambda low: low.metrics)]
+        if any(row is not None for row in rows):
+            metrics[model] = _stacked(rows, owned)
+    state = {s: lowered.form.state[s].unflatten(map(owned, leaves)) for s, leaves in buffers.state.items()}
+    return Aux(metrics, state)
+
+
+def _kept(lowered: LoweredStep, buffers: Buffers, stage: int, which: Callable[[LoweredStage], Signature]) -> Iterator[Any]:
+    """One of the trees that a stage keeps for the caller, of every microbatch that this process ran."""
+    for m in _microbatches(lowered, stage):
+        if (stage, m) not in lowered.stages:
+            continue
+        low, leaves = lowered.stages[stage, m], buffers.kept.get((stage, m), ())
+        start = int(low.loss is not None)
+        for signature in (low.outputs, low.metrics):
+            stop = start + len(signature.leaves)
+            if signature is which(low):
+                yield signature.unflatten(leaves[start:stop])
+            start = stop
+
+
+def _stacked(rows: list[Any], owned: Owned) -> Any:
+    """One tree with a leading axis; Microbatches where the trees differ in structure, shape or dtype."""
     first, *others = ((optree.tree_structure(row), [(t.shape, t.dtype) for t in optree.tree_leaves(row)]) for row in rows)
     if any(other != first for other in others):
-        return list(rows)
-    return optree.tree_map(lambda *leaves: torch.stack(leaves), *rows)
+        return Microbatches(optree.tree_map(owned, row) for row in rows)
+    return Microbatches(rows).stack()
+
+
+def _microbatches(lowered: LoweredStep, stage: int) -> range:
+    return next(chain.microbatches for chain in lowered.schedule.chains if stage in chain.stages)

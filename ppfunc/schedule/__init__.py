@@ -44,6 +44,12 @@ if TYPE_CHECKING:
         zero_bubble as zero_bubble,
     )
     from .check import Certificate as Certificate, check as check, is_step_atomic as is_step_atomic
+    from .config import (
+        build_schedule as build_schedule,
+        count_microbatches as count_microbatches,
+        find_builder as find_builder,
+        split_points_for as split_points_for,
+    )
     from .costs import Costs as Costs
     from .errors import ScheduleError as ScheduleError
     from .formats import (
@@ -72,6 +78,8 @@ if TYPE_CHECKING:
         place_communication as place_communication,
         remove_communication as remove_communication,
         remove_slots as remove_slots,
+        remove_tail as remove_tail,
+        send_completion as send_completion,
         split_backward as split_backward,
     )
     from .schedule import (
@@ -110,6 +118,7 @@ else:
                 "zero_bubble",
             ),
             "check": ("Certificate", "check", "is_step_atomic"),
+            "config": ("build_schedule", "count_microbatches", "find_builder", "split_points_for"),
             "costs": ("Costs",),
             "errors": ("ScheduleError",),
             "formats": (
@@ -138,6 +147,8 @@ else:
                 "place_communication",
                 "remove_communication",
                 "remove_slots",
+                "remove_tail",
+                "send_completion",
                 "split_backward",
             ),
             "schedule": ("Chain", "Program", "Schedule", "Step", "elementary", "single_chain"),

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from itertools import groupby
 
-from .earliest import earliest
+from .collector import collector_paused
 from .dataflow import Dataflow, dataflow
+from .earliest import earliest
 from .errors import ScheduleError
 from .instruction import COMMUNICATION, Op
 from .proof.buffers import check_activations, check_offloads, check_slots
-from .proof.order import Record, check_order
+from .proof.columns import prove_columns
+from .proof.order import OrderRecord, check_order
 from .proof.queues import check_queues
-from .proof.routes import routes
+from .proof.routes import find_routes
 from .proof.structure import check_structure
 from .proof.tail import check_loads, check_tail
 from .proof.traffic import Traffic, traffic
@@ -80,6 +81,7 @@ class Certificate:
         return "\n".join(lines)
 
 
+@collector_paused()
 def check(schedule: Schedule, *, queue: str = "pair", max_activations: int | None = None) -> Certificate:
     """Prove a schedule, compute only or with communication, in one pass of linear time.
 
@@ -113,22 +115,11 @@ def check(schedule: Schedule, *, queue: str = "pair", max_activations: int | Non
     if queue not in _QUEUES:
         raise ValueError(f"queue is {queue!r}, expected 'pair' or 'rank'")
     check_structure(schedule)
-    flow = dataflow(schedule)
-    ways = routes(schedule, flow)
-    record = check_order(schedule, flow, ways)
-    if schedule.ops & COMMUNICATION:
-        found = traffic(schedule, flow, ways, queue)
-        check_queues(schedule, flow, record, found)
-        atomic = _batches_are_atomic(found if queue == "pair" else traffic(schedule, flow, ways, "pair"))
-        models = ("rendezvous", f"one queue per {_QUEUES[queue]}")
-    else:
-        earliest(schedule, lambda op, stage: 1, lambda f, b: 1, lambda a, b: 0)
-        atomic = _values_are_atomic(flow, record)
-        models = ("by data dependencies",)
+    lowered = bool(schedule.ops & COMMUNICATION)
+    atomic = _prove_lowered(schedule, queue) if lowered else _prove_bare(schedule)
     check_offloads(schedule)
     check_loads(schedule)
     check_tail(schedule)
-    kinds = Counter(i[0] for program in schedule.programs for step in program for i in step)
     return Certificate(
         digest=schedule.digest,
         name=schedule.name,
@@ -136,12 +127,36 @@ def check(schedule: Schedule, *, queue: str = "pair", max_activations: int | Non
         stages=schedule.stages,
         chains=len(schedule.chains),
         microbatches=schedule.microbatches,
-        instructions=tuple((op.value, kinds[op]) for op in Op if op in kinds),
+        instructions=tuple((op.value, schedule.counts[op]) for op in Op if op in schedule.counts),
         peak_activations=check_activations(schedule, max_activations),
-        models=models,
+        models=("rendezvous", f"one queue per {_QUEUES[queue]}") if lowered else ("by data dependencies",),
         slots=check_slots(schedule),
         step_atomic=atomic,
     )
+
+
+def _prove_lowered(schedule: Schedule, queue: str) -> bool:
+    """Prove the order and the end of a schedule with communication; returns whether it is step-atomic."""
+    atomic = prove_columns(schedule) if queue == "pair" else None
+    return _prove_by_steps(schedule, queue) if atomic is None else atomic
+
+
+def _prove_by_steps(schedule: Schedule, queue: str) -> bool:
+    """Prove the same instruction by instruction, and name the first that is wrong."""
+    flow = dataflow(schedule)
+    routes = find_routes(schedule, flow)
+    record = check_order(schedule, flow, routes)
+    found = traffic(schedule, flow, routes, queue)
+    check_queues(schedule, flow, record, found)
+    return _batches_are_atomic(found if queue == "pair" else traffic(schedule, flow, routes, "pair"))
+
+
+def _prove_bare(schedule: Schedule) -> bool:
+    """Prove the order and the end of a schedule without communication; returns whether it is step-atomic."""
+    flow = dataflow(schedule)
+    record = check_order(schedule, flow, {})
+    earliest(schedule, lambda op, stage: 1, lambda f, b: 1, lambda a, b: 0)
+    return _values_are_atomic(flow, record)
 
 
 def is_step_atomic(schedule: Schedule) -> bool:
@@ -157,7 +172,7 @@ def is_step_atomic(schedule: Schedule) -> bool:
     return check(schedule).step_atomic
 
 
-def _values_are_atomic(flow: Dataflow, record: Record) -> bool:
+def _values_are_atomic(flow: Dataflow, record: OrderRecord) -> bool:
     """Without communications: every value is made in a step no later than that of its consumer."""
     made = record.made
     for value, (_, step, _) in made.items():

@@ -1,4 +1,4 @@
-"""What instructions cost on paper: times, messages, memory."""
+"""Give instructions their cost on paper: time, messages, memory."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ class Costs:
         return f"Costs({', '.join(f'{name}={reprlib.repr(value)}' for name, value in given if value is not getattr(Costs, name))})"
 
     def of(self, name: str, stage: int) -> Number | None:
-        """One number: the value ``name`` for ``stage``."""
+        """Return the value ``name`` for ``stage``."""
         value = getattr(self, name)
         if isinstance(value, Mapping):
             return value.get(stage, getattr(type(self), name))
         return value[stage] if isinstance(value, Sequence) else value
 
     def fitting(self, stages: int) -> Self:
-        """These costs, once it is certain that they fit a schedule with so many stages.
+        """Return these costs after checking that they fit a schedule of so many stages.
 
         Raises:
             ValueError: a sequence of another length, a mapping with a stage that does not exist.
@@ -84,19 +84,19 @@ class Costs:
         return self
 
     def backward_of(self, stage: int) -> Number:
-        """Time of a whole backward."""
+        """Return the time of a whole backward."""
         whole = self.of("backward", stage)
         return self.of("backward_input", stage) + self.of("backward_weight", stage) if whole is None else whole
 
     def pair_of(self, forward: int, backward: int, whole: bool = True) -> Number:
-        """Time of an overlapped pair, from the stages of its parts; ``whole`` for B, else I."""
+        """Return the time of an overlapped pair from the stages of its parts; ``whole`` for B, else I."""
         given = self.of("overlapped", forward)
         if given is not None:
             return given
         return self.of("forward", forward) + (self.backward_of(backward) if whole else self.of("backward_input", backward))
 
     def message_of(self, stage: int) -> Number:
-        """Time from the end of a producer in ``stage`` until another rank has its product."""
+        """Return the time from the end of a producer in ``stage`` until another rank has its product."""
         latency, size, bandwidth = (self.of(n, stage) for n in ("communication", "bytes", "bandwidth"))
         if not size or bandwidth is None:
             return latency

@@ -1,4 +1,4 @@
-"""One instruction of a schedule: what it does, for which stage, on which microbatch."""
+"""Define the instruction of a schedule: an operation, a stage, a microbatch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ WHOLE_STAGE = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_TIED, Op.REDUCE_GRAD,
 
 
 class Instruction(NamedTuple):
-    """What one rank does at one place of its program.
+    """One action of one rank at one place of its program.
 
     Args:
         op: the kind of instruction.
@@ -69,24 +69,23 @@ class Instruction(NamedTuple):
     parts: tuple[Instruction, ...] = ()
 
     def __str__(self) -> str:
-        if self.parts:
-            text = f"({';'.join(map(str, self.parts))}){self.op.value}"
-        elif self.microbatch is None:
-            text = f"{self.stage}{self.op.value}"
+        op, stage, microbatch, peer, slot, parts = self
+        if parts:
+            text = f"({';'.join(map(str, parts))}){op._value_}"
+        elif microbatch is None:
+            text = f"{stage}{op._value_}"
         else:
-            text = f"{self.stage}{self.op.value}{self.microbatch}"
-        if self.peer is not None:
-            text += f">{self.peer}"
-        if self.slot is not None:
-            text += f"@{self.slot}"
-        return text
+            text = f"{stage}{op._value_}{microbatch}"
+        if peer is not None:
+            text += f">{peer}"
+        return text if slot is None else f"{text}@{slot}"
 
 
 def overlap(forward: Instruction, backward: Instruction) -> Instruction:
-    """The forward of one microbatch and the backward of another, run as one program."""
+    """Join the forward of one microbatch and the backward of another, to be run as one program."""
     return Instruction(Op.OVERLAP_F_B, forward.stage, forward.microbatch, parts=(forward, backward))
 
 
 def parts_of(instruction: Instruction) -> tuple[Instruction, ...]:
-    """The elementary instructions in order: the parts of an overlapped pair, else itself."""
+    """Return the elementary instructions in order: the parts of an overlapped pair, else itself."""
     return instruction.parts or (instruction,)

@@ -1,14 +1,18 @@
-"""A schedule: the immutable value that says what every rank does, and in which order."""
+"""Hold the programs of all ranks in one immutable value."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
+from operator import itemgetter
 from typing import NamedTuple
 
+from ..parallel.placement import stages_of
 from .instruction import COMMUNICATION, Instruction, Op, parts_of
 
 Step = tuple[Instruction, ...]
@@ -55,10 +59,13 @@ class Schedule:
     def __str__(self) -> str:
         return "\n".join(" ".join("+".join(map(str, step)) or "." for step in program) for program in self.programs)
 
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
     def __repr__(self) -> str:
         return (
             f"Schedule({self.name!r}, ranks={self.ranks}, stages={self.stages}, microbatches={self.microbatches}, "
-            f"instructions={sum(len(step) for program in self.programs for step in program)}, digest={self.digest[:12]!r})"
+            f"instructions={sum(self.counts.values())}, digest={self.digest[:12]!r})"
         )
 
     @property
@@ -68,7 +75,7 @@ class Schedule:
 
     @property
     def stages(self) -> int:
-        """Number of stages, the copies in a second chain counted too."""
+        """Number of stages, the replicas in further chains counted too."""
         return len(self.placement)
 
     @cached_property
@@ -78,26 +85,39 @@ class Schedule:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that ``rank`` holds, ascending."""
-        return tuple(s for s, r in enumerate(self.placement) if r == rank)
+        return stages_of(self.placement, rank)
 
     def instructions(self, rank: int) -> Iterator[Instruction]:
         """The instructions of ``rank`` in order, steps opened up, overlapped pairs whole."""
         return (i for step in self.programs[rank] for i in step)
 
     @cached_property
+    def counts(self) -> dict[Op, int]:
+        """Number of instructions of each kind that occurs, overlapped pairs counted as pairs."""
+        return dict(Counter(map(itemgetter(0), _flat(self.programs))))
+
+    @cached_property
     def ops(self) -> frozenset[Op]:
         """The kinds of instruction that occur, overlapped pairs and their parts both counted."""
-        everything = [i for program in self.programs for step in program for i in step]
-        return frozenset({i.op for i in everything} | {q.op for i in everything for q in i.parts})
+        found = set(self.counts)
+        if Op.OVERLAP_F_B in found:
+            found |= {part.op for i in _flat(self.programs) for part in i.parts}
+        return frozenset(found)
+
+    @cached_property
+    def has_slots(self) -> bool:
+        """Whether any instruction names a slot."""
+        parts = (part for i in _flat(self.programs) for part in i.parts) if Op.OVERLAP_F_B in self.ops else ()
+        return not {i.slot for i in parts} | set(map(itemgetter(4), _flat(self.programs))) <= {None}
 
     @property
     def lowered(self) -> bool:
-        """Whether communication has been placed (true where no two ranks have to talk)."""
+        """Whether communication has been placed. True where no two ranks exchange anything."""
         return bool(self.ops & COMMUNICATION) or not self.crossing_edges
 
     @property
     def forward_only(self) -> bool:
-        """Whether there is no backward in it, as in inference."""
+        """Whether the schedule has no backward, as in inference."""
         return not self.ops & {Op.B, Op.I, Op.W}
 
     @cached_property
@@ -156,16 +176,18 @@ class Schedule:
         head = [list(self.placement), [[c.stages, [c.microbatches.start, c.microbatches.stop]] for c in self.chains], self.skips]
         state = hashlib.sha256(json.dumps(head, separators=(",", ":")).encode())
         for program in self.programs:
-            state.update(b"\n")
-            for step in program:
-                state.update(" ".join(map(str, step)).encode() + b";")
+            state.update("".join(["\n", *[" ".join([str(i) for i in step]) + ";" for step in program]]).encode())
         return state.hexdigest()
+
+
+def _flat(programs: Iterable[Program]) -> Iterator[Instruction]:
+    return chain.from_iterable(chain.from_iterable(programs))
 
 
 def single_chain(
     name: str, placement: Iterable[int], microbatches: int, programs: Iterable[Iterable[Instruction]]
 ) -> Schedule:
-    """A schedule with one chain through stages 0, 1, ... and one instruction per step."""
+    """Make a schedule with one chain through stages 0, 1, ... and one instruction per step."""
     placement = tuple(placement)
     return Schedule(
         name,
@@ -176,5 +198,5 @@ def single_chain(
 
 
 def elementary(schedule: Schedule, rank: int) -> Iterator[Instruction]:
-    """The instructions of ``rank`` in order, overlapped pairs opened into their parts."""
+    """Iterate over the instructions of ``rank`` in order, overlapped pairs opened into their parts."""
     return (part for i in schedule.instructions(rank) for part in parts_of(i))

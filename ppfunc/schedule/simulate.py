@@ -1,4 +1,4 @@
-"""Time and memory of a schedule on paper."""
+"""Compute time and memory of a schedule on paper."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from functools import cache
 from itertools import compress
 from operator import sub
 
-from .earliest import Time, Times, earliest
+from .earliest import Time, EarliestTimes, earliest
 from .costs import Costs, Number
 from .dataflow import dataflow
-from .errors import refuse
+from .errors import schedule_error
 from .instruction import COMMUNICATION, COMPUTE, Op
-from .proof.routes import routes
+from .proof.buffers import HELD
+from .proof.routes import find_routes
 from .proof.structure import require_schedule
 from .schedule import Schedule
 
@@ -90,7 +91,7 @@ def measure(
     ends: Sequence[Sequence[Time]],
     costs: Costs | None = None,
 ) -> Timeline:
-    """The timeline of given times, such as measured ones: per rank, one per instruction of its program.
+    """Make the timeline of given times, such as measured ones: per rank, one per instruction of its program.
 
     Raises:
         ValueError: the number of times is not that of the instructions.
@@ -122,7 +123,7 @@ def measure(
 
 
 def peak_activations(schedule: Schedule, costs: Costs | None = None) -> tuple[Number, ...]:
-    """The largest memory that each rank holds for its backwards.
+    """Return the largest memory that each rank holds for its backwards.
 
     An activation is held from the start of its F to the end of its B, or of its I, after which
     its weight share is held until the end of its W; not while it is offloaded.
@@ -139,8 +140,8 @@ def peak_activations(schedule: Schedule, costs: Costs | None = None) -> tuple[Nu
         states = set()
         for instruction in schedule.instructions(rank):
             for part in instruction[5] or (instruction,):
-                if part[0] in _HELD:
-                    change, share = _HELD[part[0]]
+                if part[0] in HELD:
+                    change, share = HELD[part[0]]
                     at = 2 * kind[part[1]]
                     if change > 0:
                         held[at] += 1
@@ -152,10 +153,6 @@ def peak_activations(schedule: Schedule, costs: Costs | None = None) -> tuple[Nu
     return tuple(peaks)
 
 
-# What an instruction adds to the whole activations, and to those of which only the share is held.
-_HELD = {Op.F: (1, 0), Op.B: (-1, 0), Op.I: (-1, 1), Op.W: (0, -1), Op.OFFLOAD: (-1, 0), Op.FETCH: (1, 0)}
-
-
 def _memory(kinds: tuple[tuple[Number, Number], ...], state: tuple[int, ...]) -> Number:
     """The memory of so many whole activations and shares of each kind of (size, share)."""
     return sum(size * (state[2 * k] + share * state[2 * k + 1]) for k, (size, share) in enumerate(kinds))
@@ -165,17 +162,17 @@ def _share_idle(busy: Sequence[Time], time: Time) -> Time:
     return (len(busy) * time - sum(busy)) / (len(busy) * time) if time else 0
 
 
-def _all_instructions(schedule: Schedule, costs: Costs, times: Times) -> tuple[Sequence, Sequence]:
+def _all_instructions(schedule: Schedule, costs: Costs, times: EarliestTimes) -> tuple[Sequence, Sequence]:
     """The times of all instructions from those of the compute instructions."""
     if schedule.ops <= COMPUTE:
         return times.starts, times.ends
     flow = dataflow(schedule)
-    ways = routes(schedule, flow)
+    routes = find_routes(schedule, flow)
     # Per end of a message: the number of its value for microbatch 0, and how long it takes.
     carried = {}
-    for way, route in ways.items():
-        value = flow.output(way[1], 0) + route.distance
-        carried[way] = (value, costs.message_of(value // 2 // flow.microbatches))
+    for end, route in routes.items():
+        value = flow.output(end[1], 0) + route.distance
+        carried[end] = (value, costs.message_of(value // 2 // flow.microbatches))
     done = times.done
     starts: list[list[Time]] = []
     ends: list[list[Time]] = []
@@ -195,7 +192,7 @@ def _all_instructions(schedule: Schedule, costs: Costs, times: Times) -> tuple[S
                     value, delay = carried.get((op, instruction[1], instruction[3]), (0, None))
                     made = done.get(value + 2 * instruction[2])
                     if delay is None or made is None:
-                        raise refuse(schedule, rank, (step, place), "nothing computes what this message carries")
+                        raise schedule_error(schedule, rank, (step, place), "nothing computes what this message carries")
                     begins.append(made)
                     stops.append(made + delay)
                 else:

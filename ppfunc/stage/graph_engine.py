@@ -11,11 +11,9 @@ import torch
 
 from .abstract import Outline
 from .abstract import outline as outline_of
-from .advice import with_advice
 from .captured import captured
 from .errors import StageError
 from .example import Example
-from .functional_engine import functional
 from .differentiable import DifferentiableStage
 from .program import Engine, FlatProgram, StageProgram, stage_program
 from .tracing.clean import clean
@@ -44,7 +42,7 @@ def graph(
     The programs are straight-line Python on flat tuples; their source is the docstring of the
     functions in ``program.flat``. Whole, or I and W apart, the backward gives the same bits; no
     operator is in two programs; parameters are not copied into the residuals. A program serves the
-    shapes and dtypes of its example; for others the stage is traced again (see :func:`cached`).
+    shapes and dtypes of its example; for others the stage is traced again.
     Every operator is traced by itself, a few milliseconds each, in a loop every time: a recurrent layer
     over a thousand steps takes minutes to trace, where the functional and the eager engine start at once.
 
@@ -90,18 +88,15 @@ def graph(
     if cuda_graphs and seen.device.type != "cuda":
         reason = f"it computes on the device {seen.device}, and CUDA graphs are for CUDA alone"
         raise StageError(name, reason, "put its parameters on a CUDA device, or leave out cuda_graphs=True")
-    try:
-        known = outline or outline_of(fn, example, has_aux=has_aux, name=name, device=device)
-        if known.refusal:
-            raise StageError(name, *known.refusal)
-        if known.generators:
-            raise StageError(name, "it hands a torch.Generator to an operator, which is not traced", "use the functional engine")
-        if known.seeds:
-            raise StageError(name, "it seeds the generator that it draws from, which is not traced", "use the functional engine")
-        with without_onednn() if compile else nullcontext():
-            joint = clean(trace(DifferentiableStage(fn, seen, known, has_aux, name), seen, known, name))
-    except StageError as refusal:
-        raise with_advice(refusal, functional, fn, example, has_aux=has_aux, name=name, device=device) from refusal.__cause__
+    known = outline or outline_of(fn, example, has_aux=has_aux, name=name, device=device)
+    if known.refusal:
+        raise StageError(name, *known.refusal)
+    if known.generators:
+        raise StageError(name, "it hands a torch.Generator to an operator, which is not traced", "use the functional engine")
+    if known.seeds:
+        raise StageError(name, "it seeds the generator that it draws from, which is not traced", "use the functional engine")
+    with without_onednn() if compile else nullcontext():
+        joint = clean(trace(DifferentiableStage(fn, seen, known, has_aux, name), seen, known, name))
     parts = cut_for(joint, remat, name)
     size = residual_bytes(joint, parts.residuals, name)
     flat = _emit(parts, joint, name, compile)

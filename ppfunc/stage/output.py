@@ -6,10 +6,10 @@ import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import optree
 import torch
 
 from .signature import Signature
+from .tree import tree_flatten
 
 
 class Output(NamedTuple):
@@ -119,7 +119,7 @@ def received_signature(sources: Sequence[int], parts: Sequence[Signature]) -> Si
     if len(parts) == 1:
         return parts[0]
     trees = [part.unflatten(part.leaves) for part in parts]
-    leaves, treedef = optree.tree_flatten(Received(trees[0], dict(zip(sources[1:], trees[1:], strict=True))))
+    leaves, treedef = tree_flatten(Received(trees[0], dict(zip(sources[1:], trees[1:], strict=True))))
     return Signature(treedef, tuple(leaves))
 
 

@@ -1,4 +1,4 @@
-"""What a training loop needs around a step: optimizers as pairs of pure functions."""
+"""Train with gradients: optimizers as pairs of pure functions."""
 
 from .optimizers import AdamWState, Optimizer, SGDState, adamw, sgd
 

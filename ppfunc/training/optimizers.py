@@ -11,23 +11,23 @@ from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 from torch.optim.sgd import sgd as torch_sgd
 
+from ..stage.signature import differentiable
+
 Tree = Any
 LearningRate = float | Callable[[int], float]
 
 
 class Optimizer(NamedTuple):
-    """Two functions; any such pair serves as an optimizer, as in optax.
+    """A pair of functions; any such pair serves as an optimizer.
+
+    Unlike in optax, ``update`` returns the new parameters, not differences to add to them: torch's fused
+    kernels make both in one pass. For the same reason it does not run under ``torch.func.vmap``.
 
     Args:
         init: ``init(params) -> state``, a tree of tensors.
         update: ``update(grads, state, params) -> (params, state)``, where ``grads`` has the
-            structure, shapes, dtypes and devices of ``params``.
-
-    Leaves that are neither floating nor complex go through unchanged. What an update returns
-    never carries an autograd graph.
-
-    References:
-        The protocol: optax, ``GradientTransformation``.
+            structure, shapes, dtypes and devices of ``params``. Leaves that are neither floating nor
+            complex are returned unchanged. The results carry no autograd graph.
     """
 
     init: Callable[[Tree], Tree]
@@ -35,20 +35,29 @@ class Optimizer(NamedTuple):
 
 
 class AdamWState(NamedTuple):
-    """Number of updates made (int64[], CPU), and the two moments of every gradient.
+    """The state of :func:`adamw`.
 
-    The moments have the structure of the parameters, with None for leaves that are not floating.
+    Args:
+        updates: number of updates made, int64[] on the CPU.
+        mean: first moment of every gradient, in the structure of the parameters; None for leaves that
+            are neither floating nor complex.
+        square: second moment, likewise.
     """
 
-    count: Tensor
+    updates: Tensor
     mean: Tree
     square: Tree
 
 
 class SGDState(NamedTuple):
-    """Number of updates made (int64[], CPU), and the momentum, None where it is not used."""
+    """The state of :func:`sgd`.
 
-    count: Tensor
+    Args:
+        updates: number of updates made, int64[] on the CPU.
+        momentum: a buffer for every gradient, in the structure of the parameters; None without momentum.
+    """
+
+    updates: Tensor
     momentum: Tree
 
 
@@ -60,7 +69,7 @@ def adamw(
     *,
     donate: bool = False,
 ) -> Optimizer:
-    """Adam with decoupled weight decay.
+    """Make an optimizer: Adam with decoupled weight decay.
 
     Equivalent to, for update number t = 1, 2, ...:
         mean = betas[0] * mean + (1 - betas[0]) * g
@@ -73,9 +82,8 @@ def adamw(
         betas: decay of the two moments.
         eps: added to the denominator.
         weight_decay: share of each parameter removed per update, times ``lr``.
-        donate: give the parameters and the state up: what is row-major in memory is updated
-            in place and returned, so that no copy is made. Otherwise nothing that was passed
-            in changes.
+        donate: give up the parameters and the state: tensors in row-major memory are updated in place
+            and returned, so that no copy is made. Otherwise the arguments of an update stay as they are.
 
     References:
         Loshchilov and Hutter, Decoupled Weight Decay Regularization, algorithm 2.
@@ -94,7 +102,7 @@ def adamw(
 
     @torch.no_grad()
     def update(grads: Tree, state: AdamWState, params: Tree) -> tuple[Tree, AdamWState]:
-        count = int(state.count)
+        count = int(state.updates)
         gradients = _gradients(grads, params)
         new, trained = _owned(params, donate)
         mean, means = _owned(state.mean, donate)
@@ -115,7 +123,7 @@ def adamw(
             eps=eps,
             maximize=False,
         )
-        return new, AdamWState(state.count + 1, mean, square)
+        return new, AdamWState(state.updates + 1, mean, square)
 
     return Optimizer(init, update)
 
@@ -129,7 +137,7 @@ def sgd(
     nesterov: bool = False,
     donate: bool = False,
 ) -> Optimizer:
-    """Stochastic gradient descent, with momentum if asked for.
+    """Make an optimizer: stochastic gradient descent, with momentum if asked for.
 
     Equivalent to:
         g = g + weight_decay * p
@@ -153,16 +161,14 @@ def sgd(
     [tensor(0.8000)]
     """
     if nesterov and (momentum <= 0 or dampening != 0):
-        raise ValueError(
-            f"nesterov needs momentum > 0 and dampening 0, got momentum={momentum} and dampening={dampening}"
-        )
+        raise ValueError(f"nesterov needs momentum > 0 and dampening 0, got momentum={momentum} and dampening={dampening}")
 
     def init(params: Tree) -> SGDState:
         return SGDState(_zero_count(), _zeros_like(params) if momentum else None)
 
     @torch.no_grad()
     def update(grads: Tree, state: SGDState, params: Tree) -> tuple[Tree, SGDState]:
-        count = int(state.count)
+        count = int(state.updates)
         gradients = _gradients(grads, params)
         new, trained = _owned(params, donate)
         buffers, filled = _owned(state.momentum, donate)
@@ -181,8 +187,8 @@ def sgd(
             maximize=False,
         )
         if filled and not count:
-            torch._foreach_copy_(filled, handed)
-        return new, SGDState(state.count + 1, buffers)
+            torch._foreach_copy_(filled, [buffer for buffer in handed if buffer is not None])
+        return new, SGDState(state.updates + 1, buffers)
 
     return Optimizer(init, update)
 
@@ -197,7 +203,7 @@ def _zero_count() -> Tensor:
 
 
 def _step_tensors(leaves: list[Tensor], count: int) -> list[Tensor]:
-    """One float32[] per leaf, on its device: the kernel increments each before it uses it."""
+    """Make one float32[] per leaf, on its device: the kernel increments each before it uses it."""
     if not leaves:
         return []
     first = leaves[0].device
@@ -205,17 +211,13 @@ def _step_tensors(leaves: list[Tensor], count: int) -> list[Tensor]:
     return [one if p.device == first else one.to(p.device) for one, p in zip(made, leaves, strict=True)]
 
 
-def _differentiable(leaf: Tensor) -> bool:
-    return leaf.dtype.is_floating_point or leaf.dtype.is_complex
-
-
 def _as_real(leaf: Tensor) -> Tensor:
-    """A view of the same memory in a real dtype: the kernels know no complex numbers."""
+    """View the same memory in a real dtype: the kernels know no complex numbers."""
     return torch.view_as_real(leaf) if leaf.dtype.is_complex else leaf
 
 
 def _dense(leaf: Tensor) -> Tensor:
-    """The same values in row-major memory, without history; no copy where they already are.
+    """Put a leaf into row-major memory, without history; it is not copied where it is there already.
 
     The kernels walk the memory of a parameter, its gradient and its moments side by side,
     so that all of them must have one layout.
@@ -227,28 +229,28 @@ def _dense(leaf: Tensor) -> Tensor:
 
 def _zeros_like(params: Tree) -> Tree:
     def zeros(p: Tensor) -> Tensor | None:
-        return torch.zeros(p.shape, dtype=p.dtype, device=p.device) if _differentiable(p) else None
+        return torch.zeros(p.shape, dtype=p.dtype, device=p.device) if differentiable(p.dtype) else None
 
     return optree.tree_map(zeros, params)
 
 
 def _owned(tree: Tree, donate: bool) -> tuple[Tree, list[Tensor]]:
-    """A tree that the update may write to, copied or donated, and real views of the leaves it trains."""
+    """Copy a tree, or take it where it is donated, for the update to write to; also real views of the leaves it trains."""
     leaves, structure = optree.tree_flatten(tree)
-    copied = leaves if donate else [p.clone(memory_format=torch.contiguous_format) if _differentiable(p) else p for p in leaves]
-    own = [_dense(p) if _differentiable(p) else p for p in copied]
-    trained = [_as_real(leaf) for leaf in own if _differentiable(leaf)]
+    copied = leaves if donate else [p.clone(memory_format=torch.contiguous_format) if differentiable(p.dtype) else p for p in leaves]
+    own = [_dense(p) if differentiable(p.dtype) else p for p in copied]
+    trained = [_as_real(leaf) for leaf in own if differentiable(leaf.dtype)]
     if donate and len({leaf.data_ptr() for leaf in trained if leaf.numel()}) < sum(leaf.numel() > 0 for leaf in trained):
         _refuse_shared_memory(tree)
     return structure.unflatten(own), trained
 
 
 def _refuse_shared_memory(tree: Tree) -> None:
-    """ValueError with the two leaves that share memory, which would be updated twice."""
+    """Raise ValueError with the paths of two leaves that share memory, which would be updated twice."""
     seen: dict[int, str] = {}
     paths, leaves, _ = optree.tree_flatten_with_path(tree)
     for path, leaf in zip(paths, leaves, strict=True):
-        if not _differentiable(leaf) or not leaf.numel():
+        if not differentiable(leaf.dtype) or not leaf.numel():
             continue
         first = seen.setdefault(leaf.data_ptr(), _name(path))
         if first != _name(path):
@@ -259,7 +261,7 @@ def _refuse_shared_memory(tree: Tree) -> None:
 
 
 def _gradients(grads: Tree, params: Tree) -> list[Tensor]:
-    """The gradients of the leaves that an update changes, as real views in row-major memory.
+    """Check the gradients; return those of the leaves that an update changes, as real views in row-major memory.
 
     Raises:
         ValueError: if ``grads`` has another structure, shape, dtype or device than ``params``.
@@ -274,7 +276,7 @@ def _gradients(grads: Tree, params: Tree) -> list[Tensor]:
                 f"grads{_name(optree.tree_paths(params)[n])} must match its parameter: got {g.dtype}{list(g.shape)} "
                 f"on {g.device}, expected {p.dtype}{list(p.shape)} on {p.device}"
             )
-    return [_as_real(_dense(g)) for g in got if _differentiable(g)]
+    return [_as_real(_dense(g)) for g in got if differentiable(g.dtype)]
 
 
 def _name(path: tuple[Any, ...]) -> str:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from ppfunc.runtime.control import Control
+from ppfunc.runtime.control import _HEAD, Control
 from ppfunc.runtime.failures import gone
 from ppfunc.runtime.links import SocketLinks
 from ppfunc.runtime.p2p import P2P
@@ -127,7 +127,7 @@ def parts_of_a_step() -> dict[str, float]:
         clock("begin", lambda: root.begin(CALL, "key", 0))
         clock("line", lambda: child.begin(CALL, None, 0))
         child.links.vote(step)
-        clock("send", lambda: child.links.send(0, "tree", b"E" + step.to_bytes(8, "little") + losses))
+        clock("send", lambda: child.links.send(0, "tree", b"E" + _HEAD.pack(step, -1, -1) + losses))
         clock("end", lambda: root.end({}, parts))
         clock("mark", lambda: child.links.recv(0, "tree"))
         child.links.commit(step)

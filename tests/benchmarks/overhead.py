@@ -1,17 +1,20 @@
-"""Microseconds per instruction of the interpreter, with stages that do nothing, beside torch's runtime.
+"""Microseconds per instruction of a step, with stages that do next to nothing, beside torch's runtime; and per parameter leaf.
 
 Run by torchrun on one rank (no messages) or more::
 
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 1 tests/benchmarks/overhead.py
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 1 tests/benchmarks/overhead.py --leaves 0 100 1000
 
-Both run interleaved 1F1B in turn. On one rank, with four stages, all values are handed over
-locally, so what is measured is the interpreter and nothing else.
+Both run interleaved 1F1B in turn. On one rank, with four stages, all values are handed over locally, so what is
+measured is the runtime and nothing else. With leaves, a stage adds all its parameters to its input. The time per
+leaf and step is that of the step, without its programs and the sums of their gradients, less the same without leaves.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,15 +23,24 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 
 import ppfunc as pp
+from ppfunc.runtime.compile import CompiledStep, new_gradients
 
 WIDTH = 4
 
 
-class Nothing(torch.nn.Module):
-    """A stage that hands its input on; torch needs a differentiable operation to find a gradient."""
+class Sum(torch.nn.Module):
+    """Adds its parameters to the input; torch needs a differentiable operation to find a gradient."""
+
+    def __init__(self, leaves: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.held = torch.nn.ParameterDict(leaves)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
+        return stage(dict(self.held.items()), x.view_as(x))
+
+
+def stage(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    return x + torch.stack(list(params.values())).sum(0) if params else x
 
 
 def total(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -39,43 +51,68 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chunks", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=16)
+    parser.add_argument("--leaves", type=int, nargs="+", default=[0, 100, 1000], help="parameter leaves per stage")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=20, help="steps per round")
+    parser.add_argument("--steps", type=int, default=10, help="steps per round")
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     schedule = pp.interleaved_one_f_one_b(ranks, options.microbatches, options.chunks)
     held = schedule.stages_of(rank)
-    # Every input requires a gradient in torch's runtime; ours finds that nothing needs one at the first stage.
-    inputs = torch.randn(options.microbatches, WIDTH, requires_grad=True)
-    targets = torch.zeros(options.microbatches, WIDTH)
+    count = sum(1 for _ in schedule.instructions(rank))
+    base = 0.0
+    for leaves in options.leaves:
+        params = {s: {f"p{i}": torch.randn(WIDTH) for i in range(leaves)} for s in held}
+        step_ours, step_theirs, programs = sides(schedule, params, rank)
+        rounds = [(measure(step_ours, options.steps), measure(step_theirs, options.steps), measure(programs, options.steps)) for _ in range(options.rounds)]
+        mine, other, bare = (median(column) for column in zip(*rounds, strict=True))
+        ratio = median(a / b for a, b, _ in rounds)
+        runtime = median(a - c for a, _, c in rounds)
+        base = runtime if leaves == options.leaves[0] else base
+        per_leaf = f", {(runtime - base) / leaves / len(held) * 1e6:.2f} us per leaf and step" if leaves > options.leaves[0] else ""
+        if rank == 0:
+            print(
+                f"{ranks} ranks, {schedule.stages} stages, {options.microbatches} microbatches, {leaves} leaves: ppfunc {mine / count * 1e6:.1f} us per "
+                f"instruction ({bare / count * 1e6:.1f} of them programs and sums), torch {other / count * 1e6:.1f} us, ratio {ratio:.3f}{per_leaf}",
+                flush=True,
+            )
+    dist.destroy_process_group()
 
-    step = pp.value_and_grad([lambda p, x: x] * schedule.stages, total, schedule, pp.P2P())
-    params = {s: {} for s in held}
-    batch = pp.microbatch(inputs.detach(), options.microbatches), pp.microbatch(targets, options.microbatches)
-    stages = [PipelineStage(Nothing(), s, schedule.stages, torch.device("cpu")) for s in held]
-    runtime = ScheduleInterleaved1F1B(stages, options.microbatches, loss_fn=total)
+
+def sides(schedule: pp.Schedule, params: dict[int, Any], rank: int) -> tuple[Callable[[], object], ...]:
+    """A step of ours, one of torch's, and what of ours are programs and sums of gradients."""
+    microbatches, held = schedule.microbatches, tuple(params)
+    # Every input requires a gradient in torch's runtime; ours finds that nothing needs one at the first stage.
+    inputs, targets = torch.randn(microbatches, WIDTH, requires_grad=True), torch.zeros(microbatches, WIDTH)
+    step = pp.value_and_grad([stage] * schedule.stages, total, schedule, pp.P2P())
+    given = params, inputs.detach(), targets
+    step(*given)
+    lowered = step.lower(*given)
+    stages = [PipelineStage(Sum(params[s]), s, schedule.stages, torch.device("cpu")) for s in held]
+    runtime = ScheduleInterleaved1F1B(stages, microbatches, loss_fn=total)
     first, last = 0 in held, schedule.stages - 1 in held
 
     def step_theirs() -> None:
+        for s in stages:
+            s.submod.zero_grad(set_to_none=True)
         runtime.step(*[inputs] * first, target=targets if last else None)
 
-    def step_ours() -> None:
-        step(params, *batch)
+    compiled = lowered.compile()
+    return lambda: step(*given), step_theirs, lambda: run_programs(compiled, params)
 
-    count = sum(1 for _ in schedule.instructions(rank))
-    rounds = [
-        (measure(step_ours, options.steps) / count, measure(step_theirs, options.steps) / count)
-        for _ in range(options.rounds)
-    ]
-    if rank == 0:
-        mine, other = median(a for a, _ in rounds), median(b for _, b in rounds)
-        print(
-            f"{ranks} ranks, {schedule.stages} stages, {options.microbatches} microbatches: ppfunc {mine * 1e6:.1f} us per "
-            f"instruction, torch {other * 1e6:.1f} us, ratio {median(a / b for a, b in rounds):.3f}"
-        )
-    dist.destroy_process_group()
+
+@torch.no_grad()
+def run_programs(compiled: CompiledStep, params: dict[int, Any]) -> None:
+    """Every forward and backward of this process once, and the sums of its gradients."""
+    x, one = torch.zeros(1, WIDTH), torch.ones(())
+    sums = {s: new_gradients(compiled.lowered) for s in params}
+    for (s, m), program in compiled.programs.items():
+        leaves = tuple(params[s].values())
+        targets = (x,) * (compiled.lowered.stages[s, m].loss is not None)
+        _, residuals = program.flat.forward(leaves, (x,), targets)
+        gradients, _ = program.flat.backward(residuals, (one if targets else x,))
+        sums[s].add(gradients, m)
 
 
 if __name__ == "__main__":

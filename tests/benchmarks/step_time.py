@@ -88,11 +88,9 @@ def main() -> None:
     shape = (options.microbatches * sequences, length, options.width)
     inputs, targets = (torch.randn(shape, generator=generator).to(device) for _ in range(2))
 
-    batch = pp.microbatch(inputs, options.microbatches), pp.microbatch(targets, options.microbatches)
-
     def our_step(engine: pp.Engine) -> Callable[[], Gradients]:
         step = pp.value_and_grad(stages, squared, schedule, pp.P2P(), engine=engine)
-        return lambda: step(params, *batch)[1]
+        return lambda: step(params, inputs, targets)[1]
 
     if options.compile or options.cuda_graphs:
         names = " and ".join(["compiled"] * options.compile + ["captured"] * options.cuda_graphs), "as traced"

@@ -8,10 +8,9 @@ import time
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from ppfunc.parallel import partition_balanced, partition_spread
+from ppfunc.parallel import partition_balanced, partition_min_range
 
 
 def maximum(loads):
@@ -22,14 +21,12 @@ def spread(loads):
     return max(loads) - min(loads)
 
 
-OBJECTIVES = [(partition_balanced, maximum), (partition_spread, spread)]
+OBJECTIVES = [(partition_balanced, maximum), (partition_min_range, spread)]
 
 
 def best_by_trying_all(weights, stages, objective):
     cuts = itertools.combinations(range(1, len(weights)), stages - 1)
-    return min(
-        objective([sum(weights[a:b]) for a, b in itertools.pairwise((0, *c, len(weights)))]) for c in cuts
-    )
+    return min(objective([sum(weights[a:b]) for a, b in itertools.pairwise((0, *c, len(weights)))]) for c in cuts)
 
 
 @st.composite
@@ -69,11 +66,11 @@ def test_least_maximum_of_long_lists(seed):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_least_spread_of_longer_lists(seed):
+def test_least_range_of_longer_lists(seed):
     chance = random.Random(seed)
     weights = [chance.choice((0, 0, 1, 2, 5, 9)) for _ in range(14)]
     for stages in (5, 8):
-        assert spread(partition_spread(weights, stages).loads(weights)) == best_by_trying_all(weights, stages, spread)
+        assert spread(partition_min_range(weights, stages).loads(weights)) == best_by_trying_all(weights, stages, spread)
 
 
 @pytest.mark.parametrize(("partition", "objective"), OBJECTIVES)
@@ -104,14 +101,14 @@ def test_optimal_for_any_weights(partition, objective, problem):
         ([0, 1, 1, 1, 1, 0], (0, 3, 4, 6)),
     ],
 )
-def test_least_spread_prefers_the_later_cut(weights, boundaries):
-    assert partition_spread(weights, len(boundaries) - 1).boundaries == boundaries
+def test_least_range_prefers_the_later_cut(weights, boundaries):
+    assert partition_min_range(weights, len(boundaries) - 1).boundaries == boundaries
 
 
-def test_least_spread_where_the_best_is_not_made_of_best_prefixes():
+def test_least_range_where_the_best_is_not_made_of_best_prefixes():
     # A dynamic programme that keeps one partition per prefix ends at (0, 2, 3, 4, 6), whose spread is 10.
     weights = [7, 4, 10, 3, 12, 1]
-    assert spread(partition_spread(weights, 4).loads(weights)) == 9
+    assert spread(partition_min_range(weights, 4).loads(weights)) == 9
 
 
 def test_the_two_objectives_differ():
@@ -142,5 +139,5 @@ def test_what_is_refused(partition, objective):
         for layers in (1, 3):
             with pytest.raises(ValueError, match="the weight of layer 0 is a finite number, zero or more; got"):
                 partition([wrong] + [1] * (layers - 1), 1)
-    with pytest.raises(ValueError, match="stages is a whole number, 1 or more"):
+    with pytest.raises(ValueError, match="stages = 0, expected an integer of at least 1"):
         partition([1], 0)

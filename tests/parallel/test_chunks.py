@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from ppfunc.parallel import chunks_balanced, chunks_uniform, loop, stage_ids_of_rank
+from ppfunc.parallel import chunks_balanced, chunks_uniform, loop, stages_of
 
 UNIFORM = [
     (10, 4, 1, [((0, 2),), ((2, 4),), ((4, 7),), ((7, 10),)]),
@@ -56,7 +55,7 @@ def test_balanced_chunks_have_the_least_maximum(weights, ranks, chunks):
 def test_stages_that_are_dealt_are_those_of_a_loop():
     partition = chunks_uniform(14, ranks=4, chunks=2)
     for rank, intervals in enumerate(partition.dealt(4)):
-        held = stage_ids_of_rank(loop(4, 2), rank)
+        held = stages_of(loop(4, 2), rank)
         assert intervals == tuple(partition.intervals[stage] for stage in held)
 
 
@@ -71,8 +70,8 @@ def test_weights_that_are_not_whole():
         (lambda: chunks_uniform(4, 4, chunks=2), r"stage 0 would be empty.*\[0, 0, 1, 1, 0, 0, 1, 1\]"),
         (lambda: chunks_balanced([1, 1, 1, 1], 4, chunks=2), "stage 0 would be empty"),
         (lambda: chunks_balanced([1, -1], 1), "the weight of layer 1"),
-        (lambda: chunks_uniform(4, 0), "at least one rank"),
-        (lambda: chunks_uniform(4, 2, chunks=0), "at least one rank and one chunk"),
+        (lambda: chunks_uniform(4, 0), "ranks = 0, expected an integer of at least 1"),
+        (lambda: chunks_uniform(4, 2, chunks=0), "chunks = 0, expected an integer of at least 1"),
     ],
 )
 def test_errors_say_what_is_valid(call, message):

@@ -6,8 +6,7 @@ import dataclasses
 import pickle
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ppfunc.parallel import Partition, partition_explicit, partition_uniform
 
@@ -88,9 +87,9 @@ def test_uniform_sizes_differ_by_at_most_one(layers, stages, remainder):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: partition_uniform(4, 0), "stages is a whole number, 1 or more; got 0"),
-        (lambda: partition_uniform(-1, 2), "layers is a whole number, 0 or more; got -1"),
-        (lambda: partition_uniform(4.0, 2), "layers is a whole number"),
+        (lambda: partition_uniform(4, 0), "stages = 0, expected an integer of at least 1"),
+        (lambda: partition_uniform(-1, 2), "layers = -1, expected an integer of at least 0"),
+        (lambda: partition_uniform(4.0, 2), r"layers = 4\.0, expected an integer"),
         (lambda: partition_uniform(4, 2, remainder="middle"), "'first' or the 'last' stages, got 'middle'"),
         (lambda: partition_explicit([0, 2, 4], layers=5), "end at 4, but there are 5 layers"),
         (lambda: Partition((0, 2)).split([1, 2, 3]), "each of the 2 layers, got 3"),

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ppfunc.parallel import count_stages, effective_loads, partition_layers, split_points
 
@@ -91,10 +90,11 @@ def test_extra_layers_for_the_first_stages(layers, stages, weights, sizes):
         (lambda: partition_layers(8, 4, 1, 4, extra="first"), "output_weight=4 is more than the 3"),
         (lambda: partition_layers(4, 4, extra="first"), r"sizes \[1, 2, 1, 0\]"),
         (lambda: partition_layers(8, 4, 0.5, 0.25, extra="first"), "whole weights"),
+        (lambda: partition_layers(8, 4, 0.5, 0.5, extra="first"), "whole weights"),
         (lambda: partition_layers(8, 4, -1), "input_weight is the cost of modules in layers, zero or more; got -1"),
         (lambda: partition_layers(8, 4, 1, float("nan")), "output_weight is the cost"),
         (lambda: partition_layers(8, 4, extra="last"), "'middle' or the 'first' stages, got 'last'"),
-        (lambda: partition_layers(8, 0), "stages is a whole number, 1 or more; got 0"),
+        (lambda: partition_layers(8, 0), "stages = 0, expected an integer of at least 1"),
     ],
 )
 def test_errors_say_what_is_valid(call, message):
@@ -118,5 +118,5 @@ def test_number_of_stages():
         count_stages(32, 4, several=True, layers_per_stage=8)
     with pytest.raises(ValueError, match="6 layers cannot fill 8 stages"):
         count_stages(6, 4, several=True)
-    with pytest.raises(ValueError, match="layers_per_stage is one or more, got 0"):
+    with pytest.raises(ValueError, match="layers_per_stage = 0, expected an integer of at least 1"):
         count_stages(6, 4, several=True, layers_per_stage=0)

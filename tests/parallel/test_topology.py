@@ -7,8 +7,7 @@ import pickle
 import timeit
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ppfunc.parallel import Topology, default_grid, pipe_data, pipe_model_data, prime_factors
 
@@ -103,8 +102,10 @@ def test_text_of_a_rank_and_its_options():
 
 @pytest.mark.parametrize(
     ("world", "pipe", "data"),
-    [(1, 1, 1), (2, 2, 1), (3, 3, 1), (4, 2, 2), (6, 2, 3), (8, 4, 2), (12, 6, 2), (16, 4, 4), (24, 4, 6)]
-    + [(30, 10, 3), (32, 8, 4), (64, 8, 8), (7, 7, 1)],
+    [
+        *[(1, 1, 1), (2, 2, 1), (3, 3, 1), (4, 2, 2), (6, 2, 3), (8, 4, 2), (12, 6, 2), (16, 4, 4), (24, 4, 6)],
+        *[(30, 10, 3), (32, 8, 4), (64, 8, 8), (7, 7, 1)],
+    ],
 )
 def test_default_grid(world, pipe, data):
     assert default_grid(world) == pipe_data(pipe=pipe, data=data)
@@ -157,13 +158,13 @@ def test_a_question_about_a_million_ranks_takes_microseconds():
         (lambda t: Topology(("pipe", "pipe"), (2, 3)), "occurs twice"),
         (lambda t: Topology(("a b",), (2,)), "cannot name an axis"),
         (lambda t: Topology(("class",), (2,)), "cannot name an axis"),
-        (lambda t: Topology(("pipe",), (0,)), "one or more; got 0"),
-        (lambda t: Topology(("pipe",), (2.0,)), r"one or more; got 2\.0"),
+        (lambda t: Topology(("pipe",), (0,)), "pipe = 0, expected an integer of at least 1"),
+        (lambda t: Topology(("pipe",), (2.0,)), r"pipe = 2\.0, expected an integer"),
         (lambda t: Topology.parse("pipe=2,data"), "cannot read 'data'"),
         (lambda t: Topology.parse("pipe=x"), "cannot read 'pipe=x'"),
         (lambda t: Topology.parse(""), "cannot read ''"),
-        (lambda t: default_grid(0), "one or more; got 0"),
-        (lambda t: prime_factors(-4), "one or more; got -4"),
+        (lambda t: default_grid(0), "world_size = 0, expected an integer of at least 1"),
+        (lambda t: prime_factors(-4), "number = -4, expected an integer of at least 1"),
     ],
 )
 def test_errors_say_what_was_got_and_what_is_valid(call, message):

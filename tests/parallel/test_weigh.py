@@ -45,8 +45,8 @@ def test_methods():
     weights = [6, 1, 6, 1, 6]
     assert partition_by_weights(weights, 2, "uniform").boundaries == (0, 3, 5)
     assert partition_by_weights(weights, 2).loads(weights) == (13, 7)
-    assert partition_by_weights(weights, 2, "spread").loads(weights) == (13, 7)
-    with pytest.raises(ValueError, match="unknown method 'best': expected 'uniform', 'balanced' or 'spread'"):
+    assert partition_by_weights(weights, 2, "min_range").loads(weights) == (13, 7)
+    with pytest.raises(ValueError, match="unknown method 'best': expected 'uniform', 'balanced' or 'min_range'"):
         partition_by_weights(weights, 2, "best")
 
 
@@ -58,7 +58,7 @@ def test_a_pattern_keeps_its_case_and_its_classes():
         partition_by_pattern(names, "block", 2)
     for ignoring in ("(?i)block", re.compile("block", re.IGNORECASE)):
         assert partition_by_pattern(names, ignoring, 2).boundaries == (0, 4, 7)
-    assert partition_by_pattern(names, "Block|head", 5, "spread").layers == 7
+    assert partition_by_pattern(names, "Block|head", 5, "min_range").layers == 7
     with pytest.raises(ValueError, match="'.*' is not a regular expression: "):
         partition_by_pattern(names, "(", 2)
 
@@ -94,6 +94,6 @@ def test_measured_times():
     assert measure_layers(layers, 0, repeats=1, clock=lambda: now) == (1.0, 1.0, 2.0, 4.0)
     partition = partition_by_time(layers, 0, 2, clock=lambda: now)
     assert partition.loads(times) == (4.0, 4.0)
-    with pytest.raises(ValueError, match="one or more timed runs.*got 0"):
+    with pytest.raises(ValueError, match="repeats = 0, expected an integer of at least 1"):
         measure_layers(layers, 0, repeats=0)
     assert min(measure_layers([sum], [1, 2])) >= 0

@@ -4,8 +4,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ppfunc.training import adamw, sgd
 
@@ -128,11 +127,11 @@ def test_inputs_are_left_alone(make):
     optimizer, params = make(), tree()
     state, grads = optimizer.init(params), gradients(0)
     for _ in range(2):
-        before = [x.clone() for x in (*leaves(params), *leaves(grads), state.count)]
+        before = [x.clone() for x in (*leaves(params), *leaves(grads), state.updates)]
         new, after = optimizer.update(grads, state, params)
         again, _ = optimizer.update(grads, state, params)
         assert all(map(torch.equal, leaves(new), leaves(again)))
-        assert all(map(torch.equal, before, (*leaves(params), *leaves(grads), state.count)))
+        assert all(map(torch.equal, before, (*leaves(params), *leaves(grads), state.updates)))
         params, state = new, after
 
 
@@ -166,7 +165,7 @@ def test_learning_rate_may_follow_the_count(rates):
     for _ in rates:
         params, state = optimizer.update([torch.tensor(1.0, dtype=torch.float64)], state, params)
     assert params[0].item() == pytest.approx(1 - sum(rates), abs=1e-12)
-    assert int(state.count) == len(rates)
+    assert int(state.updates) == len(rates)
 
 
 def test_empty_tree():

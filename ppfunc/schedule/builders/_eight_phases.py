@@ -11,7 +11,7 @@ from ._parts import B, F, I, W
 
 
 class Stream(NamedTuple):
-    """What one stage still has to do: its forwards and its backwards, each in order."""
+    """The work that one stage still has to do: its forwards and its backwards, each in order."""
 
     forwards: Iterator[Instruction]
     backwards: Iterator[Instruction]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...parallel.placement import loop, stage_ids_of_rank
+from ...parallel.placement import loop, stages_of
 from ..schedule import Schedule, single_chain
 from ._parts import B, F, require_counts
 
@@ -30,6 +30,6 @@ def looped_bfs(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
     """
     require_counts(ranks=ranks, microbatches=microbatches, chunks=chunks)
     placement = loop(ranks, chunks)
-    forwards = ([F(s, m) for s in stage_ids_of_rank(placement, r) for m in range(microbatches)] for r in range(ranks))
+    forwards = ([F(s, m) for s in stages_of(placement, r) for m in range(microbatches)] for r in range(ranks))
     programs = ([*program, *(B(f.stage, f.microbatch) for f in reversed(program))] for program in forwards)
     return single_chain("looped_bfs", placement, microbatches, programs)

@@ -1,4 +1,4 @@
-"""What a table of instructions implies: the rank of every stage, and the chains of stages.
+"""Infer the rank of every stage and the chains of stages from a table of instructions.
 
 A table says neither, so both are read off its compute instructions, in linear time and without
 trusting a single number of it: a stage belongs to the rank that computes it (most often, where
@@ -19,7 +19,7 @@ Row = Sequence[Instruction | None]
 
 
 def infer_layout(rows: Sequence[Row]) -> tuple[tuple[int, ...], tuple[Chain, ...]]:
-    """Placement and chains of the table ``rows``, one row per rank.
+    """Return placement and chains of the table ``rows``, one row per rank.
 
     Raises:
         ScheduleError: a rank or a stage has no compute, or the numbers of stages and microbatches

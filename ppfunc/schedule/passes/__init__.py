@@ -10,6 +10,8 @@ from .merge_backward import merge_backward
 from .place_communication import place_communication
 from .remove_communication import remove_communication
 from .remove_slots import remove_slots
+from .remove_tail import remove_tail
+from .send_completion import send_completion
 from .split_backward import split_backward
 
 __all__ = [
@@ -23,5 +25,7 @@ __all__ = [
     "place_communication",
     "remove_communication",
     "remove_slots",
+    "remove_tail",
+    "send_completion",
     "split_backward",
 ]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import accumulate, repeat
 from math import inf
-from typing import NamedTuple
 
-from ..earliest import Times, earliest
+from ..collector import collector_paused
 from ..dataflow import PRODUCT, Dataflow, dataflow
+from ..earliest import EarliestTimes, earliest
 from ..instruction import COMMUNICATION, COMPUTE, Instruction, Op
 from ..schedule import Program, Schedule, Step
 from .remove_slots import remove_slots
@@ -16,35 +18,15 @@ from .remove_slots import remove_slots
 # Any positive durations give a valid order; these are the usual proportions.
 _DURATION = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1}
 
-
-class Message(NamedTuple):
-    """One message; tuples sort in the order of production, the same at both ends.
-
-    Args:
-        produced: end of the producer in a run as early as possible.
-        sender: the sending rank.
-        number: distinguishes the products of one instruction.
-        consumed: end of the consumer.
-        send_gap: index of the sender's instruction before which the send is posted.
-        receive_gap: likewise the receive, on the receiving rank.
-        send: the instruction that sends.
-        receive: the instruction that receives.
-    """
-
-    produced: int
-    sender: int
-    number: int
-    consumed: int
-    send_gap: int
-    receive_gap: int
-    send: Instruction
-    receive: Instruction
-
-
-# A posting is (gap, batch within the gap, produced, sender, number, instruction).
+# Plain tuples, because there are as many as messages. They sort in the order of production, the same at both ends:
+# end of the producer in a run as early as possible, sending rank, number of the message, end of the consumer, index of the
+# sender's instruction before which the send is posted, likewise of the receive on the receiving rank, send, receive.
+Message = tuple[int, int, int, int, int, int, Instruction, Instruction]
+# Gap (index of the instruction before which it is posted), batch within the gap, then the first three fields of the message.
 Posting = tuple[int, int, int, int, int, Instruction]
 
 
+@collector_paused()
 def place_communication(schedule: Schedule, *, lookahead: int = 0) -> Schedule:
     """Write every message that the data flow needs between ranks into the programs.
 
@@ -72,18 +54,17 @@ def place_communication(schedule: Schedule, *, lookahead: int = 0) -> Schedule:
     times = earliest(schedule, lambda op, stage: _DURATION[op], lambda f, b: 3, lambda a, b: 0)
     where, before = _indices(schedule, flow, times)
     postings: list[list[Posting]] = [[] for _ in schedule.programs]
-    early = [_earlier(program, lookahead) for program in schedule.programs] if lookahead else []
+    early = [_earlier(program, lookahead) if lookahead else None for program in schedule.programs]
     for (low, high), edges in _pairs(schedule).items():
         messages = sorted(m for edge, ms in edges for m in _along(edge, ms, schedule, flow, times.done, where))
-        gaps = _ordered_gaps(messages, low)
-        if lookahead:
-            gaps = _hoisted(messages, gaps, low, (early[low], early[high]))
-        _post(messages, gaps, low, high, before, postings, lookahead > 0)
+        gaps = {rank: _gaps(messages, rank, early[rank]) for rank in (low, high)}
+        for rank, other in ((low, high), (high, low)):
+            postings[rank] += _posted(messages, rank, other, gaps, before[other], lookahead > 0)
     programs = tuple(_emit(p, sorted(q)) for p, q in zip(schedule.programs, postings, strict=True))
     return replace(schedule, programs=programs)
 
 
-def _indices(schedule: Schedule, flow: Dataflow, times: Times) -> tuple[dict[int, int], list[list[int]]]:
+def _indices(schedule: Schedule, flow: Dataflow, times: EarliestTimes) -> tuple[dict[int, int], list[list[int]]]:
     """The index of the instruction that makes each value, and the end of the last compute before each index."""
     where: dict[int, int] = {}
     before: list[list[int]] = []
@@ -119,26 +100,33 @@ def _along(
     flow: Dataflow,
     done: dict[int, int],
     where: dict[int, int],
-) -> Iterator[Message]:
+) -> Iterable[Message]:
     """Both messages of every microbatch along one edge, those that have a consumer."""
     home, skip = schedule.placement, edge in schedule.skips
     ends = (edge, edge[::-1])
     for (a, b), product, send, receive in zip(ends, (0, 1), (Op.SEND_F, Op.SEND_B), (Op.RECV_F, Op.RECV_B), strict=True):
         to, back = (b, a) if skip else (None, None)
-        for m in microbatches:
-            made = flow.output(a, m) + product
-            used = flow.output(b, m) + product
-            if made in where and used in where:
-                yield Message(
-                    done[made],
-                    home[a],
-                    made * len(home) + b,
-                    done[used],
-                    where[made] + 1,
-                    where[used],
-                    Instruction(send, a, m, to),
-                    Instruction(receive, b, m, back),
-                )
+        distance = flow.output(b, 0) - flow.output(a, 0)
+        walk = (flow.output(a, m) + product for m in microbatches)
+        made = [value for value in walk if value in where and value + distance in where]
+        used = [value + distance for value in made]
+        numbers = [value // 2 % flow.microbatches for value in made]
+        yield from zip(
+            map(done.__getitem__, made),
+            repeat(home[a]),
+            [value * len(home) + b for value in made],
+            map(done.__getitem__, used),
+            [where[value] + 1 for value in made],
+            map(where.__getitem__, used),
+            _messages(send, a, numbers, to),
+            _messages(receive, b, numbers, back),
+        )
+
+
+def _messages(op: Op, stage: int, microbatches: Iterable[int], peer: int | None) -> Iterable[Instruction]:
+    """The same message for many microbatches; ``Instruction(...)`` takes three times as long."""
+    fields = zip(repeat(op), repeat(stage), microbatches, repeat(peer), repeat(None), repeat(()))
+    return map(partial(tuple.__new__, Instruction), fields)
 
 
 def _earlier(program: Program, lookahead: int) -> list[int]:
@@ -152,106 +140,88 @@ def _earlier(program: Program, lookahead: int) -> list[int]:
     return found
 
 
-def _hoisted(
-    messages: list[Message], gaps: list[tuple[int, int]], low: int, early: tuple[list[int], list[int]]
-) -> list[tuple[int, int]]:
-    """The gaps with receives moved to an earlier compute, but never before a message that comes first in the order."""
-    last, moved = [0, 0], []
-    for message, pair in zip(messages, gaps, strict=True):
-        here = [pair[0], pair[1]]
-        receiver = int(message.sender == low)
-        here[receiver] = min(here[receiver], early[receiver][message.receive_gap])
-        last = [max(a, b) for a, b in zip(last, here, strict=True)]
-        moved.append((last[0], last[1]))
-    return moved
+def _gaps(messages: Sequence[Message], rank: int, early: list[int] | None) -> list[int]:
+    """The gap of each message on ``rank``: never after that of a later message, and receives at ``early`` if the order lets them."""
+    wanted = [m[4] if m[1] == rank else m[5] for m in messages]
+    latest = list(accumulate(reversed(wanted), min))[::-1]
+    if early is None:
+        return latest
+    hoisted = [gap if m[1] == rank else min(gap, early[m[5]]) for m, gap in zip(messages, latest, strict=True)]
+    return list(accumulate(hoisted, max))
 
 
-def _post(
-    messages: list[Message],
-    gaps: list[tuple[int, int]],
-    low: int,
-    high: int,
-    before: list[list[int]],
-    postings: list[list[Posting]],
-    apart: bool,
-) -> None:
-    """Give both ends of each message of one pair their gap and batch, keeping the order of the list.
+def _posted(
+    messages: Sequence[Message], rank: int, other: int, gaps: dict[int, list[int]], before: list[int], apart: bool
+) -> Iterable[Posting]:
+    """The end of each message on ``rank``, with its gap and batch, in the order of the list.
 
-    With ``apart`` no two receives share a batch, so that a compute does not wait for what a later one consumes.
+    Args:
+        messages: all between ``rank`` and ``other``.
+        rank: the rank that posts.
+        other: the rank at the other end.
+        gaps: the gap of each message on both ranks.
+        before: end of the last compute of ``other`` before each gap.
+        apart: whether no two receives share a batch, so that a compute does not wait for what a later one consumes.
     """
-    ends = {low: [-1, 0, (inf,)], high: [-1, 0, (inf,)]}  # gap, batch, first compute that waits for the batch
-    for message, gap in zip(messages, gaps, strict=True):
+    never = (inf, rank)
+    last, batch, wait = -1, 0, never  # gap, batch, first compute that waits for the batch
+    for message, gap, there in zip(messages, gaps[rank], gaps[other], strict=True):
         produced, sender, number, consumed, _, _, send, receive = message
-        receiver = high if sender == low else low
-        receive_gap = gap[receiver == high]
-        peer_posts = {sender: (before[receiver][receive_gap], receiver), receiver: (produced, sender)}
-        for rank, instruction in ((sender, send), (receiver, receive)):
-            here = gap[rank == high]
-            state = ends[rank]
-            if here != state[0]:
-                state[:] = here, 0, (inf,)
-            elif not peer_posts[rank] < state[2] or (apart and rank == receiver and state[2] != (inf,)):
-                state[1:] = state[1] + 1, (inf,)
-            if rank == receiver:
-                state[2] = min(state[2], (consumed, receiver))
-            postings[rank].append((here, state[1], produced, sender, number, instruction))
+        receives = sender != rank
+        if gap != last:
+            last, batch, wait = gap, 0, never
+        elif (apart and receives and wait is not never) or ((produced, sender) if receives else (before[there], other)) >= wait:
+            batch, wait = batch + 1, never
+        if receives:
+            wait = min(wait, (consumed, rank))
+        yield gap, batch, produced, sender, number, receive if receives else send
 
 
-def _ordered_gaps(messages: list[Message], low: int) -> list[tuple[int, int]]:
-    """For each message its gap at the lower and at the higher rank, never after that of a later message."""
-    gaps: list[tuple[int, int]] = []
-    at_low = at_high = inf
-    for _, sender, _, _, send_gap, receive_gap, _, _ in reversed(messages):
-        here, there = (send_gap, receive_gap) if sender == low else (receive_gap, send_gap)
-        if here < at_low:
-            at_low = here
-        if there < at_high:
-            at_high = there
-        gaps.append((at_low, at_high))
-    gaps.reverse()
-    return gaps
-
-
-def _emit(program: Program, postings: list[Posting]) -> Program:
+def _emit(program: Program, postings: Sequence[Posting]) -> Program:
     """The program with its communications: each batch begins a step."""
+    batches = _batches(postings)
     steps: list[Step] = []
-    index, at = 0, 0
+    index = 0
     for step in program:
-        loads: list[Instruction] = []
-        rest: list[Instruction] = []
-        batches: list[list[Instruction]] = []
-        for instruction in step:
-            if at < len(postings) and postings[at][0] == index:
-                if rest:
-                    _close(steps, batches, loads, rest)
-                    loads, rest, batches = [], [], []
-                found, at = _batches(postings, at)
-                batches += found
-            (loads if instruction[0] is Op.LOAD else rest).append(instruction)
+        if len(step) == 1:  # the usual step, for which what follows does the same in three times the time
+            _close(steps, batches.get(index, ()), step)
             index += 1
-        _close(steps, batches, loads, rest)
-    if at < len(postings):
-        steps += (tuple(b) for b in _batches(postings, at)[0])
-    return tuple(steps)
+            continue
+        posted: list[Step] = []
+        loads: Step = ()
+        rest: Step = ()
+        for instruction in step:
+            if index in batches:
+                if rest:
+                    _close(steps, posted, loads + rest)
+                    posted, loads, rest = [], (), ()
+                posted += batches[index]
+            if instruction[0] is Op.LOAD:
+                loads += (instruction,)
+            else:
+                rest += (instruction,)
+            index += 1
+        _close(steps, posted, loads + rest)
+    return (*steps, *batches.get(index, ()))
 
 
-def _batches(postings: list[Posting], at: int) -> tuple[list[list[Instruction]], int]:
-    """The batches of the gap that begins at ``postings[at]``, and where the next gap begins."""
-    gap, batches, number = postings[at][0], [], -1
-    while at < len(postings) and postings[at][0] == gap:
-        if postings[at][1] != number:
-            number = postings[at][1]
-            batches.append([])
-        batches[-1].append(postings[at][5])
-        at += 1
-    return batches, at
+def _batches(postings: Sequence[Posting]) -> dict[int, list[Step]]:
+    """The batches of each gap."""
+    found: dict[int, list[Step]] = {}
+    for gap, batch, _, _, _, instruction in postings:
+        if gap not in found:
+            found[gap] = [(instruction,)]
+        elif batch < len(found[gap]):
+            found[gap][batch] += (instruction,)
+        else:
+            found[gap].append((instruction,))
+    return found
 
 
-def _close(
-    steps: list[Step], batches: list[list[Instruction]], loads: list[Instruction], rest: list[Instruction]
-) -> None:
+def _close(steps: list[Step], batches: Sequence[Step], rest: Step) -> None:
     """End a step: its last batch goes with its loads and its compute, earlier batches alone."""
-    steps += (tuple(b) for b in batches[:-1])
-    last = (*(batches[-1] if batches else ()), *loads, *rest)
-    if last:
-        steps.append(last)
+    if batches:
+        steps += batches[:-1]
+        steps.append(batches[-1] + rest)
+    elif rest:
+        steps.append(rest)

@@ -9,13 +9,13 @@ from ..schedule import Schedule
 
 
 def remove_slots(schedule: Schedule) -> Schedule:
-    """The schedule before slots were allocated; passes that add instructions begin with this.
+    """Return the schedule as it was before slots were allocated. Passes that add instructions begin with this.
 
     >>> from ppfunc.schedule import allocate_slots, gpipe
     >>> remove_slots(allocate_slots(gpipe(ranks=2, microbatches=2))) == gpipe(ranks=2, microbatches=2)
     True
     """
-    if not any(p.slot is not None for program in schedule.programs for step in program for i in step for p in (i, *i.parts)):
+    if not schedule.has_slots:
         return schedule
     programs = tuple(tuple(tuple(map(_bare, step)) for step in program) for program in schedule.programs)
     return replace(schedule, programs=programs)

@@ -1,22 +1,25 @@
-"""Memory: live activations, residuals that are away, slots that are overwritten."""
+"""Prove the use of memory: live activations, residuals that are away, slots that are overwritten."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import accumulate, islice, repeat
 
-from ..errors import refuse
-from ..instruction import COMPUTE, WHOLE_STAGE, Instruction, Op
-from ..schedule import Schedule
+from ..errors import schedule_error
+from ..instruction import COMPUTE, WHOLE_STAGE, Instruction, Op, parts_of
+from ..schedule import Program, Schedule
 from .order import in_order
 
 Holder = tuple[int, int, int]  # stage, microbatch, how often it has been offloaded
 
-_LIVE = {Op.F: 1, Op.B: -1, Op.I: -1, Op.OFFLOAD: -1, Op.FETCH: 1}
+# The change of the number of whole activations, and of those of which only the share for W is held.
+HELD = {Op.F: (1, 0), Op.B: (-1, 0), Op.I: (-1, 1), Op.W: (0, -1), Op.OFFLOAD: (-1, 0), Op.FETCH: (1, 0)}
+_LIVE = {op: whole for op, (whole, _) in HELD.items()}
 
 
 def check_activations(schedule: Schedule, limit: int | None) -> tuple[int, ...]:
-    """The peak number of live activations of every rank.
+    """Return the peak number of live activations of every rank.
 
     One is live per stage and microbatch from its F to the end of its B or I, except while it is
     offloaded; where there is no backward, during its F only.
@@ -27,26 +30,27 @@ def check_activations(schedule: Schedule, limit: int | None) -> tuple[int, ...]:
     Raises:
         ScheduleError: at the first F or FETCH that goes beyond the limit.
     """
-    keep = 0 if schedule.forward_only else 1
     peaks = []
     for rank, program in enumerate(schedule.programs):
-        live = peak = 0
-        for step, instructions in enumerate(program):
-            for place, instruction in enumerate(instructions):
-                for part in instruction[5] or (instruction,):
-                    change = _LIVE.get(part[0], 0)
-                    if change > 0 and live + 1 > peak:
-                        peak = live + 1
-                        if limit is not None and peak > limit:
-                            reason = f"with it {peak} activations are live, the limit is {limit}"
-                            raise refuse(schedule, rank, (step, place), reason)
-                    live += change * keep
-        peaks.append(peak)
+        ops = [part[0] for step in program for i in step for part in i[5] or (i,)]
+        changes = map(_LIVE.get, ops, repeat(0))
+        live = list(changes if schedule.forward_only else accumulate(changes))
+        peaks.append(max(0, max(live, default=0)))
+        if limit is not None and peaks[-1] > limit:
+            above = next(n for n, number in enumerate(live) if number > limit)
+            reason = f"with it {live[above]} activations are live, the limit is {limit}"
+            raise schedule_error(schedule, rank, _place_of(program, above), reason)
     return tuple(peaks)
 
 
+def _place_of(program: Program, number: int) -> tuple[int, int]:
+    """Step and place of an instruction by its number, the parts of pairs counted."""
+    places = ((s, p) for s, step in enumerate(program) for p, i in enumerate(step) for _ in parts_of(i))
+    return next(islice(places, number, None))
+
+
 def check_offloads(schedule: Schedule) -> None:
-    """Residuals leave after their forward, come back once, and are not used while away.
+    """Prove that residuals leave after their forward, come back once, and are not used while away.
 
     Raises:
         ScheduleError: at the first OFFLOAD, FETCH or backward for which this does not hold.
@@ -60,7 +64,7 @@ def check_offloads(schedule: Schedule) -> None:
                 for part in instruction.parts or (instruction,):
                     fault = _move(state, part)
                     if fault:
-                        raise refuse(schedule, rank, (step, place), fault)
+                        raise schedule_error(schedule, rank, (step, place), fault)
 
 
 def _move(state: dict[tuple[int, int], str], part: Instruction) -> str:
@@ -84,18 +88,8 @@ def _move(state: dict[tuple[int, int], str], part: Instruction) -> str:
     return ""
 
 
-def has_slots(schedule: Schedule) -> bool:
-    """Whether any instruction names a slot."""
-    return any(
-        i[4] is not None or (i[5] and any(part[4] is not None for part in i[5]))
-        for program in schedule.programs
-        for step in program
-        for i in step
-    )
-
-
 def check_slots(schedule: Schedule) -> tuple[int, ...]:
-    """Number of slots of every stage, none where no slots have been allocated.
+    """Return the number of slots of every stage, none where no slots have been allocated.
 
     A slot belongs to its stage and holds all of one microbatch: input, output, residuals and
     gradients, from the first instruction that names it to the last, or until it is offloaded.
@@ -104,7 +98,7 @@ def check_slots(schedule: Schedule) -> tuple[int, ...]:
         ScheduleError: an instruction without a slot among others that have one, a microbatch that
             changes its slot, or a slot that is taken while its holder still needs it.
     """
-    if not has_slots(schedule):
+    if not schedule.has_slots:
         return ()
     sizes = [0] * schedule.stages
     for rank, program in enumerate(schedule.programs):
@@ -115,13 +109,13 @@ def check_slots(schedule: Schedule) -> tuple[int, ...]:
             stage, slot = part.stage, part.slot
             fault = _take(slot_of, holder, left, stage, slot, key)
             if fault:
-                raise refuse(schedule, rank, (step, place), fault)
+                raise schedule_error(schedule, rank, (step, place), fault)
             sizes[stage] = max(sizes[stage], slot + 1)
     return tuple(sizes)
 
 
 def uses(program: tuple) -> Iterator[tuple[int, int, Instruction, Holder]]:
-    """Every use of a slot: step, place, instruction, and its holder: stage, microbatch, times offloaded."""
+    """Iterate over the uses of slots: step, place, instruction, and its holder: stage, microbatch, times offloaded."""
     moved: Counter = Counter()
     for step, instructions in enumerate(program):
         for place, instruction in in_order(instructions):

@@ -1,4 +1,4 @@
-"""The batches that the ranks post and what they wait for: a schedule without its arithmetic."""
+"""List the batches that ranks post and wait for: a schedule without its arithmetic."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import NamedTuple
 from ..dataflow import Dataflow
 from ..instruction import COMMUNICATION, COMPUTE, RECEIVES, Instruction, Op
 from ..schedule import Schedule
-from .buffers import has_slots
 from .order import in_order
 from .routes import Routes, message_number
 
@@ -22,7 +21,7 @@ class Traffic(NamedTuple):
         owner: rank of each batch.
         step: step of each batch in the program of its rank.
         queue: number of the queue that each batch is in.
-        messages: the messages of each batch; negative numbers are sums over copies.
+        messages: the messages of each batch; negative numbers are sums over replicas.
         ends: the batches that each message is in; it moves once all of them are at the head.
         events: per rank, in order, the batches that it posts and those that it waits for.
     """
@@ -35,12 +34,12 @@ class Traffic(NamedTuple):
     events: list[list[Event]]
 
 
-def traffic(schedule: Schedule, flow: Dataflow, ways: Routes, queue: str) -> Traffic:
-    """The batches of ``schedule``, with a queue per pair of ranks (``"pair"``) or one per rank (``"rank"``)."""
+def traffic(schedule: Schedule, flow: Dataflow, routes: Routes, queue: str) -> Traffic:
+    """List the batches of ``schedule``, with a queue per pair of ranks (``"pair"``) or one per rank (``"rank"``)."""
     found = Traffic([], [], [], [], {}, [[] for _ in schedule.programs])
     queues: dict[Hashable, int] = {}
     received: dict[int, int] = {}
-    slotted, remote = has_slots(schedule), _remote(schedule, flow)
+    slotted, remote = schedule.has_slots, _remote(schedule, flow)
     for rank, program in enumerate(schedule.programs):
         buffers: dict[tuple[int, int], _Buffer] = {}
         sums: dict[int, int] = {}
@@ -52,7 +51,7 @@ def traffic(schedule: Schedule, flow: Dataflow, ways: Routes, queue: str) -> Tra
                 if slotted:
                     _take_buffers(found, begin, buffers, instruction, (rank, step, place))
                 if op in COMMUNICATION:
-                    route = ways[op, instruction[1], instruction[3]]
+                    route = routes[op, instruction[1], instruction[3]]
                     key = (rank, route[2]) if queue == "pair" else rank
                     batch = batches.get(key)
                     if batch is None:
@@ -76,7 +75,7 @@ _TAIL = frozenset({Op.REDUCE_TIED, Op.REDUCE_GRAD, Op.STEP})
 
 
 class _Buffer(NamedTuple):
-    """Who is in a slot, the sends that read it, and those of its last holder that went in the step of the change."""
+    """The microbatch in a slot, the sends that read the slot, and those of its last holder in the step of the change."""
 
     microbatch: int
     sends: list[int]
@@ -162,14 +161,14 @@ def _reduce(
     instruction: Instruction,
     position: tuple[int, int, int],
 ) -> None:
-    """A sum over copies is begun by REDUCE_TIED and waited for before what follows it, or at the end."""
+    """A sum over replicas is begun by REDUCE_TIED and waited for before what follows it, or at the end."""
     rank, step, place = position
     stage = instruction.stage
     if instruction.op is not Op.REDUCE_TIED:
         if stage in sums:
             found.events[rank].append((sums.pop(stage), step, place))
         return
-    group = next((g for g, copies in enumerate(schedule.replicas) if stage in copies), None)
+    group = next((g for g, stages in enumerate(schedule.replicas) if stage in stages), None)
     if group is not None:
         sums[stage] = _open(found, rank, step, queues.setdefault(("sum", stage), len(queues)))
         _join(found, sums[stage], -1 - group)

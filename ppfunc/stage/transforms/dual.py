@@ -30,7 +30,7 @@ def dual(fn: Stage) -> Stage:
     Args:
         fn: a stage, ``fn(params, x, *extras) -> y``. All of its operators need a forward derivative;
             ``scaled_dot_product_attention`` runs unfused, since fused it has none, and layer, batch and
-            instance norm in plain arithmetic, since torch differentiates the derivative of theirs wrongly.
+            instance norm decomposed, since torch differentiates the derivative of theirs wrongly.
 
     Returns:
         ``stage((params, tangents), (x, tx), *extras) -> (y, ty)``, a stage like any other. An

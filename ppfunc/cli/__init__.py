@@ -1,0 +1,63 @@
+"""The command ``ppfunc``: schedules, grids of processes and partitions of layers, without torch.
+
+Exit codes: 0 where it worked; 1 where a checked schedule is wrong; 2 where the question itself
+cannot be answered (unknown names, options that do not fit, files that cannot be read or written).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+from collections.abc import Sequence
+
+from ..schedule.errors import ScheduleError
+from .parallel import add_partition, add_topology
+from .schedule import add_check, add_list, add_show, add_simulate
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        argv: the words after ``ppfunc``; those of the process by default.
+
+    Returns:
+        The exit code.
+    """
+    arguments = _parser().parse_args(argv)
+    collecting = gc.isenabled()
+    # Schedules are tuples without cycles, and by the million: looking for cycles takes a quarter of the time.
+    gc.disable()
+    try:
+        return _run(arguments)
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ppfunc", description="Pipeline schedules, grids of processes and partitions of layers.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for add in (add_list, add_show, add_check, add_simulate, add_topology, add_partition):
+        add(commands)
+    return parser
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    """Call the function of the subcommand; print its errors and turn them into exit codes."""
+    try:
+        code: int = arguments.func(arguments)
+        sys.stdout.flush()
+        return code
+    except ScheduleError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        # The reader has gone, as in `ppfunc show ... | head`: nothing is left to say or to flush.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (ValueError, OSError) as error:
+        print(f"ppfunc {arguments.command}: error: {error}", file=sys.stderr)
+        return 2

@@ -1,0 +1,79 @@
+"""Executing: the calls of a compiled step, with buffers made for this step alone."""
+
+from __future__ import annotations
+
+import torch
+
+from .arguments import StepArguments
+from .buffers import Buffers
+from .compile import CompiledStep, new_gradients
+from .lower import BATCH, LoweredStep
+from .transport import Failure, Tag
+
+
+class StepFailed(Exception):
+    """Carries where a program failed to the caller, who tells the peers."""
+
+    def __init__(self, failure: Failure) -> None:
+        self.failure = failure
+        super().__init__(failure)
+
+
+def execute(compiled: CompiledStep, buffers: Buffers) -> Buffers:
+    """Run every call in turn.
+
+    Args:
+        compiled: what to run.
+        buffers: the arguments, see :func:`fill`; hold the results afterwards.
+
+    Raises:
+        StepFailed: with the place of the call that raised.
+    """
+    index = 0
+    try:
+        for index, call in enumerate(compiled.calls):
+            call(buffers)
+    except BaseException as cause:
+        place = compiled.places[index]
+        raise StepFailed(Failure(place.rank, place.position, place.instruction, cause)) from cause
+    return buffers
+
+
+def fill(lowered: LoweredStep, arguments: StepArguments) -> Buffers:
+    """New buffers with the arguments in their places.
+
+    Raises:
+        ValueError: a stage draws random numbers, and there is no seed.
+    """
+    if arguments.seed is None and lowered.drawing:
+        raise ValueError(f"stage {lowered.drawing[0]} draws random numbers; pass seed=(seed, step) to the step, two integers")
+    schedule, form = lowered.schedule, lowered.form
+    buffers = Buffers(params=dict(arguments.params), state=dict(arguments.state), seed=arguments.seed)
+    for chain in schedule.chains:
+        last = chain.stages[-1]
+        for stage in chain.stages:
+            if schedule.placement[stage] not in lowered.ranks:
+                continue
+            model = schedule.model_stages[stage]
+            if not schedule.forward_only:
+                buffers.gradients[stage] = new_gradients(lowered)
+            batches = [arguments.targets] if stage == last and arguments.targets else []
+            batches += [arguments.extras[model]] if model in arguments.extras else []
+            if batches:
+                buffers.constants.update(((stage, m), sum((tuple(b[m]) for b in batches), ())) for m in chain.microbatches)
+            if stage in lowered.losses:
+                weights = weights_of(lowered, arguments, stage)
+                shape = lowered.losses[stage].leaf.shape[1:]
+                buffers.cotangents.update(((stage, m), (weights[m].expand(shape),)) for m in chain.microbatches)
+            if stage == chain.stages[0]:
+                buffers.values.update((Tag("F", BATCH, stage, m), tuple(arguments.inputs[m])) for m in chain.microbatches)
+    return buffers
+
+
+def weights_of(lowered: LoweredStep, arguments: StepArguments, stage: int) -> tuple[torch.Tensor, ...]:
+    """The weight of every microbatch, a scalar each, where a stage computes and in the dtype of its loss."""
+    m, weights = lowered.schedule.microbatches, arguments.loss_weights
+    if weights is None:
+        weights = torch.full((m,), 1 / m, dtype=torch.float64)
+    device = lowered.form.devices[lowered.schedule.model_stages[stage]]
+    return weights.to(device, lowered.losses[stage].leaf.dtype).unbind()

@@ -1,0 +1,380 @@
+"""Step functions: lower, compile and execute behind a cache, with all ranks in agreement."""
+
+from __future__ import annotations
+
+import json
+import platform
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, cast
+
+import optree
+import torch
+
+from ppfunc.schedule import Schedule
+from ppfunc.stage import Engine, Loss, Outline, Signature, Stage
+
+from .analysis import Lowered
+from .arguments import RawArguments, StepArguments, read_arguments
+from .buffers import Buffers
+from .compile import CompiledStep, compile_step
+from .errors import AgreementError, describe_inputs
+from .exchange import Edges, Negotiation, Replay
+from .execute import StepFailed, execute, fill
+from .functorch import transforming
+from .lower import Exchange, LoweredStep, StepSpec, lower
+from .replicas import links_of_replicas
+from .results import StepResult, collect, weighted_losses
+from .rng import preserve_rng
+from .stage_programs import autocast, forget, modes
+from .terms import batch_name, call_terms, rows_of
+from .transport import Failure, Link, LossPart, Mode, Transport
+
+P = ParamSpec("P")
+R = TypeVar("R")
+V = TypeVar("V")
+
+CACHE_SIZE = 32
+"""Most forms of arguments for which one step function keeps compiled programs."""
+_RETRACES = 8  # so many forms are unusual enough for a warning
+_KNOWN = "; run before: "
+_LEAF = optree.tree_structure(cast(Any, 0))
+
+
+class CacheInfo(NamedTuple):
+    """Use of the cache of a step function, as of ``functools.lru_cache``."""
+
+    hits: int
+    misses: int
+    maxsize: int
+    currsize: int
+
+
+class _Agreed(NamedTuple):
+    """Facts that the ranks agreed on for one form of the batch.
+
+    Args:
+        edges: the signatures on edges to and from other processes.
+        parts: the form of the losses of all ranks.
+    """
+
+    edges: Edges
+    parts: dict[int, LossPart]
+
+
+class _Entry(NamedTuple):
+    """A compiled step, the modes of its modules for which it holds, and the form of the losses of all ranks."""
+
+    compiled: CompiledStep
+    modes: tuple[tuple[Outline, tuple[bool, ...]], ...]
+    parts: dict[int, LossPart]
+
+    def holds(self) -> bool:
+        """Whether every module that ran in it is in the mode in which it was traced."""
+        return all(modes(outline) == before for outline, before in self.modes)
+
+    def mode(self) -> Mode:
+        """The mode of all of them."""
+        found = {mode for _, every in self.modes for mode in every}
+        return "mixed" if len(found) != 1 else "training" if found.pop() else "evaluation"
+
+
+class _Last(NamedTuple):
+    """The last call: its arguments, the name of its batch, autocast, and what it ran."""
+
+    arguments: StepArguments
+    name: str
+    autocast: tuple[Any, ...]
+    entry: _Entry
+
+
+class StepFunction(Generic[P, R]):
+    """Runs a step and caches its compiled programs by the form of the arguments.
+
+    Args:
+        stages, loss_fn: of the model; None for stages of other processes.
+        schedule: proved, with communication placed.
+        transport: carries messages between processes.
+        engine: how a stage is differentiated.
+        spec: what is wanted of a step.
+        prepare: makes the arguments out of those of the call; what it raises is told to all ranks.
+        finish: makes the return value out of the results.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage | None],
+        loss_fn: Loss | None,
+        schedule: Schedule,
+        transport: Transport,
+        engine: Engine,
+        spec: StepSpec,
+        prepare: Callable[P, RawArguments],
+        finish: Callable[[StepResult, RawArguments], R],
+    ) -> None:
+        self.schedule, self.transport, self.spec = schedule, transport, spec
+        self._stages, self._loss_fn, self._engine, self._prepare, self._finish = stages, loss_fn, engine, prepare, finish
+        self._ranks = transport.local_ranks(schedule.ranks)
+        self._local = tuple(sorted({schedule.model_stages[s] for s, rank in enumerate(schedule.placement) if rank in self._ranks}))
+        self._number = transport.register_step()
+        self._lock = threading.Lock()
+        self._building = threading.local()
+        self._generation: int | None = None
+        self._agreed: OrderedDict[tuple[Any, ...], _Agreed] = OrderedDict()
+        self._compiled: OrderedDict[tuple[Any, ...], list[_Entry]] = OrderedDict()
+        self._last: _Last | None = None
+        self._hits = self._misses = 0
+
+    def __repr__(self) -> str:
+        return f"<step function {self.spec.name}, {self.schedule!r}, stages {', '.join(map(str, self._local))} here>"
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run one step.
+
+        Raises:
+            PipelineError: an instruction failed, here or on another rank.
+            AgreementError: the ranks were given different programs or batches.
+            StageError: the engine cannot serve a stage.
+            ValueError, TypeError: the arguments do not fit the schedule.
+        """
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                return self(*args, **kwargs)
+        entry: _Entry | None = None
+        buffers: Buffers | None = None
+        failure: Failure | None = None
+        error: BaseException | None = None
+        try:
+            self._require_all_ranks_under_transforms()
+            raw = self._prepare(*args, **kwargs)
+            arguments = self._read(raw)
+            entry = self._ready(arguments)
+            compiled = entry.compiled
+            # Under a torch.func transform from outside, that transform decides what is recorded.
+            with torch.set_grad_enabled(torch.is_grad_enabled() and transforming()), _generators(arguments):
+                buffers = execute(compiled, fill(compiled.lowered, arguments))
+                losses = weighted_losses(compiled.lowered, arguments, buffers)
+                result = collect(compiled.lowered, arguments, buffers)
+                buffers = None
+                result = result._replace(loss=self.transport.end(losses, entry.parts, entry.mode()))
+            return self._finish(result, raw)
+        except BaseException as raised:
+            failure = self._failure(raised, entry)
+            error = self.transport.fail(failure)
+            if error is failure.cause or not isinstance(failure.cause, Exception):
+                raise failure.cause from failure.cause.__cause__  # an interrupt stays what it is
+            raise error from failure.cause
+        finally:
+            buffers = failure = error = None  # an error that is kept keeps this frame, and must not keep what it held
+
+    def lower(self, *args: P.args, **kwargs: P.kwargs) -> Lowered:
+        """Lower the step for these arguments, and run nothing; where ranks are processes, every one calls it.
+
+        Args:
+            args, kwargs: as of a call. Tensors may be on the device meta, and trees may be signatures.
+        """
+        try:
+            arguments = self._read(self._prepare(*args, **kwargs), abstract=True)
+            name = None if arguments.form.inputs is None else batch_name(arguments.form)
+            name = self.transport.begin(f"{self._terms(arguments)}; lowered, not run", name, self._source)
+            if self.transport.generation != self._generation:
+                self._meet()
+            lowered = self._lower(arguments, name, Negotiation(self.schedule, self.transport))
+            self.transport.end({}, {})
+            return Lowered(lowered, self._engine, self.transport)
+        except BaseException as cause:
+            error = self.transport.fail(Failure(self._ranks[0], None, None, cause))
+            if error is cause or not isinstance(cause, Exception):
+                raise
+            raise error from cause
+
+    def cache_info(self) -> CacheInfo:
+        """Count the calls that found their program compiled, and those that did not."""
+        return CacheInfo(self._hits, self._misses, CACHE_SIZE, len(self._compiled))
+
+    def cache_clear(self) -> None:
+        """Drop every compiled program, and what is kept of the stages' functions for other step functions."""
+        with self._lock:
+            self._compiled.clear()
+            self._last = None
+            self._hits = self._misses = 0
+        for fn in filter(None, self._stages):
+            forget(fn)
+
+    # -- one call --------------------------------------------------------------------------
+
+    def _read(self, raw: RawArguments, *, abstract: bool = False) -> StepArguments:
+        last = None if self._last is None or abstract else self._last.arguments
+        return read_arguments(raw, self.schedule, self._local, self._loss_fn is not None, last, abstract=abstract)
+
+    def _ready(self, arguments: StepArguments) -> _Entry:
+        """The compiled step for these arguments; worked out with the peers where the form of the batch is new."""
+        last, now = self._last, autocast()
+        if last is not None and (last.arguments.form is not arguments.form or last.autocast != now):
+            last = None  # another form than that of the last call
+        mine = None
+        if arguments.form.inputs is not None:
+            name = batch_name(arguments.form) if last is None else last.name
+            mine = f"{name}{_KNOWN}{self._has_run(name)}"
+        name, _, known = self.transport.begin(self._terms(arguments), mine, self._source).rpartition(_KNOWN)
+        if known != self._has_run(name):
+            raise AgreementError(
+                f"the ranks disagree on the step that begins: whether it has run with these shapes before, rank {self._source} says {known}, "
+                f"rank {self._ranks[0]} does not; every rank must call the same step function in the same order"
+            )
+        if self.transport.generation != self._generation:
+            self._meet()
+        if last is not None and last.name == name and last.entry.holds() and known == "yes":
+            self._hits += 1
+            return last.entry
+        own = (name, arguments.key, now)
+        with self._lock:
+            if (name, now) in self._agreed:
+                self._agreed.move_to_end((name, now))
+            entry = next((e for e in self._compiled.get(own, ()) if e.holds()), None)
+            if entry is not None:
+                self._hits += 1
+                self._compiled.move_to_end(own)
+        entry = entry or self._build(arguments, name, own)
+        self._last = _Last(arguments._replace(params={}, state={}, inputs=(), targets=(), extras={}), name, now, entry)
+        return entry
+
+    def _build(self, arguments: StepArguments, name: str, own: tuple[Any, ...]) -> _Entry:
+        """Lower and compile."""
+        if getattr(self._building, "active", False):
+            raise RuntimeError(f"a stage calls the step function that it is part of ({self!r}); call a function of its own from a stage")
+        self._building.active = True
+        try:
+            agreed = self._agreed.get((name, own[-1]))
+            exchange = Negotiation(self.schedule, self.transport) if agreed is None else Replay(agreed.edges)
+            lowered = self._lower(arguments, name, exchange)
+            compiled = compile_step(lowered, self._engine, self.transport)
+            if agreed is None:
+                agreed = _Agreed(exchange.agreed, self._share_losses(lowered))
+            else:
+                self._require_losses(lowered, agreed.parts)
+        finally:
+            self._building.active = False
+        outlines = {id(low.outline): low.outline for low in lowered.stages.values()}.values()
+        entry = _Entry(compiled, tuple((outline, modes(outline)) for outline in outlines), agreed.parts)
+        with self._lock:
+            self._misses += 1
+            _keep(self._agreed, (name, own[-1]), agreed)
+            _keep(self._compiled, own, [*(e for e in self._compiled.get(own, ()) if len(e.modes) < CACHE_SIZE), entry])
+        self._warn_of_retraces(arguments)
+        return entry
+
+    def _lower(self, arguments: StepArguments, name: str, exchange: Exchange) -> LoweredStep:
+        form = arguments.form
+        if form.inputs is None:  # this process was not given the batch, and learns here whether it is a whole one
+            form = form._replace(rows=rows_of(name))
+        return lower(
+            self._stages, self._loss_fn, self.schedule, form, self.spec,
+            ranks=self._ranks, exchange=exchange, example=arguments.example,
+        )  # fmt: skip
+
+    def _failure(self, raised: BaseException, entry: _Entry | None) -> Failure:
+        if not isinstance(raised, StepFailed) or entry is None:
+            return Failure(self._ranks[0], None, None, raised)
+        return raised.failure._replace(context=describe_inputs(raised.failure, entry.compiled.lowered))
+
+    def _warn_of_retraces(self, arguments: StepArguments) -> None:
+        if self._misses != _RETRACES:
+            return
+        before = {} if self._last is None else self._last.arguments.trees
+        changed = [n for n, form in arguments.trees.items() if n not in before or before[n].key != form.key]
+        what = f"{changed[0]} is now {arguments.trees[changed[0]].signature}" if changed else "modules or autocast have another mode"
+        if changed and changed[0] in before:
+            what += f", it was {before[changed[0]].signature}"
+        warnings.warn(
+            f"{self.spec.name} has been traced {self._misses} times, each for another form of its arguments: {what}; "
+            f"pad batches to few shapes, or use the functional engine",
+            stacklevel=5,
+        )
+
+    # -- agreement -------------------------------------------------------------------------
+
+    @property
+    def _source(self) -> int:
+        """The rank whose batch names the shapes."""
+        return self.schedule.placement[self.schedule.chains[0].stages[0]]
+
+    def _terms(self, arguments: StepArguments) -> str:
+        """Terms that all ranks have to agree on; nobody compares them where one process has all ranks."""
+        if len(self._ranks) == self.schedule.ranks:
+            return ""
+        return f"step function {self._number} ({self.spec.name}); {call_terms(self.schedule, arguments)}; autocast {autocast() or 'off'}"
+
+    def _has_run(self, name: str) -> str:
+        """Whether the ranks have agreed on this form of the batch before, which all of them have or none."""
+        return "yes" if self._generation == self.transport.generation and (name, autocast()) in self._agreed else "no"
+
+    def _meet(self) -> None:
+        """Compare with the peers what must be the same everywhere, and connect; again after a failure."""
+        with self._lock:
+            self._agreed.clear()
+            self._compiled.clear()
+            self._last = None
+        facts = f"torch {torch.__version__}, Python {platform.python_version()}, schedule {self.schedule.name[:60]} ({self.schedule.digest})"
+        for rank, theirs in enumerate(self.transport.all_gather(facts)):
+            if theirs != facts:
+                raise AgreementError(
+                    f"the ranks disagree: rank {self._ranks[0]} has {facts}; rank {rank} has {theirs}; every rank must be given the same"
+                )
+        self.transport.connect(links_of(self.schedule))
+        self._generation = self.transport.generation
+
+    def _share_losses(self, lowered: LoweredStep) -> dict[int, LossPart]:
+        """The form of the losses of all stages."""
+        mine = {stage: [part.rank, Signature(_LEAF, (part.leaf,)).to_json()] for stage, part in lowered.losses.items()}
+        parts: dict[int, LossPart] = {}
+        for text in self.transport.all_gather(json.dumps(mine)):
+            parts |= {int(stage): LossPart(rank, Signature.from_json(leaf).leaves[0]) for stage, (rank, leaf) in json.loads(text).items()}
+        if not parts and "loss" in self.spec.wants:
+            raise ValueError("no stage has returned a loss")
+        return dict(sorted(parts.items()))
+
+    def _require_losses(self, lowered: LoweredStep, parts: Mapping[int, LossPart]) -> None:
+        """Raise where the losses of this process have another form than the ranks agreed on."""
+        now, before = ({s: part.leaf for s, part in found.items() if part.rank in self._ranks} for found in (lowered.losses, parts))
+        if now != before:
+            stage = min(s for s in now.keys() | before.keys() if now.get(s) != before.get(s))
+            raise ValueError(
+                f"stage {self.schedule.model_stages[stage]} now gives the losses {now.get(stage, 'none')} (one for each microbatch), the ranks "
+                f"agreed on {before.get(stage, 'none')}; make a new step function for parameters of other dtypes or shapes"
+            )
+
+    def _require_all_ranks_under_transforms(self) -> None:
+        if transforming() and len(self._ranks) < self.schedule.ranks:
+            raise ValueError(
+                "got a step under a torch.func transform, whose ranks are in several processes, where the transform "
+                "would end at each message; run it with InProcess(), or use ppfunc.jvp, hvp, gnvp, ensemble or per_sample_grad"
+            )
+
+
+def links_of(schedule: Schedule) -> Iterator[Link]:
+    """Where messages travel between ranks: along edges and back, and between the replicas of a stage."""
+    home = schedule.placement
+    for a, b in schedule.crossing_edges:
+        yield Link("F", home[a], home[b])
+        if not schedule.forward_only:
+            yield Link("B", home[b], home[a])
+    yield from links_of_replicas(schedule)
+
+
+def _keep(cache: OrderedDict[tuple[Any, ...], V], key: tuple[Any, ...], value: V) -> None:
+    """Add to a bounded cache; the least recently used entry goes."""
+    cache[key] = value
+    cache.move_to_end(key)
+    while len(cache) > CACHE_SIZE:
+        cache.popitem(last=False)
+
+
+def _generators(arguments: StepArguments) -> AbstractContextManager[None]:
+    """Restores the generators after a step that seeds them."""
+    if arguments.seed is None:
+        return nullcontext()
+    return preserve_rng(device for device in arguments.form.devices.values() if device.type == "cuda")

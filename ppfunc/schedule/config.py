@@ -1,0 +1,153 @@
+"""Make the schedule that a configuration names: by builder or file, for a batch and a microbatch size."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..parallel.counts import require_counts
+from ..parallel.split import count_stages, split_points
+from .builders import BUILDERS
+from .formats.files import read_csv
+from .schedule import Schedule
+
+# Names of torch.distributed.pipelining that are not those of our builders in another spelling.
+_NAMES_IN_TORCH = {"interleavedzerobubble": "interleaved_zb", "zbvzerobubble": "zbv"}
+
+
+def build_schedule(
+    schedule: str | os.PathLike[str] | Callable[..., Schedule],
+    *,
+    ranks: int,
+    batch_size: int,
+    microbatch_size: int,
+    **options: Any,
+) -> Schedule:
+    """Build the named schedule, or read it from a CSV file, for a batch in microbatches.
+
+    Args:
+        schedule: the name of a builder, as ``ppfunc list`` prints it or as
+            ``torch.distributed.pipelining`` spells it; the path of a CSV file, as a ``Path`` or as
+            text with a ``/`` in it or ``.csv`` at its end; or a builder ``(ranks, microbatches, **options) -> Schedule``.
+        ranks: number of ranks of the pipeline.
+        batch_size: samples that one pipeline takes in a step.
+        microbatch_size: samples in a microbatch, a divisor of ``batch_size``.
+        options: further arguments of the builder, such as ``chunks=2``.
+
+    Returns:
+        A schedule of ``batch_size // microbatch_size`` microbatches on ``ranks`` ranks.
+
+    Raises:
+        ValueError: for sizes that do not divide, an unknown name, or a file that is for another
+            number of ranks or microbatches.
+        FileNotFoundError: where there is no file at the path.
+
+    Warns:
+        UserWarning: for fewer microbatches than stages, which leave a bubble in the pipeline.
+
+    >>> build_schedule("1F1B", ranks=2, batch_size=8, microbatch_size=2).microbatches
+    4
+    """
+    microbatches = count_microbatches(batch_size, microbatch_size)
+    if callable(schedule):
+        built = schedule(ranks, microbatches, **options)
+    elif isinstance(schedule, str) and not (os.sep in schedule or schedule.lower().endswith(".csv")):
+        built = find_builder(schedule)(ranks, microbatches, **options)
+    elif options:
+        raise ValueError(f"a schedule that is read from {schedule} takes no options, got {sorted(options)}")
+    else:
+        built = _read(Path(schedule), ranks, microbatches)
+    stages = len(built.placement)
+    if microbatches < stages:
+        warnings.warn(
+            f"{microbatches} microbatches are fewer than the {stages} stages of {built.name}, which leaves a bubble in the "
+            f"pipeline: a microbatch size of {max(1, batch_size // stages)} or less makes more of them",
+            stacklevel=2,
+        )
+    return built
+
+
+def count_microbatches(batch_size: int, microbatch_size: int) -> int:
+    """Count the microbatches of a batch.
+
+    Raises:
+        ValueError: where the batch is not a positive multiple of the microbatch.
+
+    >>> count_microbatches(32, 4)
+    8
+    """
+    require_counts(batch_size=batch_size, microbatch_size=microbatch_size)
+    if batch_size % microbatch_size:
+        raise ValueError(
+            f"a batch of {batch_size} samples does not divide into microbatches of {microbatch_size}: use a microbatch "
+            f"size that divides {batch_size}, or a batch size that is a multiple of {microbatch_size}"
+        )
+    return batch_size // microbatch_size
+
+
+def find_builder(name: str) -> Callable[..., Schedule]:
+    """Find a builder by its name, in any spelling: ``"1f1b"``, ``"ScheduleInterleaved1F1B"``, ``"one_f_one_b"``.
+
+    Raises:
+        ValueError: for an unknown name, with the known ones and the most similar.
+    """
+    spellings = {_plain(builder.__name__): builder for builder in BUILDERS.values()}
+    spellings |= {_plain(known): builder for known, builder in BUILDERS.items()}
+    spellings |= {theirs: BUILDERS[ours] for theirs, ours in _NAMES_IN_TORCH.items()}
+    plain = _plain(name)
+    if plain not in spellings:
+        similar = difflib.get_close_matches(name.lower(), BUILDERS, n=1)
+        hint = f"; did you mean {similar[0]!r}?" if similar else ""
+        raise ValueError(f"unknown schedule {name!r}: expected one of {', '.join(BUILDERS)}{hint}")
+    return spellings[plain]
+
+
+def split_points_for(
+    schedule: str | Callable[..., Schedule],
+    layers: int,
+    ranks: int,
+    layers_per_stage: int | None = None,
+    input_weight: int = 1,
+    output_weight: int = 1,
+) -> tuple[str, ...]:
+    """Split a stack of layers into as many stages as a schedule has.
+
+    Args:
+        schedule: a name as for `find_builder`, or a builder.
+        layers: number of layers.
+        ranks: number of ranks of the pipeline.
+        layers_per_stage: the most layers in a stage; where it is None, one stage per rank for
+            schedules with one, else two.
+        input_weight, output_weight: the cost of the modules at the ends, in layers.
+
+    >>> split_points_for("1F1B", layers=8, ranks=4)
+    ('layers.1', 'layers.4', 'layers.7')
+    """
+    builder = schedule if callable(schedule) else find_builder(schedule)
+    # The smallest size that every builder takes shows how many stages a rank has.
+    example = builder(2, 8)
+    several = len(example.placement) > len(example.programs)
+    stages = count_stages(layers, ranks, several=several, layers_per_stage=layers_per_stage)
+    return split_points(layers, stages, input_weight, output_weight)
+
+
+def _read(path: Path, ranks: int, microbatches: int) -> Schedule:
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no schedule at {path}: expected the path of a CSV file")
+    schedule = read_csv(path)
+    for what, got, expected in (
+        ("ranks", len(schedule.programs), ranks),
+        ("microbatches", schedule.microbatches, microbatches),
+    ):
+        if got != expected:
+            raise ValueError(f"the schedule in {path} is for {got} {what}, but the configuration has {expected}")
+    return schedule
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower()).removeprefix("schedule")

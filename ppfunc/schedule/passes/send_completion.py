@@ -1,0 +1,86 @@
+"""Find when a rank may wait for its sends: as soon as it knows that they have been received.
+
+A rank knows that a message was taken when it consumes another one that the same peer sent no
+earlier than it posted the receive of the first. Waiting then cannot block on anything but the
+wire, so the tensors are let go early and no deadlock is added, whatever the schedule.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from ..instruction import COMMUNICATION, SENDS, Instruction, Op
+from ..schedule import Schedule
+
+# A send and its receive have in common: whether it goes forward, source stage, target stage, microbatch.
+_MessageName = tuple[bool, int, int, int]
+
+
+def send_completion(schedule: Schedule, rank: int) -> dict[int, list[Instruction]]:
+    """Return, for each step of ``rank``, the sends to wait for at its end.
+
+    Every send of the rank occurs once. Those that nothing follows are waited for in the last step.
+    Only the programs of ``rank`` and of those that it sends to or receives from are read.
+
+    Args:
+        schedule: one that ``check`` accepts, with communication.
+        rank: the rank that sends.
+
+    >>> from ppfunc.schedule import one_f_one_b, place_communication
+    >>> schedule = place_communication(one_f_one_b(ranks=2, microbatches=2))
+    >>> print(schedule)
+    0F0 0SEND_F0+0F1 0SEND_F1+0RECV_B0+0B0 0RECV_B1+0B1
+    1RECV_F0+1F0 1B0 1RECV_F1+1SEND_B0+1F1 1B1 1SEND_B1
+    >>> {step: [str(i) for i in sends] for step, sends in send_completion(schedule, 0).items()}
+    {2: ['0SEND_F0'], 3: ['0SEND_F1']}
+    """
+    last = len(schedule.programs[rank]) - 1
+    posted: dict[int, list[tuple[int, Instruction, _MessageName]]] = {}  # by peer: own step, send, message
+    answers: dict[int, list[tuple[_MessageName, int]]] = {}  # by peer: message, own step that consumes it
+    consumed = _consumption(schedule, rank)
+    for step, instruction, peer, message in _messages(schedule, rank):
+        if instruction[0] in SENDS:
+            posted.setdefault(peer, []).append((step, instruction, message))
+        else:
+            forward, _, stage, microbatch = message
+            answers.setdefault(peer, []).append((message, consumed[forward, stage, microbatch]))
+    points: dict[int, list[Instruction]] = {}
+    for peer, sends in posted.items():
+        there = {message: step for step, _, other, message in _messages(schedule, peer) if other == rank}
+        known = sorted((there[message], step) for message, step in answers.get(peer, ()))
+        earliest = [last] * (len(known) + 1)
+        for n in range(len(known) - 1, -1, -1):
+            earliest[n] = min(earliest[n + 1], known[n][1])
+        for step, send, message in sends:
+            point = earliest[bisect_left(known, (there[message], -1))]
+            points.setdefault(min(max(point, step + 1), last), []).append(send)
+    return points
+
+
+def _messages(schedule: Schedule, rank: int) -> list[tuple[int, Instruction, int, _MessageName]]:
+    """The communications of a rank: step, instruction, the rank at the other end, the message."""
+    ends: dict[tuple[Op, int, int | None], tuple[int, bool, int, int]] = {}
+    found = []
+    for step, instructions in enumerate(schedule.programs[rank]):
+        for instruction in instructions:
+            op, stage, microbatch, peer, _, _ = instruction
+            if op not in COMMUNICATION:
+                continue
+            if (op, stage, peer) not in ends:
+                other = schedule.other_end(instruction)
+                edge = (stage, other) if op in SENDS else (other, stage)
+                ends[op, stage, peer] = (schedule.placement[other], op in (Op.SEND_F, Op.RECV_F), *edge)
+            far, *message = ends[op, stage, peer]
+            found.append((step, instruction, far, (*message, microbatch)))
+    return found
+
+
+def _consumption(schedule: Schedule, rank: int) -> dict[tuple[bool, int, int], int]:
+    """The step of ``rank`` that runs the forward (True) or the backward of each (stage, microbatch)."""
+    return {
+        (part[0] is Op.F, part[1], part[2]): step
+        for step, instructions in enumerate(schedule.programs[rank])
+        for instruction in instructions
+        for part in instruction[5] or (instruction,)
+        if part[0] in (Op.F, Op.B, Op.I)
+    }

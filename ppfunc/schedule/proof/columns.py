@@ -1,0 +1,237 @@
+"""Prove the usual lowered schedule on whole columns of positions, one per kind of instruction.
+
+The proofs in the other modules walk instruction by instruction and name the place of a fault. This one
+answers for a schedule of a million instructions in a second. It accepts nothing that they refuse;
+what it does not accept they decide. It leaves to them slots, loads, offloads, and sums over replicas
+that are not the end of each program.
+
+Between two ranks with one queue each way round, let a message have the step in which each end posts it.
+
+* All messages move once everything is posted, unless of two messages each is first at one end.
+* A batch is complete once the other rank has begun the last step in which it posts a message of the batch.
+
+So a rank only ever waits for another to begin a step, and one run over these waits decides.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, chain, compress, count, repeat
+from math import inf
+from operator import le, lt
+from typing import NamedTuple
+
+from ..instruction import COMMUNICATION, COMPUTE, Instruction, Op
+from ..schedule import Program, Schedule
+
+Column = list[int]
+Kind = tuple[Op, int, int | None]
+Wait = tuple[int, int, int]  # step of the consumer, the other rank, the step that this one has to begin
+
+_TAIL = frozenset({Op.REDUCE_TIED, Op.REDUCE_GRAD, Op.STEP})
+
+
+class Columns(NamedTuple):
+    """The program of one rank by kind.
+
+    Args:
+        at: per ``(op, stage, peer)``, the positions in the program by microbatch; those of B and I together under B.
+        step: the step of each position.
+    """
+
+    at: dict[Kind, Column]
+    step: Column
+
+
+class Link(NamedTuple):
+    """The messages along one edge in one direction, by microbatch.
+
+    Args:
+        source: the sending rank.
+        target: the receiving rank.
+        sent: positions of the sends in the program of ``source``.
+        received: positions of the receives in the program of ``target``.
+        consumed: positions of what consumes them there.
+    """
+
+    source: int
+    target: int
+    sent: Column
+    received: Column
+    consumed: Column
+
+
+def prove_columns(schedule: Schedule) -> bool | None:
+    """Whether a schedule that is proved here, with a queue per pair of ranks, is step-atomic; None where it is not proved.
+
+    Args:
+        schedule: well formed, with communication.
+    """
+    if not schedule.ops <= COMPUTE | COMMUNICATION | _TAIL or schedule.has_slots:
+        return None
+    ranks = [_columns(schedule, rank) for rank in range(schedule.ranks)]
+    if None in ranks:
+        return None
+    links = _links(schedule, ranks)
+    if links is None or sum(len(link.sent) for link in links) * 2 != _messages(ranks):
+        return None
+    waits = _waits(links, [columns.step for columns in ranks])
+    if waits is None or not _ends(waits):
+        return None
+    summed = schedule.replicas if Op.REDUCE_TIED in schedule.ops else ()
+    together = all(len({len(schedule.programs[schedule.placement[s]]) for s in group}) == 1 for group in summed)
+    return together and all(awaited <= step for todo in waits for step, _, awaited in todo)
+
+
+def _columns(schedule: Schedule, rank: int) -> Columns | None:
+    """The columns of one rank, None where an instruction is missing, doubled, or in an order that is not the usual one."""
+    program = schedule.programs[rank]
+    found: dict[Kind, dict[int | None, int]] = defaultdict(dict)
+    flat = list(chain.from_iterable(program))
+    pairs = 0
+    for position, (op, stage, microbatch, peer, _, parts) in enumerate(flat):
+        if parts:
+            pairs += 1
+            for part in parts:
+                found[part[0], part[1], None][part[2]] = position
+        else:
+            found[op, stage, peer][microbatch] = position
+    if sum(map(len, found.values())) != len(flat) + pairs or not _in_phases(program, flat):
+        return None
+    whole = [found.pop(kind) for kind in list(found) if kind[0] in _TAIL]
+    if sum(map(len, whole)) != (sum(i[0] in _TAIL for i in program[-1]) if program else 0):
+        return None
+    at = _complete(schedule, found)
+    return None if at is None else Columns(at, list(chain.from_iterable(map(repeat, count(), map(len, program)))))
+
+
+def _in_phases(program: Program, flat: Sequence[Instruction]) -> bool:
+    """Whether each step has its messages first, and a last step with a tail the sums over replicas before all else."""
+    talks = [i[0] in COMMUNICATION for i in flat]
+    starts = set(accumulate(map(len, program)))
+    if not starts.issuperset(compress(count(1), map(lt, talks, talks[1:]))):
+        return False
+    tail = [i[0] for i in program[-1]] if program else []
+    if not _TAIL.intersection(tail):
+        return True
+    return _TAIL.issuperset(tail) and Op.REDUCE_TIED not in tail[tail.count(Op.REDUCE_TIED) :]
+
+
+def _complete(schedule: Schedule, found: dict[Kind, dict[int | None, int]]) -> dict[Kind, Column] | None:
+    """The column of each kind, None unless each has every microbatch of its chain once, and W follows its I."""
+    for op, stage, _ in [kind for kind in found if kind[0] is Op.I]:
+        gradients, weights = found.pop((op, stage, None)), found.pop((Op.W, stage, None), {})
+        if len(weights) != len(gradients) or not all(place < weights.get(m, -1) for m, place in gradients.items()):
+            return None
+        whole = found.get((Op.B, stage, None), {})
+        if not whole.keys().isdisjoint(gradients):
+            return None
+        found[Op.B, stage, None] = whole | gradients
+    walks = {stage: c.microbatches for c in schedule.chains for stage in c.stages}
+    at: dict[Kind, Column] = {}
+    for kind, places in found.items():
+        walk = walks[kind[1]]
+        if kind[0] is Op.W or len(places) != walk.stop - walk.start:
+            return None
+        at[kind] = [places[m] for m in walk]
+    return at
+
+
+def _messages(ranks: Sequence[Columns]) -> int:
+    return sum(len(column) for columns in ranks for (op, _, _), column in columns.at.items() if op in COMMUNICATION)
+
+
+def _before(first: Column | None, second: Column | None) -> bool:
+    """Whether both columns are there and everything in the first comes before the same microbatch in the second."""
+    return first is not None and second is not None and all(map(lt, first, second))
+
+
+def _links(schedule: Schedule, ranks: Sequence[Columns]) -> list[Link] | None:
+    """The messages of all edges, None where something is used or sent before it is there."""
+    home = schedule.placement
+    at = [ranks[rank].at for rank in home]  # by stage
+    backward = not schedule.forward_only
+    for stage in range(schedule.stages):
+        forward = at[stage].get((Op.F, stage, None))
+        if forward is None or (backward and not _before(forward, at[stage].get((Op.B, stage, None)))):
+            return None
+    links = []
+    for a, b, op, send, receive, peers in _flows(schedule):
+        made, used = at[a].get((op, a, None)), at[b].get((op, b, None))
+        if home[a] == home[b]:
+            if not _before(made, used):
+                return None
+            continue
+        sent, received = at[a].get((send, a, peers[0])), at[b].get((receive, b, peers[1]))
+        if not (_before(made, sent) and _before(received, used)):
+            return None
+        links.append(Link(home[a], home[b], sent, received, used))
+    return links
+
+
+def _flows(schedule: Schedule) -> Iterator[tuple[int, int, Op, Op, Op, tuple[int | None, int | None]]]:
+    """Every edge there and, with a backward, back: source, target, what makes and uses, what sends and receives, the peers named."""
+    skips = frozenset(schedule.skips)
+    for a, b in schedule.edges:
+        far, near = (b, a) if (a, b) in skips else (None, None)
+        yield a, b, Op.F, Op.SEND_F, Op.RECV_F, (far, near)
+        if not schedule.forward_only:
+            yield b, a, Op.B, Op.SEND_B, Op.RECV_B, (near, far)
+
+
+def _waits(links: Sequence[Link], step: Sequence[Column]) -> list[list[Wait]] | None:
+    """Per rank, in order, the steps that it waits for other ranks to begin; None where two ends disagree on an order."""
+    between: dict[tuple[int, int], list[Link]] = defaultdict(list)
+    for link in links:
+        between[min(link[:2]), max(link[:2])].append(link)
+    waits: list[list[Wait]] = [[] for _ in step]
+    for (low, high), both in between.items():
+        for source in (low, high):
+            stream = sorted(pair for link in both if link.source == source for pair in zip(link.sent, link.received, strict=True))
+            received = [there for _, there in stream]
+            if not all(map(lt, received, received[1:])):
+                return None
+        posted = []
+        for source, target, sent, received, _ in both:
+            ends = _of(step[source], sent), _of(step[target], received)
+            posted += zip(*(ends if source == low else ends[::-1]), strict=True)
+        posted.sort()
+        highs = [there for _, there in posted]
+        if not all(map(le, highs, highs[1:])):
+            return None
+        # Of messages in one batch the last one stays: that of the latest step at the other end.
+        complete = {high: {there: here for here, there in posted}, low: dict(posted)}
+        for source, target, _, received, consumed in both:
+            awaited = _of(complete[target], _of(step[target], received))
+            waits[target] += zip(_of(step[target], consumed), repeat(source), awaited)
+    for todo in waits:
+        todo.sort()
+    return waits
+
+
+def _of(values: Sequence[int] | dict[int, int], places: Column) -> Column:
+    return list(map(values.__getitem__, places))
+
+
+def _ends(waits: Sequence[Sequence[Wait]]) -> bool:
+    """Whether all ranks come to their ends."""
+    begun: list[float] = [0] * len(waits)
+    at = [0] * len(waits)
+    blocked: list[list[tuple[int, int]]] = [[] for _ in waits]  # per rank, the steps that others wait for it to begin
+    ready = list(range(len(waits)))
+    while ready:
+        rank = ready.pop()
+        todo = waits[rank]
+        now: float = inf
+        for number in range(at[rank], len(todo)):
+            step, other, awaited = todo[number]
+            if begun[other] < awaited:
+                at[rank], now = number, step
+                blocked[other].append((awaited, rank))
+                break
+        begun[rank] = now
+        if blocked[rank]:
+            ready += [waiter for awaited, waiter in blocked[rank] if awaited <= now]
+            blocked[rank] = [item for item in blocked[rank] if item[0] > now]
+    return all(now == inf for now in begun)

@@ -1,0 +1,106 @@
+"""The subcommands for topologies and partitions: their output, their errors, and no torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from ppfunc.cli import main
+
+
+@pytest.fixture
+def run(capsys):
+    def run(*words):
+        return main(words), *capsys.readouterr()
+
+    return run
+
+
+def test_topology_as_json(run):
+    status, out, err = run("topology", "--axes", "pipe=2,data=2,model=2", "--json")
+    found = json.loads(out)
+    assert (status, err) == (0, "")
+    assert found["world_size"] == 8
+    assert found["coordinates"][3] == {"pipe": 0, "data": 1, "model": 1}
+    assert found["groups"]["pipe"] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert list(found["groups"]) == ["pipe", "data", "model"]
+
+
+def test_topology_as_text(run):
+    assert run("topology", "--axes", "pipe=1,data=2") == (
+        0,
+        "pipe=1,data=2: 2 ranks\nrank 0: pipe=0, data=0\nrank 1: pipe=0, data=1\ngroups along pipe: [0] [1]\ngroups along data: [0, 1]\n",
+        "",
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "boundaries", "loads"),
+    [
+        (["--weights", "1,2,3", "--stages", "2"], [0, 2, 3], [3, 3]),
+        (["--weights", "1,2,3", "--stages", "2", "--method", "uniform"], [0, 2, 3], [3, 3]),
+        (["--weights", "1,1,1,1,1", "--stages", "4", "--method", "min_range"], [0, 2, 3, 4, 5], [2, 1, 1, 1]),
+        (["--weights", "0.5,0.25,4", "--stages", "2"], [0, 2, 3], [0.75, 4.0]),
+        (["--weights", "1,1,1,1", "--stages", "2", "--input-weight", "2"], [0, 1, 4], [3, 3]),
+        (["--layers", "8", "--stages", "4"], [0, 1, 4, 7, 8], [2, 3, 3, 2]),
+        (["--layers", "8", "--stages", "4", "--input-weight", "0", "--output-weight", "0"], [0, 2, 4, 6, 8], [2] * 4),
+        (["--layers", "10", "--stages", "4", "--method", "uniform"], [0, 3, 6, 8, 10], [3, 3, 2, 2]),
+        (["--layout", "Et*2|t|L"], [0, 3, 4, 5], [3, 1, 1]),
+        (["--layers", "2", "--stages", "3", "--method", "uniform", "--allow-empty"], [0, 1, 2, 2], [1, 1, 0]),
+    ],
+)
+def test_partition(run, words, boundaries, loads):
+    status, out, err = run("partition", *words, "--json")
+    found = json.loads(out)
+    assert (status, err) == (0, "")
+    assert (found["boundaries"], found["loads"]) == (boundaries, loads)
+    status, out, err = run("partition", *words)
+    assert (status, err) == (0, "")
+    assert out.startswith(f"boundaries: {boundaries}\nloads: {loads}\n")
+
+
+def test_partition_of_61_layers(run):
+    _, out, _ = run("partition", "--layers", "61", "--stages", "8", "--input-weight", "1", "--output-weight", "1", "--json")
+    found = json.loads(out)
+    assert found["boundaries"] == [0, 7, 15, 23, 31, 39, 47, 55, 61]
+    assert found["loads"] == [8, 8, 8, 8, 8, 8, 8, 7]
+
+
+def test_partition_by_layout_shows_the_stages(run):
+    found = json.loads(run("partition", "--layout", "Et*3|(tt|)*29,m|L", "--json")[1])
+    assert found["stages"][:2] == ["Ettt", "tt"] and sum(found["decoders"]) == 61
+    assert len(found["boundaries"]) == 33
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["topology", "--axes", "pipe=2,data"], "cannot read 'data'"),
+        (["topology", "--axes", "pipe=0"], "pipe = 0, expected an integer of at least 1"),
+        (["topology", "--axes", f"pipe={10**20}"], f"{10**20} ranks are too many to print"),
+        (["partition", "--layers", "1000000000", "--stages", "4"], "1000000000 layers are too many"),
+        (["partition", "--layers", "4", "--stages", "1000000000"], "1000000000 stages are too many"),
+        (["partition", "--weights", "1,x", "--stages", "2"], "expected a number, got 'x'"),
+        (["partition", "--weights", "1,nan", "--stages", "2"], "the weight of layer 1"),
+        (["partition", "--weights", "1,2"], "--stages is missing"),
+        (["partition", "--weights", "1,2", "--stages", "3"], "sizes [1, 1, 0]"),
+        (["partition", "--layers", "0", "--stages", "1"], "--layers is one or more"),
+        (["partition", "--layers", "3", "--stages", "0"], "stages = 0, expected an integer of at least 1"),
+        (["partition", "--layout", "Et*|L"], "expected a number after '*'"),
+        (["partition", "--layout", "Et|L", "--stages", "3"], "the layout has 2 stages, but --stages is 3"),
+        (["partition", "--layout", "Et|L", "--method", "min_range"], "--method has no meaning"),
+    ],
+)
+def test_errors_are_one_line(run, words, message):
+    status, out, err = run(*words)
+    assert (status, out) == (2, "")
+    assert err.startswith(f"ppfunc {words[0]}: error: ")
+    assert message in err and err.count("\n") == 1
+
+
+def test_no_torch_is_imported():
+    program = "import sys, ppfunc.parallel, ppfunc.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
