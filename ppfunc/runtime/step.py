@@ -26,7 +26,7 @@ from .exchange import Edges, Negotiation, Replay
 from .execute import StepFailed, execute, fill
 from .functorch import transforming
 from .lower import Exchange, LoweredStep, StepSpec, lower
-from .replicas import links_of_replicas
+from .replicas import links_of_replicas, require_same_forms, shared_forms
 from .results import StepResult, collect, weighted_losses
 from .rng import preserve_rng
 from .stage_programs import autocast, forget, modes
@@ -59,10 +59,12 @@ class _Agreed(NamedTuple):
     Args:
         edges: the signatures on edges to and from other processes.
         parts: the form of the losses of all ranks.
+        shared: signatures of the parameters that other processes hold too.
     """
 
     edges: Edges
     parts: dict[int, LossPart]
+    shared: Mapping[int, Signature]
 
 
 class _Entry(NamedTuple):
@@ -253,9 +255,9 @@ class StepFunction(Generic[P, R]):
             lowered = self._lower(arguments, name, exchange)
             compiled = compile_step(lowered, self._engine, self.transport)
             if agreed is None:
-                agreed = _Agreed(exchange.agreed, self._share_losses(lowered))
+                agreed = self._agree(lowered, exchange.agreed)
             else:
-                self._require_losses(lowered, agreed.parts)
+                self._require_agreed(lowered, agreed)
         finally:
             self._building.active = False
         outlines = {id(low.outline): low.outline for low in lowered.stages.values()}.values()
@@ -327,25 +329,37 @@ class StepFunction(Generic[P, R]):
         self.transport.connect(links_of(self.schedule))
         self._generation = self.transport.generation
 
-    def _share_losses(self, lowered: LoweredStep) -> dict[int, LossPart]:
-        """The form of the losses of all stages."""
-        mine = {stage: [part.rank, Signature(_LEAF, (part.leaf,)).to_json()] for stage, part in lowered.losses.items()}
+    def _agree(self, lowered: LoweredStep, edges: Edges) -> _Agreed:
+        """Tell the form of the losses, and that of the parameters that other processes hold too."""
+        losses = {stage: [part.rank, Signature(_LEAF, (part.leaf,)).to_json()] for stage, part in lowered.losses.items()}
+        shared = shared_forms(self.schedule, lowered.form.params)
         parts: dict[int, LossPart] = {}
-        for text in self.transport.all_gather(json.dumps(mine)):
-            parts |= {int(stage): LossPart(rank, Signature.from_json(leaf).leaves[0]) for stage, (rank, leaf) in json.loads(text).items()}
+        told: list[dict[int, Signature]] = []
+        for text in self.transport.all_gather(json.dumps([losses, {stage: form.to_json() for stage, form in shared.items()}])):
+            theirs, forms = json.loads(text)
+            parts |= {int(stage): LossPart(rank, Signature.from_json(leaf).leaves[0]) for stage, (rank, leaf) in theirs.items()}
+            told.append({int(stage): Signature.from_json(form) for stage, form in forms.items()})
         if not parts and "loss" in self.spec.wants:
             raise ValueError("no stage has returned a loss")
-        return dict(sorted(parts.items()))
+        require_same_forms(told)
+        return _Agreed(edges, dict(sorted(parts.items())), shared)
 
-    def _require_losses(self, lowered: LoweredStep, parts: Mapping[int, LossPart]) -> None:
-        """Raise where the losses of this process have another form than the ranks agreed on."""
-        now, before = ({s: part.leaf for s, part in found.items() if part.rank in self._ranks} for found in (lowered.losses, parts))
+    def _require_agreed(self, lowered: LoweredStep, agreed: _Agreed) -> None:
+        """Raise where losses or parameters of this process have another form than the ranks agreed on."""
+        mend = "make a new step function for parameters of other dtypes or shapes"
+        now, before = ({s: part.leaf for s, part in found.items() if part.rank in self._ranks} for found in (lowered.losses, agreed.parts))
         if now != before:
             stage = min(s for s in now.keys() | before.keys() if now.get(s) != before.get(s))
             raise ValueError(
                 f"stage {self.schedule.model_stages[stage]} now gives the losses {now.get(stage, 'none')} (one for each microbatch), the ranks "
-                f"agreed on {before.get(stage, 'none')}; make a new step function for parameters of other dtypes or shapes"
+                f"agreed on {before.get(stage, 'none')}; {mend}"
             )
+        for stage, form in shared_forms(self.schedule, lowered.form.params).items():
+            if form != agreed.shared[stage]:
+                raise AgreementError(
+                    f"the parameters of stage {stage} differ between the processes that hold it: rank {self._ranks[0]} now has {form}, "
+                    f"all had {agreed.shared[stage]}; {mend}, on every rank"
+                )
 
     def _require_all_ranks_under_transforms(self) -> None:
         if transforming() and len(self._ranks) < self.schedule.ranks:
