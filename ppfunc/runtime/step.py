@@ -6,7 +6,7 @@ import json
 import platform
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
@@ -22,7 +22,7 @@ from .buffers import Buffers
 from .cache import CACHE_SIZE, RETRACES, Agreed, CacheInfo, Entry, Last, keep, warn_of_retraces
 from .compile import compile_step
 from .errors import AgreementError, describe_inputs
-from .exchange import Negotiation, Replay
+from .exchange import Edges, Negotiation, Replay
 from .execute import StepFailed, execute, fill
 from .functorch import transforming
 from .lower import Exchange, LoweredStep, StepSpec, lower
