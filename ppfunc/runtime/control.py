@@ -9,38 +9,22 @@ import threading
 from collections.abc import Callable, Mapping
 from functools import reduce
 from itertools import zip_longest
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
-from ppfunc.schedule.formats.text import parse_instruction
 from ppfunc.stage import LeafSignature
 
-from .errors import AgreementError, PipelineError
+from .errors import AgreementError
+from .failures import LinkError, Published
 from .interrupts import hold_interrupts
 from .transport import Failure, LossPart, Mode
 
-GONE = "its process is gone or out of reach, or it has closed its transport"
 _TREE, _KEY, _TEXT = "tree", "key", "text"  # channels
 _BEGIN, _SHAPES, _GATHER, _END = b"B", b"S", b"G", b"E"  # messages along the tree
 _CALLS = {_BEGIN: "begins a step", _SHAPES: "begins a step", _GATHER: "gathers texts", _END: "ends a step"}
 _HEAD = struct.Struct("<qii")  # of messages at the end of a step: steps ended; a rank in training mode, one in evaluation mode, or -1
 _LATER = 0.05  # seconds for a step that has ended on all ranks to return what its caller needs
-
-
-class LinkError(ConnectionError):
-    """A message cannot be had.
-
-    Args:
-        peer: the rank at the other end.
-        kind: ``"gone"`` where it can answer no more, ``"late"`` where it did not in time, ``"failed"`` where a failure has
-            been published.
-        reason: one sentence.
-    """
-
-    def __init__(self, peer: int, kind: str, reason: str) -> None:
-        self.peer, self.kind, self.reason = peer, kind, reason
-        super().__init__(reason)
 
 
 class Links(Protocol):
@@ -310,8 +294,8 @@ class Control:
         interrupts: list[BaseException] = []
         with hold_interrupts():
             try:
-                mine = _insist(interrupts, _Told.of, failure, self.links)
-                first = _Told(*json.loads(_insist(interrupts, self.links.publish, json.dumps(mine))))
+                mine = _insist(interrupts, Published.of, failure, rank, self.links.suspect)
+                first = Published.read(_insist(interrupts, self.links.publish, mine.write()))
             finally:
                 self._tear_down()
                 if self._running.locked():
@@ -325,41 +309,6 @@ class Control:
     def close(self) -> None:
         """End all connections. Idempotent."""
         self.links.close()
-
-
-class _Told(NamedTuple):
-    """A failure as it travels: what :class:`PipelineError` takes, and whether it is an AgreementError instead."""
-
-    rank: int
-    position: int | None
-    instruction: str | None
-    reason: str
-    reporter: int
-    disagreement: bool
-
-    @classmethod
-    def of(cls, failure: Failure, links: Links) -> _Told:
-        cause, place = failure.cause, failure.instruction and str(failure.instruction)
-        if not isinstance(cause, LinkError) or cause.kind == "failed":
-            disagreement = isinstance(cause, AgreementError)
-            reason = str(cause) if disagreement else failure.reason
-            return cls(failure.rank, failure.position, place, reason, links.rank, disagreement)
-        culprit = links.suspect(cause.peer) if cause.kind == "late" else cause.peer
-        victim = "" if culprit == cause.peer else f", which waits for rank {culprit}"
-        where = "" if place is None else f" (rank {failure.rank} was at {place}, step {failure.position})"
-        return cls(culprit, None, None, f"{cause.reason}{victim}{where}", links.rank, False)
-
-    def error(self, rank: int) -> AgreementError | PipelineError:
-        """The error to raise on a rank."""
-        if self.disagreement:
-            return AgreementError(self.reason if rank == self.reporter else f"{self.reason} [found by rank {self.reporter}]")
-        instruction = None if self.instruction is None else parse_instruction(self.instruction)
-        return PipelineError(self.rank, self.position, instruction, self.reason, reported_by=rank)
-
-
-def gone(peer: int, reporter: int) -> str:
-    """The failure that a rank is gone, as it is published."""
-    return json.dumps(_Told(peer, None, None, GONE, reporter, False))
 
 
 def _insist(interrupts: list[BaseException], call: Callable[..., Any], *args: Any) -> Any:

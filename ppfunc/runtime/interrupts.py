@@ -13,7 +13,7 @@ _set, _get = (getattr(sys.modules["_signal"], name) for name in ("signal", "gets
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2)
 
 
-class hold_interrupts:  # noqa: N801
+class hold_interrupts:
     """Hold back signals whose handlers are Python functions, which may raise; they act at the exit.
 
     Only the main thread runs handlers, so elsewhere there is nothing to hold.

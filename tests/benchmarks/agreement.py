@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from ppfunc.runtime.control import Control, gone
+from ppfunc.runtime.control import _HEAD, Control
+from ppfunc.runtime.failures import gone
 from ppfunc.runtime.links import SocketLinks
 from ppfunc.runtime.p2p import P2P
 from ppfunc.runtime.transport import LossPart
@@ -30,9 +31,7 @@ from ppfunc.stage import LeafSignature
 
 MICROBATCHES = 8
 LATENCY = 10.0  # microseconds between two hosts, assumed
-CALL = (
-    "step function 1 (value_and_grad); 1f1b of 8 microbatches (0123456789abcdef); loss weights 0.125 each (01234567); seed None; autocast off; mode train"
-)
+CALL = "step function 1 (value_and_grad); 1f1b of 8 microbatches (0123456789abcdef); loss weights 0.125 each (01234567); seed None; autocast off; mode train"
 
 
 def main() -> None:
@@ -128,7 +127,7 @@ def parts_of_a_step() -> dict[str, float]:
         clock("begin", lambda: root.begin(CALL, "key", 0))
         clock("line", lambda: child.begin(CALL, None, 0))
         child.links.vote(step)
-        clock("send", lambda: child.links.send(0, "tree", b"E" + step.to_bytes(8, "little") + losses))
+        clock("send", lambda: child.links.send(0, "tree", b"E" + _HEAD.pack(step, -1, -1) + losses))
         clock("end", lambda: root.end({}, parts))
         clock("mark", lambda: child.links.recv(0, "tree"))
         child.links.commit(step)
@@ -143,10 +142,14 @@ def report(times: dict[str, float]) -> None:
     """The model for many ranks."""
     line, mark, send = times["line"], times["mark"], times["send"]
     print("\nparts, us: " + ", ".join(f"{name} {value:.0f}" for name, value in times.items()))
-    print(f"(h = {line:.0f} to take the line of a step, w = {mark:.0f} to take a mark, s = {send:.0f} to send; {LATENCY:g} of latency assumed)")
+    print(
+        f"(h = {line:.0f} to take the line of a step, w = {mark:.0f} to take a mark, s = {send:.0f} to send; {LATENCY:g} of latency assumed)"
+    )
     for ranks in (64, 256, 1024):
         hidden, open_ = added_by_1f1b(ranks, times), added_together(ranks, times)
-        print(f"{ranks:5} ranks: 1F1B {hidden:5.0f} us ({hidden / 1e4:.4f}% of 1 s), all ranks at once {open_:5.0f} us ({open_ / 1e4:.4f}%)")
+        print(
+            f"{ranks:5} ranks: 1F1B {hidden:5.0f} us ({hidden / 1e4:.4f}% of 1 s), all ranks at once {open_:5.0f} us ({open_ / 1e4:.4f}%)"
+        )
 
 
 def added_by_1f1b(ranks: int, times: dict[str, float]) -> float:

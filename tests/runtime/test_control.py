@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 from ppfunc.runtime import _torch
 from ppfunc.runtime.buffers import Buffers
-from ppfunc.runtime.control import Control, LinkError, StepRunning, gone
+from ppfunc.runtime.control import Control, StepRunning
 from ppfunc.runtime.errors import AgreementError, PipelineError
+from ppfunc.runtime.failures import LinkError, gone
 from ppfunc.runtime.inprocess import InProcess
 from ppfunc.runtime.links import SocketLinks
 from ppfunc.runtime.p2p import P2P
@@ -474,7 +475,7 @@ def interrupted(rank, ranks, steps):
 
 def test_interrupts_at_any_moment_leave_no_rank_a_step_behind_unheard(two):
     for _ in range(5):
-        (got, failed, text), (own, _, told) = two(interrupted, 300)
+        (got, _, text), (own, _, told) = two(interrupted, 300)
         assert bool(text) == bool(told)
         assert got == own if not text else "steps ended" in text and abs(got - own) == 1
 
@@ -583,6 +584,10 @@ def test_private_names_of_torch_are_there():
         "backend_of": (dist, "get_backend_config"),
         "alive": (dist.ProcessGroupGloo, "recv"),
     }
-    gone = [f"{type(owner).__name__} {name}, for ppfunc.runtime._torch.{user}" for user, (owner, name) in used.items() if not hasattr(owner, name)]
+    gone = [
+        f"{type(owner).__name__} {name}, for ppfunc.runtime._torch.{user}"
+        for user, (owner, name) in used.items()
+        if not hasattr(owner, name)
+    ]
     assert gone == []
     assert all(hasattr(_torch, user) for user in used)
