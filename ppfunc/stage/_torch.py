@@ -1,6 +1,7 @@
 """Private and unstable names of torch that the stages use, each with its purpose.
 
-Checked on torch 2.13 by running the tests, on 2.11 and 2.14 by their sources. ``tests/test_torch_names.py`` says which name is gone on another.
+Checked on torch 2.13 by running the tests, on 2.11 and 2.14 by their sources. ``tests/test_torch_names.py`` says which
+name is gone on another.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Any
 
 import torch
 
-# FakeTensorMode imports it when the first one is made, which takes a second. Here, ranks that wait for each other import it at the same time.
+# FakeTensorMode imports it when the first one is made, which takes a second. Imported here, ranks that wait for each
+# other import it at the same time.
 import torch._dynamo
 
 # Operators as other operators, whose derivatives are exact to any order.
@@ -32,14 +34,14 @@ from torch._subclasses.fake_tensor import (
 )
 
 # Raise torch's error for one value per channel, and for one per channel and sample.
-from torch.nn.functional import _verify_batch_size as require_batch  # type: ignore[attr-defined]
-from torch.nn.functional import _verify_spatial_size as require_spatial  # type: ignore[attr-defined]
+from torch.nn.functional import (
+    _verify_batch_size as require_batch,  # type: ignore[attr-defined]
+    _verify_spatial_size as require_spatial,  # type: ignore[attr-defined]
+)
 
 # Sees every operator below autograd; `supports_higher_order_operators` is an attribute of such modes.
-from torch.utils._python_dispatch import TorchDispatchMode
-
 # Leaves all modes, to compute with values during a trace.
-from torch.utils._python_dispatch import _disable_current_modes as without_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes as without_modes
 
 # The registry of classes that are nodes of trees: `(type, flatten_fn, unflatten_fn, flatten_with_keys_fn)` of each.
 from torch.utils._pytree import SUPPORTED_NODES as PYTREE_NODES
