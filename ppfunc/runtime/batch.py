@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from numbers import Integral
 from typing import Any
 
-import optree
 import torch
 from einops import rearrange
 
 from ppfunc.stage import Signature
 from ppfunc.stage.signature import flatten
+from ppfunc.stage.tree import tree_map, tree_paths
+
+from . import _torch
 
 Leaves = tuple[torch.Tensor, ...]
 
@@ -56,11 +58,14 @@ class Microbatches:
         >>> microbatch(torch.arange(4), 2).join()
         tensor([0, 1, 2, 3])
         """
-        return optree.tree_map(lambda *leaves: torch.cat(leaves), *self.trees)
+        return tree_map(lambda *leaves: torch.cat(leaves), *self.trees)
 
     def stack(self) -> Any:
         """One tree, the leaves of the microbatches beside each other in a new axis 0, ``[m, ...]``."""
-        return optree.tree_map(lambda *leaves: torch.stack(leaves), *self.trees)
+        return tree_map(lambda *leaves: torch.stack(leaves), *self.trees)
+
+
+_torch.register_pytree_node(Microbatches, lambda batch: (list(batch.trees), None), lambda trees, _: Microbatches(trees))
 
 
 def microbatch(batch: Any, microbatches: int) -> Microbatches:
@@ -82,13 +87,8 @@ def microbatch(batch: Any, microbatches: int) -> Microbatches:
     if microbatches < 1:
         raise ValueError(f"got {microbatches} microbatches, expected at least 1")
     leaves, treedef = flatten(batch, "batch")
-    require_divisible(leaves, paths_of(treedef), int(microbatches), "batch")
+    require_divisible(leaves, tree_paths(treedef), int(microbatches), "batch")
     return Microbatches(treedef.unflatten(row) for row in cut(leaves, int(microbatches)))
-
-
-def paths_of(treedef: optree.PyTreeSpec) -> tuple[str, ...]:
-    """How every leaf of a structure is reached, such as ``"['x'][0]"``."""
-    return tuple(accessor.codify("") for accessor in optree.treespec_accessors(treedef))
 
 
 def cut(leaves: Sequence[torch.Tensor], microbatches: int) -> list[Leaves]:

@@ -8,13 +8,13 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Generic, ParamSpec, TypeVar, cast
+from typing import Any, Generic, ParamSpec, TypeVar
 
-import optree
 import torch
 
 from ppfunc.schedule import Schedule
 from ppfunc.stage import Engine, Loss, Signature, Stage
+from ppfunc.stage.tree import tree_structure
 
 from .analysis import Lowered
 from .arguments import RawArguments, StepArguments, read_arguments
@@ -38,7 +38,7 @@ R = TypeVar("R")
 
 _KNOWN = "; run before: "
 _MODES = 3  # programs that are kept for other modes of the modules
-_LEAF = optree.tree_structure(cast(Any, 0))
+_LEAF = tree_structure(0)
 
 
 class StepFunction(Generic[P, R]):
