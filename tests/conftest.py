@@ -130,6 +130,8 @@ def _work(rank: int, size: int, meeting: str, end: Connection) -> None:
         except Exception as error:
             error.add_note("".join(traceback.format_exception(error)))
             answer = error
+        except pytest.fail.Exception as error:  # that of pytest.raises, no Exception
+            answer = AssertionError("".join(traceback.format_exception(error)))
         end.send((job, answer))
 
 
