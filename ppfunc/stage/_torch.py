@@ -37,6 +37,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # The registry of classes that are nodes of trees: `(type, flatten_fn, unflatten_fn, flatten_with_keys_fn)` of each.
 from torch.utils._pytree import SUPPORTED_NODES as PYTREE_NODES
 
+# Makes a class a node of trees, for torch.func too.
+from torch.utils._pytree import register_pytree_node
+
 # Raise torch's error for one value per channel, and for one per channel and sample.
 from torch.nn.functional import _verify_batch_size as require_batch
 from torch.nn.functional import _verify_spatial_size as require_spatial
@@ -64,6 +67,7 @@ __all__ = [
     "inductor",
     "innermost_transform",
     "is_wrapped",
+    "register_pytree_node",
     "require_batch",
     "require_spatial",
     "schema",
