@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import ppfunc as pp
 from ppfunc.schedule import BUILDERS, Op, remove_tail
@@ -94,7 +93,6 @@ def loop(case: Ragged, stages: Any, params: Any, inputs: Any, targets: Any, stat
     return total, metrics, after
 
 
-@settings(max_examples=20)
 @given(ragged())
 def test_ragged_microbatches_are_those_of_a_plain_loop(case):
     """Loss, gradients, metrics and state, whatever some microbatches have and others have not."""
@@ -130,8 +128,11 @@ class Call(NamedTuple):
 calls = st.builds(Call, st.integers(0, 3), st.integers(1, 2), st.booleans())
 
 
-@settings(max_examples=10)
-@given(engines, schedules(["1f1b", "zbv", "dualpipe"], max_ranks=2, max_microbatches=4), st.lists(st.lists(calls, min_size=1, max_size=6), min_size=2, max_size=4))
+@given(
+    engines,
+    schedules(["1f1b", "zbv", "dualpipe"], max_ranks=2, max_microbatches=4),
+    st.lists(st.lists(calls, min_size=1, max_size=6), min_size=2, max_size=4),
+)
 def test_one_step_function_in_threads_gives_what_it_gives_in_one(engine, schedule, work):
     """Each thread has its own values and forms; all call at once, with the first call, which traces, among them."""
     count, m = len(set(schedule.model_stages)), schedule.microbatches
@@ -229,7 +230,6 @@ def owned(results: Any, arguments: Any) -> None:
 
 
 @pytest.mark.parametrize("builder", [pp.gpipe, pp.zb_h1])
-@settings(max_examples=25)
 @given(sharing)
 def test_results_belong_to_the_caller(builder, case):
     m, schedule = case.microbatches, builder(2, case.microbatches)

@@ -234,12 +234,17 @@ class StepFunction(Generic[P, R]):
         with self._lock:
             if (name, now) in self._agreed:
                 self._agreed.move_to_end((name, now))
-            entry = next((e for e in self._compiled.get(own, ()) if e.holds()), None)
-            if entry is not None:
-                self._hits += 1
-                self._compiled.move_to_end(own)
+            entry = self._found(own)
         entry = entry or self._build(arguments, name, own)
         self._last = _Last(arguments._replace(params={}, state={}, inputs=(), targets=(), extras={}), name, now, entry)
+        return entry
+
+    def _found(self, own: tuple[Any, ...]) -> _Entry | None:
+        """The compiled step of a key that holds for the modes of the modules, if there is one; under the lock."""
+        entry = next((e for e in self._compiled.get(own, ()) if e.holds()), None)
+        if entry is not None:
+            self._hits += 1
+            self._compiled.move_to_end(own)
         return entry
 
     def _build(self, arguments: StepArguments, name: str, own: tuple[Any, ...]) -> _Entry:
@@ -261,9 +266,11 @@ class StepFunction(Generic[P, R]):
         outlines = {id(low.outline): low.outline for low in lowered.stages.values()}.values()
         entry = _Entry(compiled, tuple((outline, modes(outline)) for outline in outlines), agreed.parts)
         with self._lock:
+            if (built := self._found(own)) is not None:  # by another thread meanwhile
+                return built
             self._misses += 1
             _keep(self._agreed, (name, own[-1]), agreed)
-            _keep(self._compiled, own, [*(e for e in self._compiled.get(own, ()) if len(e.modes) < CACHE_SIZE), entry])
+            _keep(self._compiled, own, [*self._compiled.get(own, ())[1 - CACHE_SIZE :], entry])
         self._warn_of_retraces(arguments)
         return entry
 
@@ -286,9 +293,12 @@ class StepFunction(Generic[P, R]):
             return
         before = {} if self._last is None else self._last.arguments.trees
         changed = [n for n, form in arguments.trees.items() if n not in before or before[n].key != form.key]
-        what = f"{changed[0]} is now {arguments.trees[changed[0]].signature}" if changed else "modules or autocast have another mode"
-        if changed and changed[0] in before:
-            what += f", it was {before[changed[0]].signature}"
+        what = "modules or autocast have another mode, or fewer arguments are given"
+        if changed:
+            now, then = arguments.trees[changed[0]], before.get(changed[0])
+            what = f"{changed[0]} is now {now.signature}"
+            what += "" if then is None else f", it was {then.signature}"
+            what += ", in memory of another type, layout or device" if then is not None and then.signature == now.signature else ""
         warnings.warn(
             f"{self.spec.name} has been traced {self._misses} times, each for another form of its arguments: {what}; "
             f"pad batches to few shapes, or use the functional engine",
