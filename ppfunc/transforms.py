@@ -318,18 +318,14 @@ def _require_samples(batch: Any, samples: int, microbatches: int, name: str) -> 
     trees = enumerate(batch) if isinstance(batch, Microbatches) else [(None, batch)]
     for index, tree in trees:
         wanted = samples * microbatches if index is None else samples
-        for path, leaf in zip(*_named(tree), strict=True):
+        leaves, treedef = tree_flatten(tree, name)
+        for path, leaf in zip(tree_paths(treedef), leaves, strict=True):
             if isinstance(leaf, torch.Tensor) and (leaf.ndim == 0 or leaf.shape[0] != wanted):
                 place = f"{name}{'' if index is None else f'[{index}]'}{path}"
                 raise ValueError(
                     f"{place}: got the shape {list(leaf.shape)}, expected {wanted} rows in axis 0, {samples} samples in each microbatch, "
                     f"as samples={samples} says; every leaf has them"
                 )
-
-
-def _named(tree: Any) -> tuple[tuple[str, ...], list[Any]]:
-    leaves, treedef = tree_flatten(tree)
-    return tree_paths(treedef), leaves
 
 
 def _complete(gradients: Any, params: Any) -> Any:

@@ -9,9 +9,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-# Makes a class a node of trees, for torch.func and for the package.
-register_pytree_node = torch.utils._pytree.register_pytree_node
-
 _PROBE = 0x70706675  # a tag
 
 # Without a registry such a communicator ends when it is let go, and peers that wait on it raise.

@@ -16,7 +16,7 @@ from ppfunc.stage import Signature
 from ppfunc.stage.signature import flatten
 from ppfunc.stage.tree import tree_flatten, tree_paths
 
-from .batch import Leaves, Microbatches, cut, require_divisible
+from .batch import Leaves, Microbatches, cut, refuse_microbatches, require_divisible
 from .functorch import transformed
 
 LossWeights = Sequence[float] | torch.Tensor | None
@@ -190,13 +190,14 @@ def read_loss_weights(weights: LossWeights, microbatches: int) -> torch.Tensor |
 def _read_tree(tree: Any, form: TreeForm | None, name: str, microbatches: int) -> tuple[Leaves, TreeForm]:
     """The leaves of a tree, and its form: ``form`` itself where the tree has that."""
     if form is not None:
-        found, treedef = tree_flatten(tree)
+        found, treedef = tree_flatten(tree, name)
         try:
             if treedef == form.treedef and _metadata(found) == form.metadata:
                 return tuple(found), form
         except (AttributeError, RuntimeError):
             pass  # a leaf is something else than a dense tensor, which flatten below refuses by name
     leaves, treedef = flatten(tree, name)
+    refuse_microbatches(treedef, name)
     example: Sequence[torch.Tensor] = leaves
     if microbatches:
         require_divisible(leaves, tree_paths(treedef), microbatches, name)
