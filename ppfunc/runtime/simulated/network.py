@@ -147,7 +147,8 @@ class Network:
     def _lateness(self, rank: int) -> str:
         waits = self._waits(rank)
         told = "".join(f"; rank {waiting} waits for {text} of rank {peer}" for waiting, peer, text in waits)
-        deadlock = "; a deadlock" if waits[-1][1] in (waiting for waiting, _, _ in waits) else ""
+        circle = waits[-1][1] in (waiting for waiting, _, _ in waits)
+        deadlock = "; a deadlock" if circle and not self.scheduler.events else ""
         return f"rank {waits[0][1]} has not answered within {self.timeout:g} s{deadlock}{told}"
 
     def _waits(self, rank: int) -> list[tuple[int, int, str]]:
@@ -234,6 +235,7 @@ class Network:
         if len(self.published) > root.generation:
             raise LinkError(0, "failed", "a failure has been published")
         root.voted, root.settling, self.committed = step, True, step + 1
+        self.log(f"step {step} is committed")
 
     def publish(self, rank: int, text: str) -> str:
         """Publish a failure, and begin the next generation."""
@@ -241,6 +243,7 @@ class Network:
         generation = member.generation
         if generation == len(self.published):
             self.published.append(Published(text, self.committed))
+            self.log(f"failure {generation} is published by rank {rank}")
             for peer in self.members:
                 self.soon(partial(self._hear, peer, generation + 1))
         member.generation, member.voting = generation + 1, False
