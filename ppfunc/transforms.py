@@ -115,7 +115,7 @@ def hvp(
         Pearlmutter, Fast exact multiplication by the Hessian, 1994.
 
     >>> from ppfunc import gpipe
-    >>> step = hvp([lambda w, x: w * x] * 2, lambda y, target: y**2, gpipe(ranks=2, microbatches=1))
+    >>> step = hvp([lambda w, x: w * x] * 2, lambda y, target: (y**2).sum(), gpipe(ranks=2, microbatches=1))
     >>> params, tangents = {0: torch.tensor(2.0), 1: torch.tensor(3.0)}, {0: torch.tensor(1.0), 1: None}
     >>> _, (grads, products) = step(params, tangents, torch.ones(1), torch.ones(1))
     >>> grads, products
@@ -164,7 +164,7 @@ def gnvp(
         Schraudolph, Fast curvature matrix-vector products for second-order gradient descent, 2002.
 
     >>> from ppfunc import gpipe
-    >>> step = gnvp([lambda w, x: w * x] * 2, lambda y, target: y**2, gpipe(ranks=2, microbatches=1))
+    >>> step = gnvp([lambda w, x: w * x] * 2, lambda y, target: (y**2).sum(), gpipe(ranks=2, microbatches=1))
     >>> params, tangents = {0: torch.tensor(2.0), 1: torch.tensor(3.0)}, {0: torch.tensor(1.0), 1: None}
     >>> step(params, tangents, torch.ones(1), torch.ones(1))[1]
     {0: tensor(18.), 1: tensor(12.)}
@@ -202,14 +202,15 @@ def per_sample_grad(
         randomness: ``"different"`` for stages that draw random numbers, or ``"same"``.
 
     Returns:
-        ``step(params, inputs, targets, *, seed=None, side=None) -> (loss, grads)``: the mean loss of the
-        samples (they have no weights, and their stages no state), and the gradients ``{stage: tree}`` with leading axes [m, b]. Their norms over all stages, and the sum
-        of clipped ones: :func:`ppfunc.square_norms`, :func:`ppfunc.clipped_sum`.
+        ``step(params, inputs, targets, *, seed=None, extras=None) -> (loss, grads)``: the mean loss of the samples
+        (they have no weights, and their stages no state), and the gradients ``{stage: tree}`` with leading axes
+        [m, b]. Their norms over all stages, and the sum of clipped ones: :func:`ppfunc.square_norms`,
+        :func:`ppfunc.clipped_sum`.
 
     >>> from ppfunc import gpipe
     >>> step = per_sample_grad([lambda w, x: w * x] * 2, lambda y, target: y.sum(), gpipe(2, 1), samples=3)
     >>> params = {0: torch.tensor(2.0), 1: torch.tensor(3.0)}
-    >>> step(params, torch.tensor([[1.0, 2.0, 3.0]]), torch.zeros(1, 3))
+    >>> step(params, torch.tensor([1.0, 2.0, 3.0]), torch.zeros(3))
     (tensor(12.), {0: tensor([[3., 6., 9.]]), 1: tensor([[2., 4., 6.]])})
     """
     if not isinstance(samples, int) or samples < 1:
@@ -247,7 +248,7 @@ def _each(stages: Sequence[Stage | None], transform: Transform) -> list[Stage | 
     return [made.get(id(fn), fn) for fn in stages]
 
 
-def _along_tangents(default: LossWeights, moving: Callable[[Any, Any], Any]) -> Callable[..., RawArguments]:
+def _along_tangents(default: LossWeights, moving: Callable[..., Any]) -> Callable[..., RawArguments]:
     """The arguments of a step with tangents, as the caller writes them; ``moving`` makes the pairs of the batch."""
 
     def prepare(

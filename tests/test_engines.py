@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import ppfunc as pp
-from ppfunc.schedule import BUILDERS
+from ppfunc.schedule import BUILDERS, remove_tail
 from ppfunc.schedule.passes import insert_offloads, split_backward
 
 D = 6
@@ -33,12 +33,11 @@ def squared(y, target):
 
 
 def run(schedule, engine, seed=SEED):
+    schedule = remove_tail(schedule)  # that of data parallel ranks, and an optimizer's
     generator = torch.Generator().manual_seed(0)
     stages = len(schedule.chains[0].stages)
     params = {s: {"w": torch.randn(D, D, generator=generator, dtype=torch.float64)} for s in range(stages)}
-    for group in schedule.replicas:
-        params.update(dict.fromkeys(group, params[group[0]]))
-    inputs, targets = (torch.randn(schedule.microbatches, 3, D, generator=generator, dtype=torch.float64) for _ in range(2))
+    inputs, targets = (torch.randn(schedule.microbatches * 3, D, generator=generator, dtype=torch.float64) for _ in range(2))
     return pp.value_and_grad([stage] * stages, squared, schedule, engine=engine)(params, inputs, targets, seed=seed)
 
 

@@ -52,7 +52,7 @@ def squared(y, target):
 
 
 def whole(stages, loss_fn, params, inputs, targets, weights):
-    """The unpipelined computation: a loop over microbatches and stages."""
+    """The loss without a pipeline: a loop over microbatches and stages."""
     total = 0
     for x, target, weight in zip(inputs, targets, weights, strict=True):
         for stage, fn in enumerate(stages):
@@ -61,20 +61,20 @@ def whole(stages, loss_fn, params, inputs, targets, weights):
     return total
 
 
-def listed(batch, m):
-    """The microbatches of a tree with a leading axis, as a list of trees."""
-    return [optree.tree_map(lambda t: t[i], batch) for i in range(m)]  # noqa: B023
+def rows(batch, m):
+    """The microbatches of a batch, one after the other."""
+    if isinstance(batch, pp.Microbatches):
+        return list(batch)
+    return [optree.tree_map(lambda t: t.chunk(m)[i], batch) for i in range(m)]  # noqa: B023
 
 
 def compare(stages, loss_fn, schedule, params, inputs, targets, engine=pp.graph, weights=None, tolerance=1e-12):
     """Run the pipeline and the loop; returns what the pipeline returned."""
     m = schedule.microbatches
-    step = pp.value_and_grad(stages, loss_fn, schedule, engine=engine, weights=weights)
+    step = pp.value_and_grad(stages, loss_fn, schedule, engine=engine, loss_weights=weights)
     loss, grads = step(params, inputs, targets)
-    reference = whole, (stages, loss_fn)
     per = [1 / m] * m if weights is None else weights
-    rows = (inputs if isinstance(inputs, list) else listed(inputs, m), targets if isinstance(targets, list) else listed(targets, m))
-    want, want_loss = torch.func.grad_and_value(lambda p: reference[0](*reference[1], p, *rows, per))(params)
+    want, want_loss = torch.func.grad_and_value(lambda p: whole(stages, loss_fn, p, rows(inputs, m), rows(targets, m), per))(params)
     assert_near(loss, want_loss, tolerance)
     optree.tree_map(lambda a, b: assert_near(a, b, tolerance), grads, want)
     assert optree.tree_structure(grads) == optree.tree_structure(dict(params))
@@ -87,11 +87,11 @@ def assert_near(a, b, tolerance):
     assert (a - b).abs().sum() <= tolerance * (1e-30 + b.abs().sum())
 
 
-def problem(stages, m, dtype=torch.float64, rows=3):
+def problem(stages, m, dtype=torch.float64, b=3):
     generator = torch.Generator().manual_seed(stages * 100 + m)
     params = {s: dense_params(generator, dtype) for s in range(stages)}
-    inputs = torch.randn(m, rows, D, generator=generator, dtype=torch.float64).to(dtype)
-    targets = torch.randn(m, rows, D, generator=generator, dtype=torch.float64).to(dtype)
+    inputs = torch.randn(m * b, D, generator=generator, dtype=torch.float64).to(dtype)
+    targets = torch.randn(m * b, D, generator=generator, dtype=torch.float64).to(dtype)
     return params, inputs, targets
 
 
@@ -110,8 +110,8 @@ def test_trees_integers_masks_and_none_pass_the_boundaries(engine):
     params = {s: dense_params(generator) for s in range(4)}
     for s in (1, 2):
         params[s]["table"] = torch.randn(5, D, generator=generator, dtype=torch.float64)
-    inputs = {"value": torch.randn(6, 3, D, generator=generator, dtype=torch.float64), "ids": torch.arange(18).view(6, 3) % 5}
-    targets = torch.randn(6, 3, D, generator=generator, dtype=torch.float64)
+    inputs = {"value": torch.randn(18, D, generator=generator, dtype=torch.float64), "ids": torch.arange(18) % 5}
+    targets = torch.randn(18, D, generator=generator, dtype=torch.float64)
     compare(stages, squared, pp.one_f_one_b(4, 6), params, inputs, targets, engine)
 
 
@@ -184,22 +184,21 @@ def test_microbatches_of_different_shapes_and_weights():
     generator = torch.Generator().manual_seed(3)
     params = {s: dense_params(generator) for s in range(3)}
     sizes = [2, 5, 2, 1]
-    inputs = [torch.randn(n, D, generator=generator, dtype=torch.float64) for n in sizes]
-    targets = [torch.randn(n, D, generator=generator, dtype=torch.float64) for n in sizes]
+    inputs, targets = (pp.Microbatches([torch.randn(n, D, generator=generator, dtype=torch.float64) for n in sizes]) for _ in range(2))
     weights = [n / sum(sizes) for n in sizes]
     loss, grads = compare([dense] * 3, squared, pp.one_f_one_b(3, 4), params, inputs, targets, weights=weights)
     step = pp.value_and_grad([dense] * 3, squared, pp.one_f_one_b(3, 4))
-    again, same = step(params, inputs, targets, weights=torch.tensor(weights, dtype=torch.float64))
+    again, same = step(params, inputs, targets, loss_weights=torch.tensor(weights, dtype=torch.float64))
     assert torch.equal(loss, again)
     assert torch.equal(grads[1]["w"], same[1]["w"])
 
 
 def test_shapes_may_change_from_step_to_step():
     step = pp.value_and_grad([dense] * 2, squared, pp.one_f_one_b(2, 3))
-    for rows in (3, 7, 3):
-        params, inputs, targets = problem(2, 3, rows=rows)
+    for b in (3, 7, 3):
+        params, inputs, targets = problem(2, 3, b=b)
         loss, _ = step(params, inputs, targets)
-        assert_near(loss, whole([dense] * 2, squared, params, inputs, targets, [1 / 3] * 3), 1e-12)
+        assert_near(loss, whole([dense] * 2, squared, params, rows(inputs, 3), rows(targets, 3), [1 / 3] * 3), 1e-12)
 
 
 def test_parameters_that_require_gradients_leave_no_history():
@@ -221,14 +220,14 @@ def test_gradients_belong_to_the_caller(m):
     zeros = torch.zeros(2, D)
     params = {s: {"a": zeros.clone(), "b": zeros.clone()} for s in range(2)}
     step = pp.value_and_grad([add] * 2, lambda y, t: (y * t).sum(), pp.gpipe(2, m))
-    batch = torch.ones(m, 2, D), torch.ones(m, 2, D)
+    batch = torch.ones(m * 2, D), torch.ones(m * 2, D)
     _, grads = step(params, *batch)
     leaves = optree.tree_leaves(grads)
     for leaf in leaves:
         leaf.mul_(2)
     assert all(torch.equal(leaf, torch.full((2, D), 2.0)) for leaf in leaves)
     assert all(torch.equal(leaf, torch.ones(2, D)) for leaf in optree.tree_leaves(step(params, *batch)[1]))
-    assert torch.equal(batch[1], torch.ones(m, 2, D))
+    assert torch.equal(batch[1], torch.ones(m * 2, D))
 
 
 def test_evaluation_returns_loss_and_outputs():
@@ -244,9 +243,11 @@ def test_evaluation_returns_loss_and_outputs():
     torch.testing.assert_close(outputs, want, rtol=1e-12, atol=0)
     assert torch.equal(pp.evaluate(stages, squared, pp.inference(3, 4))(params, inputs, targets), loss)
     assert torch.equal(pp.evaluate(stages, None, pp.inference(3, 4), return_outputs=True)(params, inputs), outputs)
-    ragged = [inputs[0], inputs[1, :2], inputs[2], inputs[3]]
-    rows = pp.evaluate(stages, None, schedule, return_outputs=True)(params, ragged)
-    assert [len(row) for row in rows] == [3, 2, 3, 3]
+    ragged = pp.Microbatches([inputs[:3], inputs[3:5], inputs[5:8], inputs[8:]])
+    made = pp.evaluate(stages, None, schedule, return_outputs=True)(params, ragged)
+    assert isinstance(made, pp.Microbatches)
+    assert [len(y) for y in made] == [3, 2, 3, 4]
+    torch.testing.assert_close(made.join(), outputs, rtol=1e-12, atol=0)
 
 
 def test_every_schedule_that_adds_up_in_the_same_order_gives_the_same_bits():
@@ -260,16 +261,11 @@ def test_every_schedule_that_adds_up_in_the_same_order_gives_the_same_bits():
         assert all(map(torch.equal, optree.tree_leaves(grads), optree.tree_leaves(results[0][1])))
 
 
-def test_copies_of_a_stage_get_the_sum_of_their_gradients():
-    schedule = pp.dualpipe(4, 10)
+@pytest.mark.parametrize("builder", [pp.dualpipe, pp.schedule.chimera])
+def test_a_bidirectional_schedule_takes_each_stage_of_the_model_once(builder):
+    """Its second chain runs replicas of the stages; their gradients are in the sum."""
     params, inputs, targets = problem(4, 10)
-    params.update({4 + k: params[k] for k in range(4)})
-    _, grads = pp.value_and_grad([dense] * 4, squared, schedule)(params, inputs, targets)
-    want = torch.func.grad(lambda p: whole([dense] * 4, squared, p, inputs, targets, [1 / 10] * 10))({k: params[k] for k in range(4)})
-    for k in range(4):
-        for name in want[k]:
-            assert_near(grads[k][name], want[k][name], 1e-12)
-            assert torch.equal(grads[k][name], grads[4 + k][name])
+    compare([dense] * 4, squared, builder(4, 10), params, inputs, targets)
 
 
 def dropped(params, x):

@@ -8,7 +8,7 @@ import torch
 
 import ppfunc as pp
 
-D, M = 4, 6
+D, M, B = 4, 6, 3
 ENGINES = {"graph": pp.graph, "functional": pp.functional}
 SCHEDULES = {"1f1b": lambda: pp.one_f_one_b(4, M), "zbv": lambda: pp.zbv(2, M), "interleaved": lambda: pp.interleaved_one_f_one_b(2, M, 2)}
 
@@ -27,7 +27,12 @@ def problem():
     def draw(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    return {s: {"w": draw(D, D)} for s in range(4)}, draw(M, 3, D), draw(M, 3, D)
+    return {s: {"w": draw(D, D)} for s in range(4)}, draw(M * B, D), draw(M * B, D)
+
+
+def pairs(inputs, targets):
+    """The microbatches of inputs and targets."""
+    return zip(inputs.chunk(M), targets.chunk(M), strict=True)
 
 
 def near(a, b):
@@ -53,7 +58,7 @@ def test_auxiliary_losses_and_metrics_from_any_stage(engine, schedule):
 
     def whole(params):
         total, norms = 0, {1: [], 3: []}
-        for x, target in zip(inputs, targets, strict=True):
+        for x, target in pairs(inputs, targets):
             for s in range(4):
                 x = dense(params[s], x)
                 if s in (1, 3):
@@ -92,7 +97,7 @@ def test_state_passes_from_microbatch_to_microbatch(engine, schedule):
 
     def whole(params):
         total, now = 0, dict(state)
-        for x, target in zip(inputs, targets, strict=True):
+        for x, target in pairs(inputs, targets):
             for s in range(4):
                 if s in state:
                     x, _, _, now[s], _ = normalised(params[s], x, now[s])
@@ -113,27 +118,30 @@ def test_state_passes_from_microbatch_to_microbatch(engine, schedule):
 
 @both
 @every
-def test_side_inputs_of_any_stage(engine, schedule):
-    def masked(params, x, side):
-        return dense(params, x) * side["mask"][:, None] + side["position"].double()
+def test_extras_of_any_stage(engine, schedule):
+    def masked(params, x, extras):
+        return dense(params, x) * extras["mask"][:, None] + extras["position"].double()
 
     params, inputs, targets = problem()
-    side = {2: {"mask": torch.arange(M * 3).view(M, 3) % 2 == 0, "position": torch.arange(M * D).view(M, 1, D)}}
-    stages = [dense, dense, masked, dense]
-    loss, grads = pp.value_and_grad(stages, squared, schedule(), engine=engine)(params, inputs, targets, side=side)
+    given = {"mask": torch.arange(M * B) % 2 == 0, "position": torch.arange(M * B * D).view(M * B, D)}
+    step = pp.value_and_grad([dense, dense, masked, dense], squared, schedule(), engine=engine)
+    loss, grads = step(params, inputs, targets, extras={2: given})
 
     def whole(params):
         total = 0
-        for m in range(M):
-            x = inputs[m]
+        for m, (x, target) in enumerate(pairs(inputs, targets)):
             for s in range(4):
-                x = masked(params[s], x, {k: v[m] for k, v in side[2].items()}) if s == 2 else dense(params[s], x)
-            total = total + squared(x, targets[m]) / M
+                x = masked(params[s], x, {k: v.chunk(M)[m] for k, v in given.items()}) if s == 2 else dense(params[s], x)
+            total = total + squared(x, target) / M
         return total
 
     want, value = torch.func.grad_and_value(whole)(params)
     near(loss, value)
     near(grads, want)
+    again = step(params, inputs, targets, extras={2: pp.microbatch(given, M)})
+    assert all(map(torch.equal, optree.tree_leaves(again), optree.tree_leaves((loss, grads))))
+    with pytest.raises(ValueError, match=r"extras: got the stages \[4\], this process runs \[0, 1, 2, 3\]"):
+        step(params, inputs, targets, extras={4: given})
 
 
 @both
@@ -156,7 +164,7 @@ def test_skip_connections(engine, schedule):
 
     def whole(params):
         total = 0
-        for x, target in zip(inputs, targets, strict=True):
+        for x, target in pairs(inputs, targets):
             a = dense(params[0], x)
             b = dense(params[2], dense(params[1], a) + a.sin()) * torch.arange(3)[:, None]
             total = total + squared(dense(params[3], b * a), target) / M
@@ -202,39 +210,50 @@ def test_gradients_of_the_inputs(engine, schedule):
         return dense(params, x["value"]) * x["ids"][:, None]
 
     params, inputs, targets = problem()
-    batch = {"value": inputs, "ids": torch.arange(M * 3).view(M, 3)}
+    batch = {"value": inputs, "ids": torch.arange(M * B)}
     step = pp.value_and_grad([first, dense, dense, dense], squared, schedule(), engine=engine, argnums=(0, 1))
     loss, (grads, found) = step(params, batch, targets)
 
     def whole(params, value):
         total = 0
-        for m in range(M):
-            x = first(params[0], {"value": value[m], "ids": batch["ids"][m]})
+        for x, ids, target in zip(value.chunk(M), batch["ids"].chunk(M), targets.chunk(M), strict=True):
+            x = first(params[0], {"value": x, "ids": ids})
             for s in range(1, 4):
                 x = dense(params[s], x)
-            total = total + squared(x, targets[m]) / M
+            total = total + squared(x, target) / M
         return total
 
     (want, wanted), value = torch.func.grad_and_value(whole, argnums=(0, 1))(params, inputs)
     near(loss, value)
     near(grads, want)
     near(found["value"], wanted)
-    assert found["ids"].shape == (M, 3)
+    assert found["ids"].shape == (M * B,)
     assert not found["ids"].any()
     alone = pp.value_and_grad([first, dense, dense, dense], squared, schedule(), engine=engine, argnums=1)(params, batch, targets)[1]
     near(alone, found)
+    _, (turned, same) = pp.value_and_grad([first, dense, dense, dense], squared, schedule(), engine=engine, argnums=(1, 0))(params, batch, targets)
+    near((same, turned), (grads, found))
     with pytest.raises(ValueError, match="argnums: got 2"):
         pp.value_and_grad([dense] * 4, squared, schedule(), argnums=2)
 
 
 @every
-def test_gradients_of_listed_inputs_are_a_list(schedule):
+def test_gradients_of_the_inputs_have_the_form_of_the_inputs(schedule):
     params, inputs, targets = problem()
     step = pp.value_and_grad([dense] * 4, squared, schedule(), argnums=1)
     _, whole = step(params, inputs, targets)
-    _, listed = step(params, list(inputs), targets)
-    assert isinstance(listed, list)
-    assert torch.equal(torch.stack(listed), whole)
+    _, apart = step(params, pp.microbatch(inputs, M), targets)
+    assert isinstance(apart, pp.Microbatches)
+    assert torch.equal(apart.join(), whole)
+
+
+def test_a_list_is_a_tree_like_any_other():
+    """A list of m tensors is not a list of microbatches: each of its leaves is cut."""
+    params, inputs, targets = problem()
+    step = pp.value_and_grad([lambda p, x: dense(p, x[0]) + x[1], dense, dense, dense], squared, pp.gpipe(4, M), argnums=1)
+    _, found = step(params, [inputs, inputs.sin()], targets)
+    assert isinstance(found, list)
+    assert [tuple(t.shape) for t in found] == [(M * B, D)] * 2
 
 
 @every
@@ -247,20 +266,18 @@ def test_gradients_of_each_microbatch(schedule):
         torch.testing.assert_close(rows[s]["w"].sum(0), total[s]["w"], rtol=1e-12, atol=1e-15)
 
 
-def test_gradients_of_each_microbatch_with_copies():
+def test_gradients_of_each_microbatch_with_replicas():
     params, _, _ = problem()
-    schedule = pp.dualpipe(4, 8)
     generator = torch.Generator().manual_seed(1)
-    inputs, targets = (torch.randn(8, 3, D, generator=generator, dtype=torch.float64) for _ in range(2))
-    params.update({4 + s: params[s] for s in range(4)})
-    _, rows = pp.value_and_grad([dense] * 4, squared, schedule, per_microbatch=True)(params, inputs, targets)
-    _, want = pp.value_and_grad([dense] * 4, squared, pp.gpipe(4, 8), per_microbatch=True)({s: params[s] for s in range(4)}, inputs, targets)
-    for s in range(4):
-        torch.testing.assert_close(rows[s]["w"], want[s]["w"], rtol=1e-12, atol=1e-15)
-        assert torch.equal(rows[s]["w"], rows[4 + s]["w"])
+    inputs, targets = (torch.randn(8 * B, D, generator=generator, dtype=torch.float64) for _ in range(2))
+    made, want = (
+        pp.value_and_grad([dense] * 4, squared, schedule, per_microbatch=True, argnums=(0, 1))(params, inputs, targets)
+        for schedule in (pp.dualpipe(4, 8), pp.gpipe(4, 8))
+    )
+    near(made, want)
 
 
-def test_skip_connections_of_copies_have_the_numbers_of_the_originals():
+def test_skip_connections_of_replicas_have_the_numbers_of_the_stages_of_the_model():
     def skipping(p, x):
         y = dense(p, x)
         return pp.Output(y, skips={2: y.sin(), 3: x})
@@ -268,14 +285,14 @@ def test_skip_connections_of_copies_have_the_numbers_of_the_originals():
     stages = [skipping, dense, lambda p, r: dense(p, r.x + r.skips[0]), lambda p, r: dense(p, r.x + r.skips[0])]
     generator = torch.Generator().manual_seed(3)
     params = {s: {"w": torch.randn(D, D, generator=generator, dtype=torch.float64)} for s in range(4)}
-    inputs, targets = (torch.randn(8, 3, D, generator=generator, dtype=torch.float64) for _ in range(2))
-    copied = pp.with_skips(pp.dualpipe(4, 8), [(0, 2), (0, 3)])
-    assert copied == pp.with_skips(pp.dualpipe(4, 8), [(0, 2), (4, 6), (0, 3), (4, 7)])
-    loss, grads = pp.value_and_grad(stages, squared, copied)(params | {4 + s: params[s] for s in range(4)}, inputs, targets)
-    want, wanted = pp.value_and_grad(stages, squared, pp.with_skips(pp.gpipe(4, 8), [(0, 2), (0, 3)]))(params, inputs, targets)
-    torch.testing.assert_close(loss, want, rtol=1e-12, atol=1e-14)
-    for s in range(4):
-        torch.testing.assert_close(grads[s]["w"], wanted[s]["w"], rtol=1e-12, atol=1e-14)
+    inputs, targets = (torch.randn(8 * B, D, generator=generator, dtype=torch.float64) for _ in range(2))
+    replicated = pp.with_skips(pp.dualpipe(4, 8), [(0, 2), (0, 3)])
+    assert set(replicated.skips) == {(0, 2), (0, 3), (4, 6), (4, 7)}
+    made, want = (
+        pp.value_and_grad(stages, squared, schedule)(params, inputs, targets)
+        for schedule in (replicated, pp.with_skips(pp.gpipe(4, 8), [(0, 2), (0, 3)]))
+    )
+    near(made, want)
 
 
 @both
@@ -290,7 +307,7 @@ def test_an_overlapped_function_of_the_callers(engine, ranks):
 
     generator = torch.Generator().manual_seed(2)
     params = {s: {"w": torch.randn(D, D, generator=generator, dtype=torch.float64)} for s in range(2 * ranks)}
-    inputs, targets = (torch.randn(2 * ranks + 2, 3, D, generator=generator, dtype=torch.float64) for _ in range(2))
+    inputs, targets = (torch.randn((2 * ranks + 2) * B, D, generator=generator, dtype=torch.float64) for _ in range(2))
     schedule = pp.dualpipev(ranks, 2 * ranks + 2)
     pairs = sum(i.op is pp.Op.OVERLAP_F_B for r in range(ranks) for i in schedule.instructions(r))
     stages = [dense] * (2 * ranks)

@@ -15,7 +15,7 @@ import ppfunc
 ROOT = Path(ppfunc.__file__).parent
 HOMES = sorted(ROOT.rglob("_torch.py"))
 OTHERS = [path for home in HOMES for path in sorted(home.parent.rglob("*.py")) if path != home]
-PRIVATE = re.compile(r"\btorch\.(_(?!_)|utils\._\w+|fx\.experimental)|\._(schema|op|version|rename)\b")
+PRIVATE = re.compile(r"\btorch\.(_(?!_)|utils\._\w+|fx\.experimental)|\._(schema|op|version)\b")
 
 
 def imported() -> list[tuple[str, str]]:
@@ -44,9 +44,9 @@ def test_an_attribute_is_there(path):
         value = getattr(value, name)
 
 
-def test_the_attributes_of_operators_tensors_and_nodes_are_there():
-    operator, node = torch.ops.aten.add.Tensor, torch.fx.Graph().placeholder("x")
-    for value, name in ((operator, "_schema"), (operator, "_op"), (torch.ones(()), "_version"), (node, "_rename")):
+def test_the_attributes_of_operators_and_tensors_are_there():
+    operator = torch.ops.aten.add.Tensor
+    for value, name in ((operator, "_schema"), (operator, "_op"), (torch.ones(()), "_version")):
         assert hasattr(value, name), f"torch {torch.__version__} has no {type(value).__name__}.{name}"
 
 

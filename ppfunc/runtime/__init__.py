@@ -18,13 +18,15 @@ A transport is two protocols (`transport.py`), data and control, with three impl
 
 from .analysis import Lowered
 from .batch import Microbatches, microbatch
+from .cache import CacheInfo
 from .errors import AgreementError, PipelineError
 from .inprocess import InProcess
 from .lower import StepSpec, lower
+from .mesh import ProcessGroups, device_mesh, topology_of_mesh
 from .overlap import interleaved, two_streams
 from .p2p import P2P
 from .results import Aux, StepResult
-from .step import CacheInfo, StepFunction
+from .step import StepFunction
 from .transport import Transport
 
 __all__ = [
@@ -36,12 +38,15 @@ __all__ = [
     "Microbatches",
     "P2P",
     "PipelineError",
+    "ProcessGroups",
     "StepFunction",
     "StepResult",
     "StepSpec",
     "Transport",
+    "device_mesh",
     "interleaved",
     "lower",
     "microbatch",
+    "topology_of_mesh",
     "two_streams",
 ]

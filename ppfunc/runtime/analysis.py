@@ -126,6 +126,7 @@ def _instruction_text(step: LoweredStep, instruction: Instruction) -> str:
 
 
 def _message_bytes(step: LoweredStep, i: Instruction) -> int:
+    assert i.microbatch is not None
     low = step.stages[i.stage, i.microbatch]
     forward = i.op in (Op.SEND_F, Op.RECV_F)
     ends, signatures = (low.sinks, low.sent) if i.op in (Op.SEND_F, Op.RECV_B) else (low.sources, low.received)
@@ -158,7 +159,7 @@ def _residuals(schedule: Schedule, programs: dict[Key, StageProgram], rank: int)
     now = most = 0
     for step in schedule.programs[rank]:
         for part in (p for i in step for p in parts_of(i)):
-            if part.op not in (Op.F, Op.B, Op.W) or schedule.forward_only:
+            if part.op not in (Op.F, Op.B, Op.W) or part.microbatch is None or schedule.forward_only:
                 continue
             size = programs[part.stage, part.microbatch].residual_bytes
             if size is None:
@@ -194,6 +195,6 @@ def _cost(schedule: Schedule, flops: dict[Key, tuple[int, int, int, int]], rank:
     totals = {Op.F: 0, Op.B: 0, Op.I: 0, Op.W: 0}
     for step in schedule.programs[rank]:
         for part in (p for i in step for p in parts_of(i)):
-            if part.op in totals:
+            if part.op in totals and part.microbatch is not None:
                 totals[part.op] += flops[part.stage, part.microbatch][list(totals).index(part.op)]
     return Cost(*totals.values())

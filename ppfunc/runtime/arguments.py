@@ -63,6 +63,7 @@ class StepForm(NamedTuple):
         devices: where each stage computes.
         inputs, targets: signatures of the microbatches; None where this process was given none.
         rows: rows of a microbatch, where the inputs came as a whole batch; None where they came as Microbatches.
+        other_rows: likewise of targets and extras that came as whole batches, by name.
         extras: signatures of the microbatches.
     """
 
@@ -72,6 +73,7 @@ class StepForm(NamedTuple):
     inputs: tuple[Signature, ...] | None
     targets: tuple[Signature, ...] | None
     rows: int | None
+    other_rows: Mapping[str, int]
     extras: Mapping[int, tuple[Signature, ...]]
     state: Mapping[int, Signature]
 
@@ -154,9 +156,8 @@ def read_arguments(
     inputs = () if raw.inputs is None else read_batch(raw.inputs, "inputs")
     targets = () if raw.targets is None or not with_targets else read_batch(raw.targets, "targets")
     further = {s: read_batch(extras[s], f"extras[{s}]") for s in stages if s in extras}
-    same = last is not None and trees.keys() == known.keys() and all(form is known[name] for name, form in trees.items())
-    if same:
-        form, trees = last.form, last.trees
+    if last is not None and trees.keys() == known.keys() and all(form is known[name] for name, form in trees.items()):
+        form = last.form
     else:
         _require_batches(raw, schedule, stages, with_targets)
         if not abstract:
@@ -175,6 +176,8 @@ def read_loss_weights(weights: LossWeights, microbatches: int) -> torch.Tensor |
     if weights is None:
         return None
     try:
+        if torch.is_tensor(weights) and weights.is_complex():
+            raise TypeError("complex weights")
         read = torch.as_tensor(weights, dtype=torch.float64)
     except (TypeError, ValueError) as error:
         raise TypeError(f"loss_weights: got {reprlib.repr(weights)}, expected one number for each of the {microbatches} microbatches") from error
@@ -186,10 +189,10 @@ def read_loss_weights(weights: LossWeights, microbatches: int) -> torch.Tensor |
 def _read_tree(tree: Any, form: TreeForm | None, name: str, microbatches: int) -> tuple[Leaves, TreeForm]:
     """The leaves of a tree, and its form: ``form`` itself where the tree has that."""
     if form is not None:
-        leaves, treedef = optree.tree_flatten(tree)
+        found, treedef = optree.tree_flatten(tree)
         try:
-            if treedef == form.treedef and _metadata(leaves) == form.metadata:
-                return tuple(leaves), form
+            if treedef == form.treedef and _metadata(found) == form.metadata:
+                return tuple(found), form
         except (AttributeError, RuntimeError):
             pass  # a leaf is something else than a dense tensor, which flatten below refuses by name
     leaves, treedef = flatten(tree, name)
@@ -227,6 +230,7 @@ def _form(trees: Mapping[str, TreeForm], stages: Sequence[int], microbatches: in
         batch("inputs"),
         batch("targets"),
         _rows(trees["inputs"]) if "inputs" in trees else None,
+        {name: _rows(trees[name]) for name in ("targets", *(f"extras[{s}]" for s in stages)) if name in trees},
         {s: found for s, found in extras.items() if found},
         {s: trees[f"state[{s}]"].signature.without_grad() for s in stages if f"state[{s}]" in trees},
     )

@@ -9,37 +9,22 @@ import threading
 from collections.abc import Callable, Mapping
 from functools import reduce
 from itertools import zip_longest
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
-from ppfunc.schedule.formats.text import parse_instruction
 from ppfunc.stage import LeafSignature
 
-from .errors import AgreementError, PipelineError
+from .errors import AgreementError
+from .failures import LinkError, Published
 from .interrupts import hold_interrupts
-from .transport import Failure, LossPart
+from .transport import Failure, LossPart, Mode
 
-GONE = "its process is gone or out of reach, or it has closed its transport"
 _TREE, _KEY, _TEXT = "tree", "key", "text"  # channels
 _BEGIN, _SHAPES, _GATHER, _END = b"B", b"S", b"G", b"E"  # messages along the tree
 _CALLS = {_BEGIN: "begins a step", _SHAPES: "begins a step", _GATHER: "gathers texts", _END: "ends a step"}
-_COUNT = struct.Struct("<q")
-
-
-class LinkError(ConnectionError):
-    """A message cannot be had.
-
-    Args:
-        peer: the rank at the other end.
-        kind: ``"gone"`` where it can answer no more, ``"late"`` where it did not in time, ``"failed"`` where a failure has
-            been published.
-        reason: one sentence.
-    """
-
-    def __init__(self, peer: int, kind: str, reason: str) -> None:
-        self.peer, self.kind, self.reason = peer, kind, reason
-        super().__init__(reason)
+_HEAD = struct.Struct("<qii")  # of messages at the end of a step: steps ended; a rank in training mode, one in evaluation mode, or -1
+_LATER = 0.05  # seconds for a step that has ended on all ranks to return what its caller needs
 
 
 class Links(Protocol):
@@ -138,6 +123,7 @@ class Control:
         self._parent = None if rank == 0 else (rank - 1) // 2
         self._children = [child for child in (2 * rank + 1, 2 * rank + 2) if child < size]
         self._running = threading.Lock()
+        self._interrupts: list[BaseException] = []  # of the last step's end
 
     @property
     def generation(self) -> int:
@@ -152,6 +138,9 @@ class Control:
                 "ranks: wait for the first, or make a P2P() for each thread, in the same order on every rank"
             )
         rank = self.links.rank
+        if self._interrupts:
+            interrupt, self._interrupts = self._interrupts[0], []
+            raise interrupt
         if key is None and rank == source:
             raise ValueError(f"inputs: got None on rank {rank}, which tells the others their shapes; give it the inputs")
         self.links.begin(self.ended)
@@ -212,36 +201,43 @@ class Control:
         self,
         losses: Mapping[int, torch.Tensor],
         parts: Mapping[int, LossPart],
+        mode: Mode = "mixed",
         after: Callable[[], torch.Tensor | None] | None = None,
     ) -> torch.Tensor | None:
         """End a step, as in :class:`~ppfunc.runtime.transport.ControlTransport`; ``after`` gives the sum once all are at their ends."""
-        gathered = self._gather(losses, parts)
-        interrupts: list[BaseException] = []
-        with hold_interrupts():
-            total = self._settle(gathered, parts, interrupts)
+        gathered, modes = self._gather(losses, parts, mode)
+        with hold_interrupts(_LATER):
+            total = self._settle(gathered, parts, modes, self._interrupts)
             if after is not None:
                 total = after()
-        if interrupts:
-            raise interrupts[0]
-        # Not reached where an interrupt was held. The next step then finds that this rank did not get what the others got.
-        self.ended += 1
-        self._running.release()
+            self._running.release()
+        self.ended += 1  # not where a signal has acted at the exit: the next step then finds that this rank has got one less
         return total
 
-    def _gather(self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart]) -> dict[int, bytes]:
-        """The losses of this rank and those below it, by stage, once all of these are at their ends."""
+    def _gather(
+        self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart], mode: Mode
+    ) -> tuple[dict[int, bytes], tuple[int, int]]:
+        """The losses of this rank and those below it, by stage, once all of these are at their ends, and a rank in either mode."""
+        training, evaluation = (self.links.rank if mode == name else -1 for name in ("training", "evaluation"))
         gathered = {stage: _bytes_of(losses[stage], part.leaf) for stage, part in parts.items() if part.rank == self.links.rank}
         for child in self._children:
-            data = memoryview(self._counted(child))
+            modes, data = self._counted(child)
+            training, evaluation = max(training, modes[0]), max(evaluation, modes[1])
             for stage, part in sorted(parts.items()):
                 if _below(child, part.rank):
                     gathered[stage], data = bytes(data[: part.leaf.nbytes]), data[part.leaf.nbytes :]
-        return gathered
+        if training >= 0 and evaluation >= 0:
+            raise AgreementError(
+                f"the ranks disagree on the mode of their modules: training on rank {training}, evaluation on rank {evaluation}; call train() or "
+                f"eval() on every rank (where a stage is frozen on purpose, leave its outermost module in training mode)"
+            )
+        return gathered, (training, evaluation)
 
     def _settle(
-        self, gathered: dict[int, bytes], parts: Mapping[int, LossPart], interrupts: list[BaseException]
+        self, gathered: dict[int, bytes], parts: Mapping[int, LossPart], modes: tuple[int, int], interrupts: list[BaseException]
     ) -> torch.Tensor | None:
-        """Learn the outcome and tell it. Interrupts are held: peers may have the same outcome already."""
+        """Learn the outcome and tell it. Interrupts wait for the next step, which then fails on all ranks: this one may have
+        ended on some already."""
         step, links = self.ended, self.links
         if self._parent is None:
             total = _total({stage: _tensor(gathered[stage], part.leaf.shape, part.leaf.dtype) for stage, part in parts.items()})
@@ -249,21 +245,21 @@ class Control:
         else:
             losses = b"".join(data for _, data in sorted(gathered.items()))
             _insist(interrupts, links.vote, step)
-            _insist(interrupts, self._send, self._parent, _END, _COUNT.pack(step) + losses)
-            summed = _insist(interrupts, self._counted, self._parent)
+            _insist(interrupts, self._send, self._parent, _END, _HEAD.pack(step, *modes) + losses)
+            _, summed = _insist(interrupts, self._counted, self._parent)
             total = _tensor(summed, *_form(parts)) if parts else None
         _insist(interrupts, links.commit, step)
         for child in self._children:
-            _insist(interrupts, self._send, child, _END, _COUNT.pack(step) + summed)
+            _insist(interrupts, self._send, child, _END, _HEAD.pack(step, *modes) + summed)
         return total
 
-    def _counted(self, peer: int) -> bytes:
-        """What a peer says at the end of the step that this rank ends, too."""
+    def _counted(self, peer: int) -> tuple[tuple[int, int], bytes]:
+        """The modes and the losses that a peer tells at the end of the step that this rank ends, too."""
         data = self._recv(peer, _END)
-        (theirs,) = _COUNT.unpack_from(data)
+        theirs, *modes = _HEAD.unpack_from(data)
         if theirs != self.ended:
             self._compare(f"steps ended: {self.ended}", f"steps ended: {theirs}")
-        return data[_COUNT.size :]
+        return (modes[0], modes[1]), data[_HEAD.size :]
 
     # -- messages along the tree -----------------------------------------------------------
 
@@ -298,8 +294,8 @@ class Control:
         interrupts: list[BaseException] = []
         with hold_interrupts():
             try:
-                mine = _insist(interrupts, _Told.of, failure, self.links)
-                first = _Told(*json.loads(_insist(interrupts, self.links.publish, json.dumps(mine))))
+                mine = _insist(interrupts, Published.of, failure, rank, self.links.suspect)
+                first = Published.read(_insist(interrupts, self.links.publish, mine.write()))
             finally:
                 self._tear_down()
                 if self._running.locked():
@@ -313,41 +309,6 @@ class Control:
     def close(self) -> None:
         """End all connections. Idempotent."""
         self.links.close()
-
-
-class _Told(NamedTuple):
-    """A failure as it travels: what :class:`PipelineError` takes, and whether it is an AgreementError instead."""
-
-    rank: int
-    position: int | None
-    instruction: str | None
-    reason: str
-    reporter: int
-    disagreement: bool
-
-    @classmethod
-    def of(cls, failure: Failure, links: Links) -> _Told:
-        cause, place = failure.cause, failure.instruction and str(failure.instruction)
-        if not isinstance(cause, LinkError) or cause.kind == "failed":
-            disagreement = isinstance(cause, AgreementError)
-            reason = str(cause) if disagreement else failure.reason
-            return cls(failure.rank, failure.position, place, reason, links.rank, disagreement)
-        culprit = links.suspect(cause.peer) if cause.kind == "late" else cause.peer
-        victim = "" if culprit == cause.peer else f", which waits for rank {culprit}"
-        where = "" if place is None else f" (rank {failure.rank} was at {place}, step {failure.position})"
-        return cls(culprit, None, None, f"{cause.reason}{victim}{where}", links.rank, False)
-
-    def error(self, rank: int) -> AgreementError | PipelineError:
-        """The error to raise on a rank."""
-        if self.disagreement:
-            return AgreementError(self.reason if rank == self.reporter else f"{self.reason} [found by rank {self.reporter}]")
-        instruction = None if self.instruction is None else parse_instruction(self.instruction)
-        return PipelineError(self.rank, self.position, instruction, self.reason, reported_by=rank)
-
-
-def gone(peer: int, reporter: int) -> str:
-    """The failure that a rank is gone, as it is published."""
-    return json.dumps(_Told(peer, None, None, GONE, reporter, False))
 
 
 def _insist(interrupts: list[BaseException], call: Callable[..., Any], *args: Any) -> Any:

@@ -66,10 +66,11 @@ class AgreementError(RuntimeError):
 
 def describe_inputs(failure: Failure, lowered: LoweredStep) -> str:
     """The shapes that the stage of a failed forward was given."""
+    if failure.instruction is None or not isinstance(failure.cause, Exception):
+        return ""
     for part in parts_of(failure.instruction):
-        key = (part.stage, part.microbatch)
-        if part.op is Op.F and key in lowered.stages and isinstance(failure.cause, Exception):
-            low = lowered.stages[key]
+        if part.op is Op.F and part.microbatch is not None:
+            low = lowered.stages[part.stage, part.microbatch]
             params = lowered.form.params[lowered.schedule.model_stages[part.stage]]
             return f"; its input was {', '.join(map(str, low.received))}, its parameters {params}"
     return ""

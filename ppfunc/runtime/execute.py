@@ -40,7 +40,13 @@ def execute(compiled: CompiledStep, buffers: Buffers) -> Buffers:
 
 
 def fill(lowered: LoweredStep, arguments: StepArguments) -> Buffers:
-    """New buffers with the arguments in their places."""
+    """New buffers with the arguments in their places.
+
+    Raises:
+        ValueError: a stage draws random numbers, and there is no seed.
+    """
+    if arguments.seed is None and lowered.drawing:
+        raise ValueError(f"stage {lowered.drawing[0]} draws random numbers; pass seed=(seed, step) to the step, two integers")
     schedule, form = lowered.schedule, lowered.form
     buffers = Buffers(params=dict(arguments.params), state=dict(arguments.state), seed=arguments.seed)
     for chain in schedule.chains:

@@ -54,7 +54,7 @@ class Sum:
 
     def add(self, gradients: Given, microbatch: int, absent: Absent | None = None) -> None:
         absent = tuple([g is None for g in gradients]) if absent is None else absent
-        present = list(gradients) if True not in absent else [] if False not in absent else [g for g in gradients if g is not None]
+        present = [g for g in gradients if g is not None] if False in absent else []
         if self._absent is None:
             self._absent, self._total = absent, present
         elif absent != self._absent:
@@ -71,7 +71,7 @@ class Sum:
     def _add_unlike(self, gradients: Given) -> None:
         """Add gradients that are absent in other places than those before."""
         rest = iter(self._total)
-        before = [None if absent else next(rest) for absent in self._absent]
+        before = [None if absent else next(rest) for absent in self._absent or ()]
         total = [b if a is None else a if b is None else a + b for a, b in zip(before, gradients, strict=True)]
         self._absent, self._total, self._is_own = tuple([t is None for t in total]), [t for t in total if t is not None], False
 

@@ -10,7 +10,7 @@ import torch
 
 from .buffers import Buffers
 from .errors import PipelineError
-from .transport import Call, Failure, Link, LossPart, Transfer
+from .transport import Call, Failure, Link, LossPart, Mode, Transfer
 
 
 class InProcess:
@@ -42,7 +42,7 @@ class InProcess:
         assert key is not None  # one process holds the first stage, and so the batch
         return key
 
-    def end(self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart]) -> torch.Tensor | None:
+    def end(self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart], mode: Mode = "mixed") -> torch.Tensor | None:
         return torch.cat([losses[stage] for stage in sorted(parts)]).sum(0) if parts else None
 
     def fail(self, failure: Failure) -> BaseException:

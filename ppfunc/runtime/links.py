@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from .control import GONE, LinkError
+from .failures import GONE, LinkError
 from .rendezvous import Rendezvous
 from .sockets import Address, Stream, connect, hosts, listen, welcome
 
@@ -119,15 +119,16 @@ class SocketLinks:
 
     def _stream(self, peer: int, channel: str) -> Stream:
         """A stream; the higher rank of a pair connects to the lower one."""
-        if (peer, channel) not in self._streams:
+        stream = self._streams.get((peer, channel))
+        if stream is None:
             with self._changed:
                 stream = self._streams.setdefault((peer, channel), Stream(peer, channel))
-            if peer < self.rank and channel not in _WATCHED:
-                self.waiting_on = peer
-                address = self._rendezvous.wait(f"address/{peer}", peer, self.check)
-                if not self._connect(stream, address):
-                    raise LinkError(peer, "gone", GONE)
-        return self._streams[peer, channel]
+        if stream.socket is None and peer < self.rank and channel not in _WATCHED:
+            self.waiting_on = peer
+            if not self._connect(stream, self._rendezvous.wait(f"address/{peer}", peer, self.check)):
+                raise LinkError(peer, "gone", GONE)
+            self.waiting_on = None
+        return stream
 
     # -- steps -----------------------------------------------------------------------------
 

@@ -97,6 +97,7 @@ class LoweredStep(NamedTuple):
         ranks: those of this process.
         stages: the stages of this process, by (stage of the schedule, microbatch).
         losses: form of the losses of the stages of this process, by stage of the schedule.
+        drawing: the stages of the model, of this process, that are known to draw random numbers.
     """
 
     schedule: Schedule
@@ -105,6 +106,7 @@ class LoweredStep(NamedTuple):
     ranks: tuple[int, ...]
     stages: Mapping[Key, LoweredStage]
     losses: Mapping[int, LossPart]
+    drawing: tuple[int, ...]
 
 
 def lower(
@@ -135,6 +137,7 @@ def lower(
         StageError: a stage cannot be evaluated.
     """
     require_honoured(schedule)
+    _require_same_rows(form, schedule.microbatches)
     local = set(range(schedule.ranks) if ranks is None else ranks)
     home, model = schedule.placement, schedule.model_stages
     edges: dict[tuple[int, int], Sequence[Signature]] = {}
@@ -146,7 +149,7 @@ def lower(
             if source == BATCH:
                 edges[source, stage] = _inputs(form, spec, microbatches)
             elif home[source] not in local:
-                edges[source, stage] = exchange.recv((source, stage))
+                edges[source, stage] = _required(exchange).recv((source, stage))
         params = form.params[model[stage]] if example is None else example(model[stage])
         lower_one = _StageLowering(stages[model[stage]], loss_fn, schedule, spec, stage, params, form)
         for n, m in enumerate(microbatches):
@@ -155,8 +158,9 @@ def lower(
         for n, sink in enumerate(sinks_of(schedule, stage)):
             edges[stage, sink] = [lowered[stage, m].sent[n] for m in microbatches]
             if home[sink] not in local:
-                exchange.send((stage, sink), edges[stage, sink])
-    return LoweredStep(schedule, spec, form, tuple(sorted(local)), lowered, _losses(schedule, lowered))
+                _required(exchange).send((stage, sink), edges[stage, sink])
+    drawing = tuple(sorted({model[stage] for (stage, _), low in lowered.items() if low.outline.random}))
+    return LoweredStep(schedule, spec, form, tuple(sorted(local)), lowered, _losses(schedule, lowered), drawing)
 
 
 def require_honoured(schedule: Schedule) -> None:
@@ -170,11 +174,21 @@ def require_honoured(schedule: Schedule) -> None:
     if not schedule.replicas:
         refused[Op.REDUCE_TIED] = f"no stage of this schedule has replicas, and no tied parameters are declared; {mend}"
         refused[Op.REDUCE_GRAD] = f"there are no data parallel ranks to sum over; {mend}"
-    for op in schedule.ops & refused.keys():
+    for op in (op for op in refused if op in schedule.ops):
         rank, position, instruction = next(
             (r, n, i) for r, program in enumerate(schedule.programs) for n, step in enumerate(program) for i in step if i.op is op
         )
         raise ValueError(f"the schedule {schedule.name!r} has {instruction} (rank {rank}, step {position}), which nothing would honour: {refused[op]}")
+
+
+def _require_same_rows(form: StepForm, microbatches: int) -> None:
+    """Raise ValueError where targets or extras have other rows than the inputs: a loss might broadcast over them."""
+    for name, rows in form.other_rows.items():
+        if form.rows and rows and rows != form.rows:  # 0 of a batch without leaves
+            raise ValueError(
+                f"{name}: got {rows * microbatches} rows in axis 0, the inputs have {form.rows * microbatches}; expected the same rows, "
+                f"or ppfunc.microbatch({name}, {microbatches}) where it is meant"
+            )
 
 
 def stages_in_order(schedule: Schedule) -> Iterator[tuple[int, range]]:
@@ -240,7 +254,7 @@ class _StageLowering:
     def _extras(self, m: int) -> tuple[Signature, ...]:
         """Signatures of what follows the input: the target, the extras, the state."""
         form, stage = self.form, self.model
-        target = (form.targets[m],) if self.targeted else ()
+        target = (form.targets[m],) if self.targeted and form.targets is not None else ()
         extras = (form.extras[stage][m],) if stage in form.extras else ()
         state = (form.state[stage],) if stage in form.state else ()
         return (*target, *extras, *state)
@@ -294,9 +308,17 @@ class _StageLowering:
 
 def _inputs(form: StepForm, spec: StepSpec, microbatches: range) -> list[Signature]:
     """Signatures of the batch for the microbatches of a chain."""
-    wants = "input_grads" in spec.wants
-    changed = {s: s.with_grad() if wants else s for s in set(form.inputs[microbatches.start : microbatches.stop])}
-    return [changed[form.inputs[m]] for m in microbatches]
+    if form.inputs is None:
+        raise ValueError("inputs: got None, but this process runs the first stage, which needs them")
+    given = form.inputs[microbatches.start : microbatches.stop]
+    changed = {s: s.with_grad() if "input_grads" in spec.wants else s for s in set(given)}
+    return [changed[s] for s in given]
+
+
+def _required(exchange: Exchange | None) -> Exchange:
+    if exchange is None:
+        raise ValueError("got ranks of this process that are not all, and no exchange to pass signatures to the others")
+    return exchange
 
 
 def _losses(schedule: Schedule, lowered: Mapping[Key, LoweredStage]) -> dict[int, LossPart]:

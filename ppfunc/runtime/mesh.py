@@ -78,9 +78,13 @@ class ProcessGroups:
         mesh: DeviceMesh | None = None,
         names: Mapping[str, str] | None = None,
     ) -> None:
-        if (topology is None) == (mesh is None):
+        if topology is None:
+            if mesh is None:
+                raise ValueError("expected a topology or a mesh, one of the two")
+            topology = topology_of_mesh(mesh, names)
+        elif mesh is not None:
             raise ValueError("expected a topology or a mesh, one of the two")
-        self.topology = topology or topology_of_mesh(mesh, names)
+        self.topology = topology
         _require_world(self.topology)
         self._ranks = tuple(range(self.topology.world_size)) if mesh is None else tuple(mesh.mesh.flatten().tolist())
         self.position = self._ranks.index(dist.get_rank())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import optree
@@ -60,7 +60,7 @@ def two_streams() -> Overlapped:
     streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def together(forward: Program, arguments: tuple[Any, ...], backward: Program, others: tuple[Any, ...]) -> tuple[Any, Any]:
-        given = [t for t in optree.tree_leaves((arguments, others)) if isinstance(t, torch.Tensor)]
+        given = [t for t in optree.tree_leaves(cast(Any, (arguments, others))) if isinstance(t, torch.Tensor)]
         device = next((t.device for t in given), torch.device("cpu"))
         if device.type != "cuda":
             raise ValueError(f"two_streams() got stages that compute on {device}; leave out overlapped= where there is no CUDA")
@@ -68,7 +68,7 @@ def two_streams() -> Overlapped:
             streams[device] = torch.cuda.Stream(device)
         here, beside = torch.cuda.current_stream(device), streams[device]
         beside.wait_stream(here)
-        for tensor in optree.tree_leaves(others):
+        for tensor in optree.tree_leaves(cast(Any, others)):
             _used_on(beside, tensor)
         with torch.cuda.stream(beside):
             gradients = backward(*others)

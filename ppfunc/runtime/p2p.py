@@ -15,11 +15,12 @@ import torch.distributed as dist
 
 from . import _torch
 from .buffers import Buffers
-from .control import GONE, Control, LinkError, gone
+from .control import Control
 from .errors import PipelineError
+from .failures import GONE, LinkError, gone
 from .links import SocketLinks, give_way
 from .rendezvous import Rendezvous
-from .transport import Call, Failure, Link, LossPart, Transfer
+from .transport import Call, Failure, Link, LossPart, Mode, Transfer
 
 # Dtypes that every backend can carry; anything else travels as its bytes.
 _PLAIN = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
@@ -62,7 +63,8 @@ class P2P:
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError("P2P got no process group; call torch.distributed.init_process_group first, or use InProcess()")
         group = group if group is not None else dist.group.WORLD
-        if group is None or group is dist.GroupMember.NON_GROUP_MEMBER:
+        outside: Any = dist.GroupMember.NON_GROUP_MEMBER  # a number, or a group
+        if group is None or group is outside:
             raise RuntimeError("P2P got a process group of which this process is not a member")
         self._user_group = group
         try:
@@ -108,11 +110,11 @@ class P2P:
     def begin(self, call: str, key: str | None, source: int) -> str:
         return self._control.begin(call, key, source)
 
-    def end(self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart]) -> torch.Tensor | None:
+    def end(self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart], mode: Mode = "mixed") -> torch.Tensor | None:
         if self.backend != "nccl" or not parts:
-            return self._control.end(losses, parts)
+            return self._control.end(losses, parts, mode)
         # A broadcast that a rank does not come to would hold up all that its GPU is given later: agree on the host first.
-        return self._control.end({}, {}, lambda: self._sum(losses, parts))
+        return self._control.end({}, {}, mode, lambda: self._sum(losses, parts))
 
     def _sum(self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart]) -> torch.Tensor:
         """The sum of the losses of all ranks, on the device."""
@@ -253,6 +255,8 @@ class P2P:
         tag, peer, links = transfer.tag, transfer.peer, self._links
 
         def wait(buffers: Buffers) -> list[torch.Tensor]:
+            works: list[Any]
+            tensors: list[torch.Tensor]
             works, tensors = buffers.pending.pop(tag)
             links.waiting_on = peer
             try:

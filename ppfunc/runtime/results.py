@@ -36,18 +36,18 @@ class StepResult(NamedTuple):
     """The results of one step; those that were not wanted are None.
 
     Args:
-        loss: the weighted sum of all losses, of the shape of a loss, on every rank.
+        loss: the weighted sum of all losses, a tensor of the shape of a loss, on every rank.
         grads: the gradients of the parameters of this process, by stage of the model.
         input_grads: those of the inputs, in their form; None where this process runs no first stage.
         outputs: what the last stages of this process return, in the form of the inputs; None where it runs none.
-        aux: metrics and state.
+        aux: metrics and state, :class:`Aux`.
     """
 
-    loss: torch.Tensor | None = None
-    grads: dict[int, Any] | None = None
+    loss: Any = None
+    grads: Any = None
     input_grads: Any = None
     outputs: Any = None
-    aux: Aux | None = None
+    aux: Any = None
 
 
 def collect(lowered: LoweredStep, arguments: StepArguments, buffers: Buffers) -> StepResult:
@@ -101,7 +101,7 @@ def _gradients(lowered: LoweredStep, arguments: StepArguments, buffers: Buffers,
 
 
 def _input_gradients(lowered: LoweredStep, arguments: StepArguments, buffers: Buffers, owned: Owned) -> Any:
-    schedule, signatures = lowered.schedule, lowered.form.inputs
+    schedule, signatures = lowered.schedule, lowered.form.inputs or ()
     firsts = {m: chain.stages[0] for chain in schedule.chains for m in chain.microbatches}
     if not any(schedule.placement[stage] in lowered.ranks for stage in firsts.values()):
         return None

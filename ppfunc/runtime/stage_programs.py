@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from operator import is_
 from types import CellType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import optree
@@ -103,7 +103,7 @@ def program_of(
             raise TypeError(f"engine: it returned an object of type {type(program).__name__} for {name}, expected a StageProgram")
         return known, program
 
-    return _shared(function, (engine, _form(example), device), make)
+    return _shared(function, (cast(Hashable, engine), _form(example), device), make)
 
 
 def forget(fn: Stage) -> None:

@@ -5,84 +5,40 @@ from __future__ import annotations
 import json
 import platform
 import threading
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import optree
 import torch
 
 from ppfunc.schedule import Schedule
-from ppfunc.stage import Engine, Loss, Outline, Signature, Stage
+from ppfunc.stage import Engine, Loss, Signature, Stage
 
 from .analysis import Lowered
 from .arguments import RawArguments, StepArguments, read_arguments
-from .compile import CompiledStep, compile_step
+from .buffers import Buffers
+from .cache import CACHE_SIZE, RETRACES, Agreed, CacheInfo, Entry, Last, keep, warn_of_retraces
+from .compile import compile_step
 from .errors import AgreementError, describe_inputs
 from .exchange import Edges, Negotiation, Replay
 from .execute import StepFailed, execute, fill
 from .functorch import transforming
 from .lower import Exchange, LoweredStep, StepSpec, lower
-from .replicas import links_of_replicas
+from .replicas import links_of_replicas, require_same_forms, shared_forms
 from .results import StepResult, collect, weighted_losses
 from .rng import preserve_rng
-from .stage_programs import autocast, forget, modes
+from .stage_programs import autocast, forget
 from .terms import batch_name, call_terms, rows_of
 from .transport import Failure, Link, LossPart, Transport
 
 P = ParamSpec("P")
 R = TypeVar("R")
-V = TypeVar("V")
 
-CACHE_SIZE = 32
-"""Most forms of arguments for which one step function keeps compiled programs."""
-_RETRACES = 8  # so many forms are unusual enough for a warning
 _KNOWN = "; run before: "
-_LEAF = optree.tree_structure(0)
-
-
-class CacheInfo(NamedTuple):
-    """Use of the cache of a step function, as of ``functools.lru_cache``."""
-
-    hits: int
-    misses: int
-    maxsize: int
-    currsize: int
-
-
-class _Agreed(NamedTuple):
-    """Facts that the ranks agreed on for one form of the batch.
-
-    Args:
-        edges: the signatures on edges to and from other processes.
-        parts: the form of the losses of all ranks.
-    """
-
-    edges: Edges
-    parts: dict[int, LossPart]
-
-
-class _Entry(NamedTuple):
-    """A compiled step, the modes of its modules for which it holds, and the form of the losses of all ranks."""
-
-    compiled: CompiledStep
-    modes: tuple[tuple[Outline, tuple[bool, ...]], ...]
-    parts: dict[int, LossPart]
-
-    def holds(self) -> bool:
-        """Whether every module that ran in it is in the mode in which it was traced."""
-        return all(modes(outline) == before for outline, before in self.modes)
-
-
-class _Last(NamedTuple):
-    """The last call: its arguments, the name of its batch, autocast, and what it ran."""
-
-    arguments: StepArguments
-    name: str
-    autocast: tuple[Any, ...]
-    entry: _Entry
+_MODES = 3  # programs that are kept for other modes of the modules
+_LEAF = optree.tree_structure(cast(Any, 0))
 
 
 class StepFunction(Generic[P, R]):
@@ -117,9 +73,9 @@ class StepFunction(Generic[P, R]):
         self._lock = threading.Lock()
         self._building = threading.local()
         self._generation: int | None = None
-        self._agreed: OrderedDict[tuple[Any, ...], _Agreed] = OrderedDict()
-        self._compiled: OrderedDict[tuple[Any, ...], list[_Entry]] = OrderedDict()
-        self._last: _Last | None = None
+        self._agreed: OrderedDict[tuple[Any, ...], Agreed] = OrderedDict()
+        self._compiled: OrderedDict[tuple[Any, ...], list[Entry]] = OrderedDict()
+        self._last: Last | None = None
         self._hits = self._misses = 0
 
     def __repr__(self) -> str:
@@ -137,7 +93,10 @@ class StepFunction(Generic[P, R]):
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
                 return self(*args, **kwargs)
-        entry: _Entry | None = None
+        entry: Entry | None = None
+        buffers: Buffers | None = None
+        failure: Failure | None = None
+        error: BaseException | None = None
         try:
             self._require_all_ranks_under_transforms()
             raw = self._prepare(*args, **kwargs)
@@ -150,16 +109,16 @@ class StepFunction(Generic[P, R]):
                 losses = weighted_losses(compiled.lowered, arguments, buffers)
                 result = collect(compiled.lowered, arguments, buffers)
                 buffers = None
-                result = result._replace(loss=self.transport.end(losses, entry.parts))
+                result = result._replace(loss=self.transport.end(losses, entry.parts, entry.mode()))
             return self._finish(result, raw)
         except BaseException as raised:
             failure = self._failure(raised, entry)
-            cause, error = failure.cause, self.transport.fail(failure)
-            if error is cause or not isinstance(cause, Exception):
-                raise cause from cause.__cause__  # an interrupt stays what it is
-            raise error from cause
+            error = self.transport.fail(failure)
+            if error is failure.cause or not isinstance(failure.cause, Exception):
+                raise failure.cause from failure.cause.__cause__  # an interrupt stays what it is
+            raise error from failure.cause
         finally:
-            buffers = failure = error = cause = None  # an error that is kept keeps this frame, and must not be kept by it
+            buffers = failure = error = None  # an error that is kept keeps this frame, and must not keep what it held
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> Lowered:
         """Lower the step for these arguments, and run nothing; where ranks are processes, every one calls it.
@@ -171,6 +130,8 @@ class StepFunction(Generic[P, R]):
             arguments = self._read(self._prepare(*args, **kwargs), abstract=True)
             name = None if arguments.form.inputs is None else batch_name(arguments.form)
             name = self.transport.begin(f"{self._terms(arguments)}; lowered, not run", name, self._source)
+            if self.transport.generation != self._generation:
+                self._meet()
             lowered = self._lower(arguments, name, Negotiation(self.schedule, self.transport))
             self.transport.end({}, {})
             return Lowered(lowered, self._engine, self.transport)
@@ -199,13 +160,14 @@ class StepFunction(Generic[P, R]):
         last = None if self._last is None or abstract else self._last.arguments
         return read_arguments(raw, self.schedule, self._local, self._loss_fn is not None, last, abstract=abstract)
 
-    def _ready(self, arguments: StepArguments) -> _Entry:
+    def _ready(self, arguments: StepArguments) -> Entry:
         """The compiled step for these arguments; worked out with the peers where the form of the batch is new."""
         last, now = self._last, autocast()
-        same = last is not None and last.arguments.form is arguments.form and last.autocast == now
+        if last is not None and (last.arguments.form is not arguments.form or last.autocast != now):
+            last = None  # another form than that of the last call
         mine = None
         if arguments.form.inputs is not None:
-            name = last.name if same else batch_name(arguments.form)
+            name = batch_name(arguments.form) if last is None else last.name
             mine = f"{name}{_KNOWN}{self._has_run(name)}"
         name, _, known = self.transport.begin(self._terms(arguments), mine, self._source).rpartition(_KNOWN)
         if known != self._has_run(name):
@@ -215,7 +177,7 @@ class StepFunction(Generic[P, R]):
             )
         if self.transport.generation != self._generation:
             self._meet()
-        if same and last.name == name and last.entry.holds() and known == "yes":
+        if last is not None and last.name == name and last.entry.holds() and known == "yes":
             self._hits += 1
             return last.entry
         own = (name, arguments.key, now)
@@ -227,10 +189,10 @@ class StepFunction(Generic[P, R]):
                 self._hits += 1
                 self._compiled.move_to_end(own)
         entry = entry or self._build(arguments, name, own)
-        self._last = _Last(arguments._replace(params={}, state={}, inputs=(), targets=(), extras={}), name, now, entry)
+        self._last = Last(arguments._replace(params={}, state={}, inputs=(), targets=(), extras={}), name, now, entry)
         return entry
 
-    def _build(self, arguments: StepArguments, name: str, own: tuple[Any, ...]) -> _Entry:
+    def _build(self, arguments: StepArguments, name: str, own: tuple[Any, ...]) -> Entry:
         """Lower and compile."""
         if getattr(self._building, "active", False):
             raise RuntimeError(f"a stage calls the step function that it is part of ({self!r}); call a function of its own from a stage")
@@ -241,18 +203,18 @@ class StepFunction(Generic[P, R]):
             lowered = self._lower(arguments, name, exchange)
             compiled = compile_step(lowered, self._engine, self.transport)
             if agreed is None:
-                agreed = _Agreed(exchange.agreed, self._share_losses(lowered))
-            elif lowered.losses != {s: part for s, part in agreed.parts.items() if part.rank in self._ranks}:
-                raise ValueError("the losses of this process have another form than the ranks agreed on; make a new step function")
+                agreed = self._agree(lowered, exchange.agreed)
+            else:
+                self._require_agreed(lowered, agreed)
         finally:
             self._building.active = False
-        outlines = {id(low.outline): low.outline for low in lowered.stages.values()}.values()
-        entry = _Entry(compiled, tuple((outline, modes(outline)) for outline in outlines), agreed.parts)
+        entry = Entry.of(compiled, agreed.parts)
         with self._lock:
             self._misses += 1
-            _keep(self._agreed, (name, own[-1]), agreed)
-            _keep(self._compiled, own, [*(e for e in self._compiled.get(own, ()) if len(e.modes) < CACHE_SIZE), entry])
-        self._warn_of_retraces(arguments)
+            keep(self._agreed, (name, own[-1]), agreed)
+            keep(self._compiled, own, [*self._compiled.get(own, [])[-_MODES:], entry])
+        if self._misses == RETRACES:
+            warn_of_retraces(self.spec.name, self._misses, arguments, self._last and self._last.arguments)
         return entry
 
     def _lower(self, arguments: StepArguments, name: str, exchange: Exchange) -> LoweredStep:
@@ -264,24 +226,10 @@ class StepFunction(Generic[P, R]):
             ranks=self._ranks, exchange=exchange, example=arguments.example,
         )  # fmt: skip
 
-    def _failure(self, raised: BaseException, entry: _Entry | None) -> Failure:
-        if not isinstance(raised, StepFailed):
+    def _failure(self, raised: BaseException, entry: Entry | None) -> Failure:
+        if not isinstance(raised, StepFailed) or entry is None:
             return Failure(self._ranks[0], None, None, raised)
         return raised.failure._replace(context=describe_inputs(raised.failure, entry.compiled.lowered))
-
-    def _warn_of_retraces(self, arguments: StepArguments) -> None:
-        if self._misses != _RETRACES:
-            return
-        before = {} if self._last is None else self._last.arguments.trees
-        changed = [n for n, form in arguments.trees.items() if n not in before or before[n].key != form.key]
-        what = f"{changed[0]} is now {arguments.trees[changed[0]].signature}" if changed else "modules or autocast have another mode"
-        if changed and changed[0] in before:
-            what += f", it was {before[changed[0]].signature}"
-        warnings.warn(
-            f"{self.spec.name} has been traced {self._misses} times, each for another form of its arguments: {what}; "
-            f"pad batches to few shapes, or use the functional engine",
-            stacklevel=5,
-        )
 
     # -- agreement -------------------------------------------------------------------------
 
@@ -315,15 +263,37 @@ class StepFunction(Generic[P, R]):
         self.transport.connect(links_of(self.schedule))
         self._generation = self.transport.generation
 
-    def _share_losses(self, lowered: LoweredStep) -> dict[int, LossPart]:
-        """The form of the losses of all stages."""
-        mine = {stage: [part.rank, Signature(_LEAF, (part.leaf,)).to_json()] for stage, part in lowered.losses.items()}
+    def _agree(self, lowered: LoweredStep, edges: Edges) -> Agreed:
+        """Tell the form of the losses, and that of the parameters that other processes hold too."""
+        losses = {stage: [part.rank, Signature(_LEAF, (part.leaf,)).to_json()] for stage, part in lowered.losses.items()}
+        shared = shared_forms(self.schedule, lowered.form.params)
         parts: dict[int, LossPart] = {}
-        for text in self.transport.all_gather(json.dumps(mine)):
-            parts |= {int(stage): LossPart(rank, Signature.from_json(leaf).leaves[0]) for stage, (rank, leaf) in json.loads(text).items()}
+        told: list[dict[int, Signature]] = []
+        for text in self.transport.all_gather(json.dumps([losses, {stage: form.to_json() for stage, form in shared.items()}])):
+            theirs, forms = json.loads(text)
+            parts |= {int(stage): LossPart(rank, Signature.from_json(leaf).leaves[0]) for stage, (rank, leaf) in theirs.items()}
+            told.append({int(stage): Signature.from_json(form) for stage, form in forms.items()})
         if not parts and "loss" in self.spec.wants:
             raise ValueError("no stage has returned a loss")
-        return dict(sorted(parts.items()))
+        require_same_forms(told)
+        return Agreed(edges, dict(sorted(parts.items())), shared)
+
+    def _require_agreed(self, lowered: LoweredStep, agreed: Agreed) -> None:
+        """Raise where losses or parameters of this process have another form than the ranks agreed on."""
+        mend = "make a new step function for parameters of other dtypes or shapes"
+        now, before = ({s: part.leaf for s, part in found.items() if part.rank in self._ranks} for found in (lowered.losses, agreed.parts))
+        if now != before:
+            stage = min(s for s in now.keys() | before.keys() if now.get(s) != before.get(s))
+            raise ValueError(
+                f"stage {self.schedule.model_stages[stage]} now gives the losses {now.get(stage, 'none')} (one for each microbatch), the ranks "
+                f"agreed on {before.get(stage, 'none')}; {mend}"
+            )
+        for stage, form in shared_forms(self.schedule, lowered.form.params).items():
+            if form != agreed.shared[stage]:
+                raise AgreementError(
+                    f"the parameters of stage {stage} differ between the processes that hold it: rank {self._ranks[0]} now has {form}, "
+                    f"all had {agreed.shared[stage]}; {mend}, on every rank"
+                )
 
     def _require_all_ranks_under_transforms(self) -> None:
         if transforming() and len(self._ranks) < self.schedule.ranks:
@@ -341,14 +311,6 @@ def links_of(schedule: Schedule) -> Iterator[Link]:
         if not schedule.forward_only:
             yield Link("B", home[b], home[a])
     yield from links_of_replicas(schedule)
-
-
-def _keep(cache: OrderedDict[tuple[Any, ...], V], key: tuple[Any, ...], value: V) -> None:
-    """Add to a bounded cache; the least recently used entry goes."""
-    cache[key] = value
-    cache.move_to_end(key)
-    while len(cache) > CACHE_SIZE:
-        cache.popitem(last=False)
 
 
 def _generators(arguments: StepArguments) -> AbstractContextManager[None]:

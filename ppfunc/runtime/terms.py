@@ -23,12 +23,13 @@ def call_terms(schedule: Schedule, arguments: StepArguments) -> str:
 
 def batch_name(form: StepForm) -> str:
     """The form of a batch, with the rows of a microbatch where it was given whole."""
-    index = {signature: n for n, signature in enumerate(dict.fromkeys(form.inputs))}
-    text = "\n".join([*(s.to_json() for s in index), *(str(index[s]) for s in form.inputs)])
+    inputs = form.inputs or ()
+    index = {signature: n for n, signature in enumerate(dict.fromkeys(inputs))}
+    text = "\n".join([*(s.to_json() for s in index), *(str(index[s]) for s in inputs)])
     shown = _plain(", ".join(map(str, index)))
     shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
     given = "as Microbatches" if form.rows is None else f"with {form.rows} rows each"
-    return f"{len(form.inputs)} microbatches of {shown} ({_digest(text)}) {given}"
+    return f"{len(inputs)} microbatches of {shown} ({_digest(text)}) {given}"
 
 
 def rows_of(name: str) -> int | None:

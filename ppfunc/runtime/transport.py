@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Self
 
 import torch
 
@@ -77,6 +77,10 @@ class LossPart(NamedTuple):
 
     rank: int
     leaf: LeafSignature
+
+
+Mode = Literal["training", "evaluation", "mixed"]
+"""The mode of all modules that run in the stages of a process; mixed also where there are none."""
 
 
 class Failure(NamedTuple):
@@ -168,7 +172,7 @@ class ControlTransport(Protocol):
         """
         ...
 
-    def end(self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart]) -> torch.Tensor | None:
+    def end(self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart], mode: Mode = "mixed") -> torch.Tensor | None:
         """End a step: returns once every rank is at its end, so that a step fails on all ranks or on none.
 
         Equivalent to, with the ``losses`` of all ranks together: ``torch.cat([losses[s] for s in sorted(parts)]).sum(0)``.
@@ -176,6 +180,10 @@ class ControlTransport(Protocol):
         Args:
             losses: the weighted losses of the stages of this process, as ``parts`` says.
             parts: the form of the losses of all ranks, the same everywhere; empty where there is no loss.
+            mode: of the modules of this process.
+
+        Raises:
+            AgreementError: the modules of one rank are in training mode, those of another in evaluation mode.
 
         Returns:
             The sum, on every rank, None where ``parts`` is empty.

@@ -1,4 +1,4 @@
-"""How fast a schedule of one stage per rank can be at best."""
+"""Bound from below the time of any schedule of one stage per rank."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from .costs import Costs, Number
 
 
 def lower_bound(costs: Costs, ranks: int, microbatches: int, cap: int) -> Number:
-    """A time that the span of no schedule falls below, whatever its order; its makespan neither.
+    """Return a lower bound of the span, and so of the makespan, of every schedule, whatever its order.
 
     It is the largest, over all ranks r, of four bounds. With n = min(m, cap), F, I and W the times
     on rank r, and RT the time from the end of an F on rank r until its I can start at best:
@@ -47,6 +47,6 @@ def lower_bound(costs: Costs, ranks: int, microbatches: int, cap: int) -> Number
         cycle = -(-microbatches // cap) * (f[r] + around + i[r] + w[r])
         best = max(best, microbatches * (f[r] + i[r] + w[r]) + head + tail, cycle)
         for q in range(r):
-            way = sum(f[s] + i[s] + turn[s] for s in range(q, r))
-            best = max(best, way + microbatches * (f[r] + i[r]) + w[q])
+            forward_path = sum(f[s] + i[s] + turn[s] for s in range(q, r))
+            best = max(best, forward_path + microbatches * (f[r] + i[r]) + w[q])
     return best

@@ -12,9 +12,9 @@ from .errors import ScheduleError
 from .instruction import COMMUNICATION, Op
 from .proof.buffers import check_activations, check_offloads, check_slots
 from .proof.columns import prove_columns
-from .proof.order import Record, check_order
+from .proof.order import OrderRecord, check_order
 from .proof.queues import check_queues
-from .proof.routes import routes
+from .proof.routes import find_routes
 from .proof.structure import check_structure
 from .proof.tail import check_loads, check_tail
 from .proof.traffic import Traffic, traffic
@@ -115,12 +115,8 @@ def check(schedule: Schedule, *, queue: str = "pair", max_activations: int | Non
     if queue not in _QUEUES:
         raise ValueError(f"queue is {queue!r}, expected 'pair' or 'rank'")
     check_structure(schedule)
-    if schedule.ops & COMMUNICATION:
-        atomic = _prove_lowered(schedule, queue)
-        models = ("rendezvous", f"one queue per {_QUEUES[queue]}")
-    else:
-        atomic = _prove_bare(schedule)
-        models = ("by data dependencies",)
+    lowered = bool(schedule.ops & COMMUNICATION)
+    atomic = _prove_lowered(schedule, queue) if lowered else _prove_bare(schedule)
     check_offloads(schedule)
     check_loads(schedule)
     check_tail(schedule)
@@ -133,7 +129,7 @@ def check(schedule: Schedule, *, queue: str = "pair", max_activations: int | Non
         microbatches=schedule.microbatches,
         instructions=tuple((op.value, schedule.counts[op]) for op in Op if op in schedule.counts),
         peak_activations=check_activations(schedule, max_activations),
-        models=models,
+        models=("rendezvous", f"one queue per {_QUEUES[queue]}") if lowered else ("by data dependencies",),
         slots=check_slots(schedule),
         step_atomic=atomic,
     )
@@ -148,11 +144,11 @@ def _prove_lowered(schedule: Schedule, queue: str) -> bool:
 def _prove_by_steps(schedule: Schedule, queue: str) -> bool:
     """Prove the same instruction by instruction, and name the first that is wrong."""
     flow = dataflow(schedule)
-    ways = routes(schedule, flow)
-    record = check_order(schedule, flow, ways)
-    found = traffic(schedule, flow, ways, queue)
+    routes = find_routes(schedule, flow)
+    record = check_order(schedule, flow, routes)
+    found = traffic(schedule, flow, routes, queue)
     check_queues(schedule, flow, record, found)
-    return _batches_are_atomic(found if queue == "pair" else traffic(schedule, flow, ways, "pair"))
+    return _batches_are_atomic(found if queue == "pair" else traffic(schedule, flow, routes, "pair"))
 
 
 def _prove_bare(schedule: Schedule) -> bool:
@@ -176,7 +172,7 @@ def is_step_atomic(schedule: Schedule) -> bool:
     return check(schedule).step_atomic
 
 
-def _values_are_atomic(flow: Dataflow, record: Record) -> bool:
+def _values_are_atomic(flow: Dataflow, record: OrderRecord) -> bool:
     """Without communications: every value is made in a step no later than that of its consumer."""
     made = record.made
     for value, (_, step, _) in made.items():

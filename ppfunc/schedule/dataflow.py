@@ -1,4 +1,4 @@
-"""What every compute instruction consumes and produces, with a number as the name of each value.
+"""Number the values that compute instructions consume and produce.
 
 The output of stage ``s`` for microbatch ``m`` is value ``2 (s M + m)``, the gradient of the loss
 with respect to the stage's input is the next odd number. What an instruction consumes then lies
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .instruction import Instruction, Op
+from .instruction import Instruction, Op, microbatch_of
 from .schedule import Schedule
 
 # Distance from a stage's output to what an instruction produces; W produces nothing that others consume.
@@ -32,18 +32,18 @@ class Dataflow(NamedTuple):
     needs: dict[Op, tuple[tuple[tuple[int, int], ...], ...]]
 
     def output(self, stage: int, microbatch: int) -> int:
-        """The number of what ``F`` of this stage and microbatch produces."""
+        """Return the number of the value that ``F`` of this stage and microbatch produces."""
         return 2 * (stage * self.microbatches + microbatch)
 
     def name(self, value: int) -> str:
-        """The value in words, such as ``the output of stage 2 for microbatch 0``."""
+        """Return the value in words, such as ``the output of stage 2 for microbatch 0``."""
         stage, microbatch = divmod(value // 2, self.microbatches)
         kind = "the input gradient" if value % 2 else "the output"
         return f"{kind} of stage {stage} for microbatch {microbatch}"
 
 
 def dataflow(schedule: Schedule) -> Dataflow:
-    """The edges of ``schedule``: those along its chains first, then its skip connections."""
+    """Return the edges of ``schedule``: those along its chains first, then its skip connections."""
     m = max(schedule.microbatches, 1)
     sources: list[list[int]] = [[] for _ in schedule.placement]
     targets: list[list[int]] = [[] for _ in schedule.placement]
@@ -63,18 +63,18 @@ def dataflow(schedule: Schedule) -> Dataflow:
 
 
 def products(flow: Dataflow, instruction: Instruction) -> tuple[int, ...]:
-    """The values that a compute instruction produces: none for W, two for an overlapped pair."""
+    """Return the values that a compute instruction produces: none for W, two for an overlapped pair."""
     return tuple(
-        flow.output(part.stage, part.microbatch) + PRODUCT[part.op]
+        flow.output(part.stage, microbatch_of(part)) + product
         for part in instruction.parts or (instruction,)
-        if PRODUCT[part.op] is not None
+        if (product := PRODUCT[part.op]) is not None
     )
 
 
 def consumed(flow: Dataflow, instruction: Instruction) -> tuple[tuple[int, int, int], ...]:
-    """What a compute instruction consumes: ``(value, stage of origin, consuming stage)`` of each."""
+    """Return the inputs of a compute instruction: ``(value, stage of origin, consuming stage)`` of each."""
     return tuple(
-        (flow.output(part.stage, part.microbatch) + distance, origin, part.stage)
+        (flow.output(part.stage, microbatch_of(part)) + distance, origin, part.stage)
         for part in instruction.parts or (instruction,)
         for distance, origin in flow.needs[part.op][part.stage]
     )

@@ -1,4 +1,4 @@
-"""The earliest times: every compute instruction starts once its rank is free and its inputs are there."""
+"""Run compute instructions as early as possible: each starts once its rank is free and its inputs are there."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from .dataflow import PRODUCT, Dataflow, consumed, dataflow
-from .errors import ScheduleError, cycle_text, refuse, text_of
-from .instruction import COMPUTE, Instruction, Op
+from .errors import ScheduleError, cycle_text, schedule_error, text_of
+from .instruction import COMPUTE, Instruction, Op, microbatch_of
 from .proof.structure import check_structure
 from .schedule import Schedule
 
@@ -16,7 +16,7 @@ Duration = Callable[[Op, int], Time]
 PairDuration = Callable[[Instruction, Instruction], Time]
 
 
-class Times(NamedTuple):
+class EarliestTimes(NamedTuple):
     """Start and end of every compute instruction, in the order of each rank.
 
     Args:
@@ -32,7 +32,7 @@ class Times(NamedTuple):
 
 def earliest(
     schedule: Schedule, duration: Duration, pair: PairDuration, delay: Callable[[int, int], Time]
-) -> Times:
+) -> EarliestTimes:
     """Run the compute instructions of ``schedule`` as soon as possible; communications are skipped.
 
     Equivalent to, for each instruction in an order that respects its inputs::
@@ -54,7 +54,7 @@ def earliest(
     flow = dataflow(schedule)
     sequences = [[i for step in p for i in step if i[0] in COMPUTE] for p in schedule.programs]
     rows = _rows(schedule, flow, duration, delay)
-    times = Times(tuple([] for _ in sequences), tuple([] for _ in sequences), {})
+    times = EarliestTimes(tuple([] for _ in sequences), tuple([] for _ in sequences), {})
     ready = list(range(len(sequences) - 1, -1, -1))
     waiting: dict[int, list[int]] = {}
     while ready:
@@ -93,7 +93,7 @@ def _advance(
     rows: dict[Op, list[tuple]],
     microbatches: int,
     pair: PairDuration,
-    times: Times,
+    times: EarliestTimes,
     waiting: dict[int, list[int]],
     ready: list[int],
 ) -> int | None:
@@ -103,9 +103,11 @@ def _advance(
     for at in range(len(ends), len(sequence)):
         instruction = sequence[at]
         parts = instruction[5]
-        start, made = free, ()
+        start: Time = free
+        made: tuple[int, ...] = ()
         for part in parts or (instruction,):
             op, stage, microbatch, _, _, _ = part
+            assert microbatch is not None
             length, product, inputs = rows[op][stage]
             output = 2 * (stage * microbatches + microbatch)
             for distance, late in inputs:
@@ -141,14 +143,14 @@ def stuck(schedule: Schedule, flow: Dataflow, blocked: dict[int, int]) -> Schedu
         sentence = f"rank {rank} waits at step {step}, place {place} ({text_of(instruction)}) for {flow.name(value)}"
         maker = makers.get(value)
         if maker is None:
-            return refuse(schedule, rank, (step, place), f"it waits for {flow.name(value)}, which no rank computes")
+            return schedule_error(schedule, rank, (step, place), f"it waits for {flow.name(value)}, which no rank computes")
         other, (other_step, other_place) = maker
-        what = text_of(schedule.programs[other][other_step][other_place])
-        seen[rank] = f"{sentence}, which rank {other} computes only at step {other_step}, place {other_place} ({what})"
+        producer = text_of(schedule.programs[other][other_step][other_place])
+        seen[rank] = f"{sentence}, which rank {other} computes only at step {other_step}, place {other_place} ({producer})"
         rank = other
     cycle = list(seen)[list(seen).index(rank) :]
     step, place, _ = at[rank]
-    return refuse(schedule, rank, (step, place), "deadlock: " + cycle_text([seen[r] for r in cycle]))
+    return schedule_error(schedule, rank, (step, place), "deadlock: " + cycle_text([seen[r] for r in cycle]))
 
 
 def _makers(schedule: Schedule, flow: Dataflow) -> dict[int, tuple[int, tuple[int, int]]]:
@@ -158,7 +160,7 @@ def _makers(schedule: Schedule, flow: Dataflow) -> dict[int, tuple[int, tuple[in
             for part in instruction.parts or (instruction,):
                 product = PRODUCT[part.op]
                 if product is not None:
-                    value = flow.output(part.stage, part.microbatch) + product
+                    value = flow.output(part.stage, microbatch_of(part)) + product
                     makers.setdefault(value, (rank, (step, place)))
     return makers
 

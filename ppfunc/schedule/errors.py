@@ -1,4 +1,4 @@
-"""The error of a schedule that is wrong: where it is wrong, why, and a picture with a mark."""
+"""Name the place and the reason of a wrong schedule, with a picture and a mark."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ class ScheduleError(ValueError):
         return f"{head}\n\n{self.picture}" if self.picture else head
 
 
-def refuse(
+def schedule_error(
     schedule: Schedule, rank: int | None, position: tuple[int, int] | None, reason: str
 ) -> ScheduleError:
-    """The error for one place of ``schedule``, with its instruction and its picture; to be raised."""
+    """Make the error for one place of ``schedule``, with its instruction and its picture. The caller raises it."""
     if rank is None or position is None:
         return ScheduleError(rank, position, None, reason)
     step, place = position
@@ -63,13 +63,13 @@ def refuse(
 
 
 def last_place(schedule: Schedule, rank: int) -> tuple[int, int] | None:
-    """The position of the last instruction of a rank, where what is missing should have come by; None if it has none."""
+    """Return the position of the last instruction of a rank, the latest place for a missing one; None if it has none."""
     steps = enumerate(schedule.programs[rank])
     return max(((step, len(instructions) - 1) for step, instructions in steps if instructions), default=None)
 
 
 def excerpt(schedule: Schedule, rank: int, position: tuple[int, int]) -> str:
-    """A few ranks and steps around one instruction, with a mark under it.
+    """Draw a few ranks and steps around one instruction, with a mark under it.
 
     The columns are step numbers of each rank's own program; they are not moments in time.
     """
@@ -93,7 +93,7 @@ def excerpt(schedule: Schedule, rank: int, position: tuple[int, int]) -> str:
 
 
 def cycle_text(sentences: Sequence[str]) -> str:
-    """The sentences of a cycle in one paragraph, cut where it would not be read."""
+    """Join the sentences of a cycle in one paragraph of readable length."""
     shown = list(sentences[:6])
     if len(sentences) > len(shown):
         shown.append(f"and {len(sentences) - len(shown)} more ranks in the same cycle")
@@ -101,7 +101,7 @@ def cycle_text(sentences: Sequence[str]) -> str:
 
 
 def text_of(instruction: Any) -> str:
-    """The text of an instruction, whatever it really is, never long and never failing."""
+    """Return a short text for an instruction. Values of any type have one."""
     try:
         return _shorten(str(instruction))
     except Exception:  # a garbled value must not hide the error that names it
@@ -120,7 +120,7 @@ def _cell(schedule: Schedule, rank: int, step: int) -> str:
 
 
 def _span_of(schedule: Schedule, rank: int, step: int, place: int) -> tuple[int, int]:
-    """Where the text of one instruction begins and ends in the text of its step."""
+    """Begin and end of the text of one instruction in the text of its step."""
     texts = [text_of(i) for i in schedule.programs[rank][step][: place + 1]]
     start = sum(len(t) + 1 for t in texts[:-1])
     return start, start + len(texts[-1])

@@ -1,4 +1,4 @@
-"""One instruction of a schedule: what it does, for which stage, on which microbatch."""
+"""Define the instruction of a schedule: an operation, a stage, a microbatch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ WHOLE_STAGE = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_TIED, Op.REDUCE_GRAD,
 
 
 class Instruction(NamedTuple):
-    """What one rank does at one place of its program.
+    """One action of one rank at one place of its program.
 
     Args:
         op: the kind of instruction.
@@ -82,10 +82,24 @@ class Instruction(NamedTuple):
 
 
 def overlap(forward: Instruction, backward: Instruction) -> Instruction:
-    """The forward of one microbatch and the backward of another, run as one program."""
+    """Join the forward of one microbatch and the backward of another, to be run as one program."""
     return Instruction(Op.OVERLAP_F_B, forward.stage, forward.microbatch, parts=(forward, backward))
 
 
+def microbatch_of(instruction: Instruction) -> int:
+    """Return the microbatch of an instruction that belongs to one.
+
+    Raises:
+        ValueError: an instruction of a whole stage.
+
+    >>> microbatch_of(Instruction(Op.F, 0, 3))
+    3
+    """
+    if instruction.microbatch is None:
+        raise ValueError(f"got {instruction}, expected an instruction of one microbatch")
+    return instruction.microbatch
+
+
 def parts_of(instruction: Instruction) -> tuple[Instruction, ...]:
-    """The elementary instructions in order: the parts of an overlapped pair, else itself."""
+    """Return the elementary instructions in order: the parts of an overlapped pair, else itself."""
     return instruction.parts or (instruction,)

@@ -1,4 +1,4 @@
-"""A schedule: the immutable value that says what every rank does, and in which order."""
+"""Hold the programs of all ranks in one immutable value."""
 
 from __future__ import annotations
 
@@ -59,6 +59,9 @@ class Schedule:
     def __str__(self) -> str:
         return "\n".join(" ".join("+".join(map(str, step)) or "." for step in program) for program in self.programs)
 
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
     def __repr__(self) -> str:
         return (
             f"Schedule({self.name!r}, ranks={self.ranks}, stages={self.stages}, microbatches={self.microbatches}, "
@@ -72,7 +75,7 @@ class Schedule:
 
     @property
     def stages(self) -> int:
-        """Number of stages, the copies in a second chain counted too."""
+        """Number of stages, the replicas in further chains counted too."""
         return len(self.placement)
 
     @cached_property
@@ -90,7 +93,7 @@ class Schedule:
 
     @cached_property
     def counts(self) -> dict[Op, int]:
-        """How many instructions there are of each kind that occurs, overlapped pairs counted as pairs."""
+        """Number of instructions of each kind that occurs, overlapped pairs counted as pairs."""
         return dict(Counter(map(itemgetter(0), _flat(self.programs))))
 
     @cached_property
@@ -109,12 +112,12 @@ class Schedule:
 
     @property
     def lowered(self) -> bool:
-        """Whether communication has been placed (true where no two ranks have to talk)."""
+        """Whether communication has been placed. True where no two ranks exchange anything."""
         return bool(self.ops & COMMUNICATION) or not self.crossing_edges
 
     @property
     def forward_only(self) -> bool:
-        """Whether there is no backward in it, as in inference."""
+        """Whether the schedule has no backward, as in inference."""
         return not self.ops & {Op.B, Op.I, Op.W}
 
     @cached_property
@@ -184,7 +187,7 @@ def _flat(programs: Iterable[Program]) -> Iterator[Instruction]:
 def single_chain(
     name: str, placement: Iterable[int], microbatches: int, programs: Iterable[Iterable[Instruction]]
 ) -> Schedule:
-    """A schedule with one chain through stages 0, 1, ... and one instruction per step."""
+    """Make a schedule with one chain through stages 0, 1, ... and one instruction per step."""
     placement = tuple(placement)
     return Schedule(
         name,
@@ -195,5 +198,5 @@ def single_chain(
 
 
 def elementary(schedule: Schedule, rank: int) -> Iterator[Instruction]:
-    """The instructions of ``rank`` in order, overlapped pairs opened into their parts."""
+    """Iterate over the instructions of ``rank`` in order, overlapped pairs opened into their parts."""
     return (part for i in schedule.instructions(rank) for part in parts_of(i))

@@ -1,4 +1,4 @@
-"""Time and memory of a schedule on paper."""
+"""Compute time and memory of a schedule on paper."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from functools import cache
 from itertools import compress
 from operator import sub
 
-from .earliest import Time, Times, earliest
 from .costs import Costs, Number
 from .dataflow import dataflow
-from .errors import refuse
+from .earliest import EarliestTimes, Time, earliest
+from .errors import schedule_error
 from .instruction import COMMUNICATION, COMPUTE, Op
 from .proof.buffers import HELD
-from .proof.routes import routes
+from .proof.routes import find_routes
 from .proof.structure import require_schedule
 from .schedule import Schedule
 
@@ -91,7 +91,7 @@ def measure(
     ends: Sequence[Sequence[Time]],
     costs: Costs | None = None,
 ) -> Timeline:
-    """The timeline of given times, such as measured ones: per rank, one per instruction of its program.
+    """Make the timeline of given times, such as measured ones: per rank, one per instruction of its program.
 
     Raises:
         ValueError: the number of times is not that of the instructions.
@@ -123,7 +123,7 @@ def measure(
 
 
 def peak_activations(schedule: Schedule, costs: Costs | None = None) -> tuple[Number, ...]:
-    """The largest memory that each rank holds for its backwards.
+    """Return the largest memory that each rank holds for its backwards.
 
     An activation is held from the start of its F to the end of its B, or of its I, after which
     its weight share is held until the end of its W; not while it is offloaded.
@@ -162,17 +162,17 @@ def _share_idle(busy: Sequence[Time], time: Time) -> Time:
     return (len(busy) * time - sum(busy)) / (len(busy) * time) if time else 0
 
 
-def _all_instructions(schedule: Schedule, costs: Costs, times: Times) -> tuple[Sequence, Sequence]:
+def _all_instructions(schedule: Schedule, costs: Costs, times: EarliestTimes) -> tuple[Sequence, Sequence]:
     """The times of all instructions from those of the compute instructions."""
     if schedule.ops <= COMPUTE:
         return times.starts, times.ends
     flow = dataflow(schedule)
-    ways = routes(schedule, flow)
+    routes = find_routes(schedule, flow)
     # Per end of a message: the number of its value for microbatch 0, and how long it takes.
     carried = {}
-    for way, route in ways.items():
-        value = flow.output(way[1], 0) + route.distance
-        carried[way] = (value, costs.message_of(value // 2 // flow.microbatches))
+    for end, route in routes.items():
+        value = flow.output(end[1], 0) + route.distance
+        carried[end] = (value, costs.message_of(value // 2 // flow.microbatches))
     done = times.done
     starts: list[list[Time]] = []
     ends: list[list[Time]] = []
@@ -189,10 +189,11 @@ def _all_instructions(schedule: Schedule, costs: Costs, times: Times) -> tuple[S
                     begins.append(start)
                     stops.append(now)
                 elif op in COMMUNICATION:
+                    assert instruction[2] is not None
                     value, delay = carried.get((op, instruction[1], instruction[3]), (0, None))
                     made = done.get(value + 2 * instruction[2])
                     if delay is None or made is None:
-                        raise refuse(schedule, rank, (step, place), "nothing computes what this message carries")
+                        raise schedule_error(schedule, rank, (step, place), "nothing computes what this message carries")
                     begins.append(made)
                     stops.append(made + delay)
                 else:

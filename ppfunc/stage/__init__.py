@@ -1,11 +1,11 @@
 """Stages: pure functions, their signatures, and the engines that differentiate them."""
 
 from .abstract import Outline, abstract, outline
-from .cache import cached
 from .eager_engine import eager
 from .errors import StageError
 from .functional_engine import functional
 from .graph_engine import graph
+from .layers import params_of_layers, params_of_stages, stages_from_layers
 from .module import ModuleStage, split_sequential, stage_from_module
 from .program import Engine, FlatProgram, Loss, Stage, StageProgram
 from .signature import LeafSignature, Signature
@@ -22,11 +22,13 @@ __all__ = [
     "StageError",
     "StageProgram",
     "abstract",
-    "cached",
     "eager",
     "functional",
     "graph",
     "outline",
+    "params_of_layers",
+    "params_of_stages",
     "split_sequential",
     "stage_from_module",
+    "stages_from_layers",
 ]

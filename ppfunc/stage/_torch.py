@@ -5,10 +5,19 @@ Checked on torch 2.13 by running the tests, on 2.11 and 2.14 by their sources. `
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
 import torch
+
+# FakeTensorMode imports it when the first one is made, which takes a second. Here, ranks that wait for each other import it at the same time.
+import torch._dynamo
+
+# Operators as other operators, whose derivatives are exact to any order.
+from torch._decomp import decomposition_table as DECOMPOSITIONS
 
 # Types of dispatched operators: `OpOverload` has a schema, everything else is an operator on functions.
 from torch._ops import OpOverload
@@ -22,8 +31,9 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-# Traces Python into a graph of operators; used with its option `_allow_non_fake_inputs`.
-from torch.fx.experimental.proxy_tensor import make_fx
+# Raise torch's error for one value per channel, and for one per channel and sample.
+from torch.nn.functional import _verify_batch_size as require_batch  # type: ignore[attr-defined]
+from torch.nn.functional import _verify_spatial_size as require_spatial  # type: ignore[attr-defined]
 
 # Sees every operator below autograd; `supports_higher_order_operators` is an attribute of such modes.
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,10 +41,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # Leaves all modes, to compute with values during a trace.
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
+# The registry of classes that are nodes of trees: `(type, flatten_fn, unflatten_fn, flatten_with_keys_fn)` of each.
+from torch.utils._pytree import SUPPORTED_NODES as PYTREE_NODES
+
 __all__ = [
     "BINDINGS",
+    "DECOMPOSITIONS",
     "FAKE_TENSOR_LOGGER",
     "METHODS",
+    "PYTREE_NODES",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
@@ -42,14 +57,17 @@ __all__ = [
     "OpOverload",
     "TorchDispatchMode",
     "UnsupportedOperatorException",
+    "awaited",
+    "below_autograd",
     "binding",
     "copy_each",
     "inductor",
     "innermost_transform",
     "is_wrapped",
-    "make_fx",
-    "rename",
+    "require_batch",
+    "require_spatial",
     "schema",
+    "storage",
     "version",
     "without_modes",
 ]
@@ -78,9 +96,12 @@ def version(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def rename(node: torch.fx.Node, name: str) -> None:
-    """Give a node another name, or one like it if another node has it."""
-    node._rename(name)
+@contextmanager
+def below_autograd() -> Iterator[None]:
+    """Within it, operators go straight to dispatch modes: without derivatives, records of views, casts of autocast."""
+    views = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+    with torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(views):
+        yield
 
 
 def inductor() -> Any:
@@ -94,3 +115,17 @@ def inductor() -> Any:
     from torch._inductor.lowering import lowerings, make_fallback
 
     return compile_fx, decompositions, lowerings, make_fallback
+
+
+def storage(tensor: torch.Tensor) -> int | None:
+    """Identity of the memory of a tensor while it lives; None where it has none of its own, sparse or wrapped by a transform."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def awaited(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself; of the result of a functional collective a copy, which waits for it and keeps its gradient."""
+    module = sys.modules.get("torch.distributed._functional_collectives")  # imported by whoever made such a result
+    return tensor.clone() if module is not None and isinstance(tensor, module.AsyncCollectiveTensor) else tensor

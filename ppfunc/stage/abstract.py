@@ -1,4 +1,4 @@
-"""Abstract evaluation: what a stage returns and how it behaves, learned without computing anything."""
+"""Evaluate stages without values, to learn their outputs and effects."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch import nn
 
@@ -18,18 +18,19 @@ from ._torch import (
     FAKE_TENSOR_LOGGER,
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensorMode,
     UnsupportedOperatorException,
     version,
 )
 from .errors import StageError
 from .example import Example, Leaves, split_aux, stand_ins
+from .purity import Evaluation, Generators, NoValuesError, Purity, require_values
 from .signature import LeafSignature, Signature, differentiable
-from .purity import Generators, Watch
+from .tree import tree_flatten
 
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[1])
+_PYTHON = Path(traceback.__file__).parent
 
 
 class Outline(NamedTuple):
@@ -108,13 +109,12 @@ def outline(
                 raise
             refusal, failure = (f"without values {error.reason}", "use the eager engine"), error
 
-    def observe(watch: Watch) -> Outline:
-        return _observe(fn, seen, stand_ins(example, seen.device), has_aux, watch)
-
     try:
-        return _judged(observe, name, abstract=False)._replace(refusal=refusal)
+        tensors = stand_ins(example, seen.device)
+        return _observe(fn, seen, tensors, has_aux, name, abstract=False)._replace(refusal=refusal)
     except StageError as error:
-        raise failure or error from (failure or error).__cause__
+        first = failure if failure is not None and error.__cause__ is not None else error
+        raise first from first.__cause__
 
 
 def abstract(fn: Callable[..., Any], params: Any, x: Any, *extras: Any) -> Signature:
@@ -139,71 +139,60 @@ def abstract(fn: Callable[..., Any], params: Any, x: Any, *extras: Any) -> Signa
 
 
 def _evaluate(fn: Callable[..., Any], example: Example, has_aux: bool, name: str) -> Outline:
-    def observe(watch: Watch) -> Outline:
-        try:
-            with without_values():
-                return _observe(fn, example, example.make(), has_aux, watch)
-        finally:
-            torch.default_generator.set_state(watch.before)
-
-    return _judged(observe, name, abstract=True)
+    before = torch.default_generator.get_state()
+    try:
+        with without_values():
+            return _observe(fn, example, example.make(), has_aux, name, abstract=True)
+    finally:
+        torch.default_generator.set_state(before)
 
 
 @contextmanager
 def without_values() -> Iterator[None]:
-    """Within it, tensors are made without values; one that outlives it can be told, and does not mix with others."""
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    """Evaluate with fake tensors. Fake tensors that escape are detected and rejected."""
+    with Evaluation() as evaluation:
         try:
             yield
         finally:
-            mode.over, mode.allow_non_fake_inputs = True, False
+            evaluation.over = True
 
 
 def data_dependence(error: Exception) -> str:
-    """In plain words, why a stage could not be evaluated without values."""
-    operator, place = getattr(error, "func", None) or (error.args[0] if error.args else error), _place(error)
+    """Say why a stage could not be evaluated without values."""
+    operator, line = getattr(error, "func", None) or (error.args[0] if error.args else error), place(error)
     if isinstance(error, UnsupportedOperatorException):
-        what = f"what its operator {operator}{place and f'{place},'} returns is not known without values"
+        what = f"what its operator {operator}{line and f', called{line},'} returns is not known without values"
         return f"{what} (torch.library.register_fake tells torch)"
-    what = f"its control flow or its shapes depend on the values of tensors (operator {operator}{place})"
+    what = f"its control flow or its shapes depend on the values of tensors (operator {operator}{line and f', called{line}'})"
     return f"{what}, so that it cannot be evaluated abstractly"
 
 
-def _place(error: Exception) -> str:
-    """Where the stage was: the innermost line that is neither of torch nor of this library."""
-    files = [(Path(frame.f_code.co_filename), line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    own = [f", called at {file.name}:{line}" for file, line in files if not any(map(file.is_relative_to, _LIBRARIES))]
+def place(error: BaseException) -> str:
+    """The innermost line, as ``" at file:line"``, that is neither of torch nor of Python nor of this library."""
+    files = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    own = [f" at {file}:{line}" for file, line in files if not is_of_a_library(file)]
     return own[-1] if own else ""
 
 
-def _judged(observe: Callable[[Watch], Outline], name: str, *, abstract: bool) -> Outline:
-    """What is observed of a stage that keeps nothing, and draws from no generator that it does not make in each call."""
-    watch = Watch(name, abstract)
-    found = observe(watch)
-    watch.require_nothing_kept()
-    if found.generators:
-        with Generators() as given:
-            observe(Watch(name, abstract))
-        if given.foreign():
-            raise StageError(
-                name,
-                "it draws from a torch.Generator of its own, whose numbers depend on the order in which microbatches run",
-                "draw from the default generator, which seed=(seed, step) settles",
-            )
-    return found
+@cache
+def is_of_a_library(path: str) -> bool:
+    """Whether a file is of torch, of Python or of this library."""
+    file = Path(path)
+    installed = {"site-packages", "dist-packages"}.intersection(file.parts)
+    return any(map(file.is_relative_to, _LIBRARIES)) or (file.is_relative_to(_PYTHON) and not installed) or str(file).startswith("<frozen")
 
 
 def _observe(
-    fn: Callable[..., Any], example: Example, tensors: tuple[Leaves, Leaves, Leaves], has_aux: bool, watch: Watch
+    fn: Callable[..., Any], example: Example, tensors: tuple[Leaves, Leaves, Leaves], has_aux: bool, name: str, *, abstract: bool
 ) -> Outline:
+    """Call the stage on ``tensors``; raise ``StageError`` if it is not pure or draws from a generator of its own."""
     wanted = (
         tuple(differentiable(leaf.dtype) for leaf in example.params.leaves),
         tuple(leaf.grad for leaf in example.x.leaves),
         (False,) * len(tensors[2]),
     )
-    name = watch.stage
     with torch.enable_grad():
-        # Clones, so that a stage may try to change its arguments and be told so in our words.
+        # Clones, since autograd refuses writes into leaves in its own words.
         groups = tuple(
             tuple(t.requires_grad_(g).clone() for t, g in zip(group, flags, strict=True))
             for group, flags in zip(tensors, wanted, strict=True)
@@ -213,18 +202,27 @@ def _observe(
             example.x.unflatten(groups[1]),
             *example.unflatten_extras(groups[2]),
         )
-        watch.note(groups[1] + groups[2])  # the parameters may stay: layers keep lists of theirs
-        with watch, modules_that_run() as modules:
-            out = _call(fn, trees, example, name, watch.abstract)
+        given = zip(example.paths, (t for group in groups for t in group), strict=True)
+        with Purity(name, given, abstract) as purity, Generators() as generators, modules_that_run() as modules:
+            out = _call(fn, trees, example, name, abstract)
         (y, y_def), (aux, aux_def) = split_aux(out, has_aux, name)
-    watch.require_values(y + aux)
+    try:
+        require_values(y + aux)
+    except NoValuesError as error:
+        raise error.told(name) from None
     _require_unchanged(example, trees, groups, name)
+    if purity.generators and generators.foreign():
+        raise StageError(
+            name,
+            "it draws from a torch.Generator of its own, whose numbers depend on the order in which microbatches run",
+            "draw from the default generator, which seed=(seed, step) sets",
+        )
     return Outline(
         Signature(y_def, tuple(_leaf(t, t.requires_grad) for t in y)),
         Signature(aux_def, tuple(_leaf(t, False) for t in aux)),
-        watch.draws,
-        watch.generators,
-        watch.seeds,
+        purity.draws,
+        purity.generators,
+        purity.seeds,
         tuple(modules.values()),
     )
 
@@ -247,18 +245,19 @@ def modules_that_run() -> Iterator[dict[int, nn.Module]]:
 
 
 def _call(fn: Callable[..., Any], trees: tuple[Any, ...], example: Example, name: str, abstract: bool) -> Any:
-    """``fn(*trees)``; what it raises becomes an error that says what it was given."""
+    """``fn(*trees)``; what it raises becomes an error that says where, and what the stage was given."""
     try:
         with quiet():
             return fn(*trees)
+    except NoValuesError as error:
+        raise error.told(name) from None
     except (StageError, *DATA_DEPENDENT):
         raise
     except Exception as error:
-        given = [f"x = {example.x}", *(f"extra {i} = {c}" for i, c in enumerate(example.extras))]
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
         zeros = "" if abstract else ", zeros everywhere, by which an engine that does not trace learns what it returns"
-        reason = f"it raised {type(error).__name__}: {error}{notes}; it was given {', '.join(given)}{zeros}"
-        raise StageError(name, reason, "mend what raised this, or what the stage is given: x is what the stage before it returns") from error
+        reason = f"it raised {type(error).__name__}{place(error)}: {error}{notes}; it was given {example}{zeros}"
+        raise StageError(name, reason, "") from error
 
 
 @contextmanager
@@ -272,12 +271,16 @@ def quiet() -> Iterator[None]:
         logger.disabled = before
 
 
-def call_named(fn: Callable[..., Any], args: tuple[Any, ...], name: str) -> Any:
-    """``fn(*args)``; an exception out of it gets a note that names the stage."""
+def call_named(fn: Callable[..., Any], args: tuple[Any, ...], example: Example, name: str) -> Any:
+    """``fn(*args)``; an exception out of it gets a note that names the stage, the line and what the stage was given."""
     try:
         return fn(*args)
+    except NoValuesError as error:
+        raise error.told(name) from None
+    except StageError:
+        raise
     except Exception as error:
-        error.add_note(f"raised in {name}")
+        error.add_note(f"raised in {name}{place(error)}, which was given {example}")
         raise
 
 
@@ -287,11 +290,10 @@ def _leaf(t: torch.Tensor, grad: bool) -> LeafSignature:
 
 def _require_unchanged(example: Example, trees: tuple[Any, ...], groups: tuple[Leaves, ...], name: str) -> None:
     """Raise if the stage wrote into its arguments, or replaced something in their containers."""
-    names = ("params", "x", *(f"extra {i}" for i in range(len(example.extras))))
     before = iter([*groups[0], *groups[1], *groups[2]])
-    for what, tree, signature in zip(names, trees, (example.params, example.x, *example.extras), strict=True):
+    for what, tree, signature in zip(example.names, trees, (example.params, example.x, *example.extras), strict=True):
         mine = [next(before) for _ in signature.leaves]
-        leaves, treedef = optree.tree_flatten(tree)
+        leaves, treedef = tree_flatten(tree)
         written = [path for path, t in zip(signature.paths, mine, strict=True) if version(t)]
         same = treedef == signature.treedef and all(a is b for a, b in zip(leaves, mine, strict=True))
         if written or not same:

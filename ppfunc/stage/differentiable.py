@@ -1,17 +1,19 @@
-"""A stage as a function of those leaves alone that are differentiated."""
+"""Reduce a stage to a function of its differentiable leaves, which engines differentiate."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+from ._torch import version
 from .abstract import Outline, call_named
 from .contiguous import contiguous
 from .errors import StageError
 from .example import Example, Leaves, split_aux
 from .program import Gradients
-from .randomness import SettledDraws
+from .purity import NoValuesError, Purity, require_values
+from .randomness import LogicalDraws
 from .signature import differentiable
 
 
@@ -19,11 +21,11 @@ class DifferentiableStage:
     """The stage as a function of its differentiable leaves alone; the others are set beforehand."""
 
     def __init__(self, fn: Callable[..., Any], example: Example, known: Outline, has_aux: bool, name: str) -> None:
-        self.call, self.has_aux, self.name = example.caller(fn), has_aux, name
+        self.call, self.example, self.known, self.has_aux, self.name = example.caller(fn), example, known, has_aux, name
         self.param_at = [i for i, leaf in enumerate(example.params.leaves) if differentiable(leaf.dtype)]
         self.x_at = [i for i, leaf in enumerate(example.x.leaves) if leaf.grad]
         self.y_at = [i for i, leaf in enumerate(known.y.leaves) if leaf.grad]
-        self.y, self.draws = known.y, known.draws
+        self.y = known.y
 
     def primals(self, params: Leaves, x: Leaves) -> tuple[Leaves, Leaves]:
         return tuple(params[i] for i in self.param_at), tuple(x[i] for i in self.x_at)
@@ -39,21 +41,42 @@ class DifferentiableStage:
                 p[i] = value
             for i, value in zip(self.x_at, primal_x, strict=True):
                 a[i] = value
-            with SettledDraws() if self.draws else nullcontext():
-                out = call_named(self.call, (tuple(p), tuple(a), extras), self.name)
+            with self._mode(params + x + extras):
+                out = call_named(self.call, (tuple(p), tuple(a), extras), self.example, self.name)
             (y, y_def), (aux, _) = split_aux(out, self.has_aux, self.name)
-            self.require_same(y, y_def)
+            self.require_same(y, aux, y_def)
             y = contiguous(y)
             return tuple(y[i] for i in self.y_at), y + contiguous(aux)
 
         return run
 
+    def _mode(self, given: Leaves) -> AbstractContextManager[Any]:
+        """Draw in logical order; where another path than the one seen may run, refuse its effects before they happen."""
+        if not self.known.known:
+            return Purity(self.name, zip(self.example.paths, given, strict=True))
+        return LogicalDraws() if self.known.draws else nullcontext()
+
+    @contextmanager
+    def unchanged(self, params: Leaves, x: Leaves, extras: Leaves) -> Iterator[None]:
+        """Raise if a call writes into its arguments, told by the counts of writes into them."""
+        given = params + x + extras
+        before = [version(t) for t in given]
+        yield
+        for path, t, count in zip(self.example.paths, given, before, strict=True) if before != [version(t) for t in given] else ():
+            if version(t) != count:
+                reason = f"it is not pure: it has written into its argument {path}, whose values are others now"
+                raise StageError(self.name, reason, "return the new value, or work on a clone")
+
     def no_gradients(self, gy: Leaves, **_: Any) -> tuple[Gradients, Gradients]:
         """The backward of a stage through which no gradient flows."""
         return (None,) * len(self.param_at), (None,) * len(self.x_at)
 
-    def require_same(self, y: Leaves, treedef: Any) -> None:
-        """Raise unless ``y`` is what the example promised: neighbours were told so."""
+    def require_same(self, y: Leaves, aux: Leaves, treedef: Any) -> None:
+        """Raise unless ``y`` is what the outline promised its neighbours, and all outputs have values."""
+        try:
+            require_values(y + aux)
+        except NoValuesError as error:
+            raise error.told(self.name) from None
         same = treedef == self.y.treedef and all(
             tuple(t.shape) == s.shape and t.dtype == s.dtype for t, s in zip(y, self.y.leaves, strict=True)
         )

@@ -10,10 +10,10 @@ import torch
 from .abstract import Outline
 from .abstract import outline as outline_of
 from .contiguous import contiguous
-from .example import Example, Leaves
 from .differentiable import DifferentiableStage
-from .program import FlatProgram, Gradients, StageProgram, stage_program
 from .dry_run import require_gradient
+from .example import Example, Leaves
+from .program import FlatProgram, Gradients, StageProgram, stage_program
 
 
 def eager(
@@ -55,7 +55,7 @@ def eager(
 def _flat(stage: DifferentiableStage) -> FlatProgram:
     def forward(params: Leaves, x: Leaves, extras: Leaves) -> tuple[Leaves, tuple[Any, ...]]:
         x, extras = contiguous(x), contiguous(extras)
-        with torch.enable_grad():
+        with stage.unchanged(params, x, extras), torch.enable_grad():
             primals = tuple(tuple(t.detach().requires_grad_() for t in group) for group in stage.primals(params, x))
             y, outputs = stage.with_others(params, x, extras)(*primals)
         return tuple(t.detach() for t in outputs), (y, *primals)

@@ -1,4 +1,4 @@
-"""The example that an engine builds a program for: what goes into a stage, without the values."""
+"""Describe the arguments of a stage without their values: the example that an engine builds a program for."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import optree
 import torch
+from optree import PyTreeSpec
 
 from .signature import Signature, flatten
+from .tree import tree_leaves, tree_structure, tree_unflatten
 
 Leaves = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """What goes into a stage: hashable, so that programs can be kept by it.
+    """The arguments of a stage without their values: hashable, a key for programs.
 
     Args:
         params: signature of the parameters.
@@ -45,18 +46,32 @@ class Example:
         Raises:
             TypeError: a leaf is not a tensor.
         """
-        names = ["params", "x", *(f"extra {i}" for i in range(len(example) - 2))]
-        signatures = [Signature.of(tree, name) for tree, name in zip(example, names, strict=True)]
-        given = [t for tree in example if not isinstance(tree, Signature) for t in optree.tree_leaves(tree)]
+        signatures = [Signature.of(tree, name) for tree, name in zip(example, _names(len(example)), strict=True)]
+        given = [t for tree in example if not isinstance(tree, Signature) for t in tree_leaves(tree)]
         if isinstance(example[0], Signature):
             strides = tuple(torch.empty(leaf.shape, device="meta").stride() for leaf in signatures[0].leaves)
         else:
-            strides = tuple(t.stride() for t in optree.tree_leaves(example[0]))
+            strides = tuple(t.stride() for t in tree_leaves(example[0]))
         held = (t.device for t in given if not t.is_meta)
         where = torch.device(device) if device is not None else next(held, torch.device("cpu"))
         plain = (torch.Tensor, torch.nn.Parameter)
         others = tuple(sorted({type(t).__name__ for t in given if type(t) not in plain}))
         return cls(signatures[0], strides, signatures[1], tuple(signatures[2:]), where, others)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the arguments in errors."""
+        return _names(2 + len(self.extras))
+
+    @property
+    def paths(self) -> list[str]:
+        """Paths of the leaves of all arguments, such as ``"params['w']"``."""
+        trees = zip(self.names, (self.params, self.x, *self.extras), strict=True)
+        return [name + path for name, signature in trees for path in signature.paths]
+
+    def __str__(self) -> str:
+        trees = zip(self.names, (self.params, self.x, *self.extras), strict=True)
+        return ", ".join(f"{name} = {_short(str(signature))}" for name, signature in trees)
 
     @property
     def extra_leaves(self) -> tuple[Any, ...]:
@@ -73,7 +88,7 @@ class Example:
         params, x, unflatten = self.params.treedef, self.x.treedef, self.unflatten_extras
 
         def call(p: Leaves, a: Leaves, c: Leaves) -> Any:
-            return fn(optree.tree_unflatten(params, p), optree.tree_unflatten(x, a), *unflatten(c))
+            return fn(tree_unflatten(params, p), tree_unflatten(x, a), *unflatten(c))
 
         return call
 
@@ -90,6 +105,14 @@ class Example:
         return params, x, extras
 
 
+def _names(arguments: int) -> tuple[str, ...]:
+    return "params", "x", *(f"extra {n}" for n in range(arguments - 2))
+
+
+def _short(text: str, most: int = 600) -> str:
+    return text if len(text) <= most else f"{text[: most - 100]} ... {text[-100:]}"
+
+
 def stand_ins(example: tuple[Any, ...], device: torch.device) -> tuple[Leaves, Leaves, Leaves]:
     """Zeros for the parameters, for ``x`` and for the extras of ``example``, of the same types of tensor."""
     groups = [_zeros(tree, device) for tree in example]
@@ -99,19 +122,19 @@ def stand_ins(example: tuple[Any, ...], device: torch.device) -> tuple[Leaves, L
 def _zeros(tree: Any, device: torch.device) -> Leaves:
     if isinstance(tree, Signature):
         return tuple(torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) for leaf in tree.leaves)
-    return tuple(torch.zeros_like(t.detach(), device=device if t.is_meta else None) for t in optree.tree_leaves(tree))
+    return tuple(torch.zeros_like(t.detach(), device=device if t.is_meta else None) for t in tree_leaves(tree))
 
 
 def split_aux(
     out: Any, has_aux: bool, stage: str
-) -> tuple[tuple[Any, optree.PyTreeSpec], tuple[Any, optree.PyTreeSpec]]:
-    """What a stage returned, as ``(leaves, structure)`` of ``y`` and of ``aux`` (``None`` without it).
+) -> tuple[tuple[Any, PyTreeSpec], tuple[Any, PyTreeSpec]]:
+    """Flatten the return value of a stage to ``(leaves, structure)`` of ``y`` and of ``aux`` (``None`` without it).
 
     Raises:
         TypeError: with ``has_aux``, not a pair; or a leaf is not a tensor.
     """
     if not has_aux:
-        return flatten(out, f"{stage} y"), ((), optree.tree_structure(None))
+        return flatten(out, f"{stage} y"), ((), tree_structure(None))
     if not (isinstance(out, tuple) and len(out) == 2):
         raise TypeError(f"{stage} has an auxiliary output: got {type(out).__name__}, expected the pair (y, aux)")
     return flatten(out[0], f"{stage} y"), flatten(out[1], f"{stage} aux")

@@ -9,14 +9,11 @@ import torch
 
 from .abstract import Outline
 from .abstract import outline as outline_of
-from .advice import with_advice
 from .contiguous import contiguous
-from .eager_engine import eager
-from .errors import StageError
-from .example import Example, Leaves
 from .differentiable import DifferentiableStage
-from .program import FlatProgram, Gradients, StageProgram, stage_program
 from .dry_run import require_gradient
+from .example import Example, Leaves
+from .program import FlatProgram, Gradients, StageProgram, stage_program
 
 
 def functional(
@@ -47,12 +44,9 @@ def functional(
     tensor([1., 1.])
     """
     seen = Example.of(example, device)
-    try:
-        known = outline or outline_of(fn, example, has_aux=has_aux, name=name, device=device)
-        flat = _flat(DifferentiableStage(fn, seen, known, has_aux, name))
-        known = require_gradient(flat, known, seen, example, name=name, by="torch.func", instead="use the eager engine")
-    except StageError as refusal:
-        raise with_advice(refusal, eager, fn, example, has_aux=has_aux, name=name, device=device) from refusal.__cause__
+    known = outline or outline_of(fn, example, has_aux=has_aux, name=name, device=device)
+    flat = _flat(DifferentiableStage(fn, seen, known, has_aux, name))
+    known = require_gradient(flat, known, seen, example, name=name, by="torch.func", instead="use the eager engine")
     return stage_program(flat, seen, known, has_aux=has_aux, residual_bytes=None)
 
 
@@ -63,11 +57,12 @@ def _flat(stage: DifferentiableStage) -> FlatProgram:
             params, x, extras = _constant(params), _constant(x), _constant(extras)
         primals = stage.primals(params, x)
         run = stage.with_others(params, x, extras)
-        if not (stage.y_at and any(primals)):
-            return run(*primals)[1], (stage.no_gradients,)
-        with torch.enable_grad():  # some operators keep what their backward needs only where it is on below the transform, too
-            _, pull, outputs = torch.func.vjp(run, *primals, has_aux=True)
-        return outputs, (pull,)
+        with stage.unchanged(params, x, extras):
+            if not (stage.y_at and any(primals)):
+                return run(*primals)[1], (stage.no_gradients,)
+            with torch.enable_grad():  # some operators keep what their backward needs only where it is on below the transform, too
+                _, pull, outputs = torch.func.vjp(run, *primals, has_aux=True)
+            return outputs, (pull,)
 
     def backward(residuals: tuple[Any, ...], gy: Leaves) -> tuple[Gradients, Gradients]:
         (pull,) = residuals

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, overload
 
 import torch
 
 from .abstract import Outline
 from .abstract import outline as outline_of
-from .advice import with_advice
 from .captured import captured
+from .differentiable import DifferentiableStage
 from .errors import StageError
 from .example import Example
-from .functional_engine import functional
-from .differentiable import DifferentiableStage
 from .program import Engine, FlatProgram, StageProgram, stage_program
 from .tracing.clean import clean
 from .tracing.compiled import without_onednn
@@ -24,6 +22,25 @@ from .tracing.cut import Part, Parts, residual_bytes
 from .tracing.emit import Recipe, emit
 from .tracing.joint import Joint, trace
 from .tracing.remat import Remat, cut_for
+
+
+@overload
+def graph(
+    fn: Callable[..., Any],
+    example: tuple[Any, ...],
+    *,
+    has_aux: bool = False,
+    name: str = "the stage",
+    device: torch.device | str | None = None,
+    outline: Outline | None = None,
+    remat: Remat = "none",
+    compile: bool = False,
+    cuda_graphs: bool = False,
+) -> StageProgram: ...
+
+
+@overload
+def graph(*, remat: Remat = "none", compile: bool = False, cuda_graphs: bool = False) -> Engine: ...
 
 
 def graph(
@@ -44,7 +61,7 @@ def graph(
     The programs are straight-line Python on flat tuples; their source is the docstring of the
     functions in ``program.flat``. Whole, or I and W apart, the backward gives the same bits; no
     operator is in two programs; parameters are not copied into the residuals. A program serves the
-    shapes and dtypes of its example; for others the stage is traced again (see :func:`cached`).
+    shapes and dtypes of its example; for others the stage is traced again.
     Every operator is traced by itself, a few milliseconds each, in a loop every time: a recurrent layer
     over a thousand steps takes minutes to trace, where the functional and the eager engine start at once.
 
@@ -78,10 +95,12 @@ def graph(
         return (mul_3, )
     <BLANKLINE>
     """
-    if (fn is None) != (example is None):
-        got = fn if example is None else "an example alone"
-        raise TypeError(f"graph got {got!r} and no example; its options have names, as in graph(remat='full') or graph(compile=True)")
-    if fn is None:
+    if fn is None or example is None:
+        if fn is not None or example is not None:
+            got = f"{fn!r} and no example" if example is None else "an example and no function"
+            raise TypeError(f"graph got {got}; its options have names, as in graph(remat='full') or graph(compile=True)")
+        if has_aux or device is not None or outline is not None:
+            raise TypeError("graph got has_aux, device or outline and no function; an engine gets these with the function")
         return partial(graph, remat=remat, compile=compile, cuda_graphs=cuda_graphs)
     seen = Example.of(example, device)
     if seen.subclasses:
@@ -90,18 +109,15 @@ def graph(
     if cuda_graphs and seen.device.type != "cuda":
         reason = f"it computes on the device {seen.device}, and CUDA graphs are for CUDA alone"
         raise StageError(name, reason, "put its parameters on a CUDA device, or leave out cuda_graphs=True")
-    try:
-        known = outline or outline_of(fn, example, has_aux=has_aux, name=name, device=device)
-        if known.refusal:
-            raise StageError(name, *known.refusal)
-        if known.generators:
-            raise StageError(name, "it hands a torch.Generator to an operator, which is not traced", "use the functional engine")
-        if known.seeds:
-            raise StageError(name, "it seeds the generator that it draws from, which is not traced", "use the functional engine")
-        with without_onednn() if compile else nullcontext():
-            joint = clean(trace(DifferentiableStage(fn, seen, known, has_aux, name), seen, known, name))
-    except StageError as refusal:
-        raise with_advice(refusal, functional, fn, example, has_aux=has_aux, name=name, device=device) from refusal.__cause__
+    known = outline or outline_of(fn, example, has_aux=has_aux, name=name, device=device)
+    if known.refusal:
+        raise StageError(name, *known.refusal)
+    if known.generators:
+        raise StageError(name, "it hands a torch.Generator to an operator, which is not traced", "use the functional engine")
+    if known.seeds:
+        raise StageError(name, "it seeds the generator that it draws from, which is not traced", "use the functional engine")
+    with without_onednn() if compile else nullcontext():
+        joint = clean(trace(DifferentiableStage(fn, seen, known, has_aux, name), seen, known, name))
     parts = cut_for(joint, remat, name)
     size = residual_bytes(joint, parts.residuals, name)
     flat = _emit(parts, joint, name, compile)

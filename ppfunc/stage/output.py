@@ -1,4 +1,4 @@
-"""What a stage may take and return beside its activation: losses, metrics, state and skip connections."""
+"""Carry losses, metrics, state and skip connections beside the activation of a stage."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import optree
 import torch
 
 from .signature import Signature
+from .tree import tree_flatten
 
 
 class Output(NamedTuple):
@@ -51,11 +51,11 @@ def canonical(
     skips: Sequence[int],
     targeted: bool,
 ) -> Callable[..., tuple[Any, Any]]:
-    """The stage in the form that the runtime differentiates, with an auxiliary output.
+    """Bring a stage into the form that the runtime differentiates, with an auxiliary output.
 
     Equivalent to::
 
-        def call(params, x, *extras):           # extras: the target if ``targeted``, then side input, then state
+        def call(params, x, *extras):           # extras: the target if ``targeted``, then its extras, then state
             out = fn(params, x, *extras)        # without the target
             loss = loss_fn(out.y, target) + out.loss
             return (out.y, out.skips, loss), (outputs, out.metrics, out.state)
@@ -119,7 +119,7 @@ def received_signature(sources: Sequence[int], parts: Sequence[Signature]) -> Si
     if len(parts) == 1:
         return parts[0]
     trees = [part.unflatten(part.leaves) for part in parts]
-    leaves, treedef = optree.tree_flatten(Received(trees[0], dict(zip(sources[1:], trees[1:], strict=True))))
+    leaves, treedef = tree_flatten(Received(trees[0], dict(zip(sources[1:], trees[1:], strict=True))))
     return Signature(treedef, tuple(leaves))
 
 

@@ -1,16 +1,16 @@
-"""Stage programs: the pure functions that forward and backward of one stage consist of."""
+"""Describe stage programs: the pure functions of which forward and backward of one stage consist."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-import optree
 import torch
 
 from .abstract import Outline
 from .example import Example, Leaves
 from .signature import LeafSignature, Signature, differentiable
+from .tree import tree_flatten
 
 Gradients = tuple[torch.Tensor | None, ...]
 Stage = Callable[..., Any]
@@ -83,7 +83,7 @@ class StageProgram(NamedTuple):
 
 
 class Engine(Protocol):
-    """How a stage is differentiated."""
+    """Differentiates stages: builds the program of one for an example."""
 
     def __call__(
         self,
@@ -128,7 +128,7 @@ def stage_program(
         return signature.unflatten([zeros(leaf) if g is None else g for leaf, g in pairs])
 
     def cotangents(gy: Any) -> Leaves:
-        leaves, treedef = optree.tree_flatten(gy)
+        leaves, treedef = tree_flatten(gy)
         if treedef != y.treedef:
             raise ValueError(f"gy: got the structure {treedef}, expected that of y, {y.treedef}")
         return tuple(g for g, leaf in zip(leaves, y.leaves, strict=True) if leaf.grad)

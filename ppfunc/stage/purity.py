@@ -1,84 +1,79 @@
-"""What a stage does besides returning something: it draws random numbers, reaches outside its arguments, keeps what it makes."""
+"""Refuse writes into memory that a call has not made, and reads of tensors without values."""
 
 from __future__ import annotations
 
-import gc
 import weakref
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ._torch import FakeTensor, OpOverload, TorchDispatchMode, is_wrapped, schema, without_modes
+from ._torch import FakeTensor, FakeTensorMode, OpOverload, TorchDispatchMode, is_wrapped, schema, storage, without_modes
 from .errors import StageError
+from .randomness import call
 from .signature import LeafSignature
+from .tree import tree_leaves
+
+aten = torch.ops.aten
 
 
-class Watch(TorchDispatchMode):
-    """Sees every operator that a stage calls: random ones, those that reach outside the arguments, and what outlives the call."""
+class Purity(TorchDispatchMode):
+    """Sees every operator of a call: counts draws, and raises ``StageError`` before an effect happens.
 
-    def __init__(self, stage: str, abstract: bool) -> None:
-        super().__init__()
-        self.stage, self.abstract, self.draws, self.generators, self.seeds = stage, abstract, 0, False, False
-        self.before = torch.default_generator.get_state()
-        self.made: list[weakref.ref[torch.Tensor]] = []
+    Args:
+        stage: name of the stage.
+        arguments: the tensors that it is given, by their paths.
+        abstract: whether the call has no values, so that seeding can be told from drawing.
+    """
 
     supports_higher_order_operators = True
 
+    def __init__(self, stage: str, arguments: Iterable[tuple[str, torch.Tensor]], abstract: bool = False) -> None:
+        super().__init__()
+        self.stage, self.abstract, self.draws, self.generators, self.seeds = stage, abstract, 0, False, False
+        self.arguments = {storage(t): path for path, t in arguments}
+        self.made: set[int | None] = {None}
+        self.before = torch.default_generator.get_state()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not isinstance(func, OpOverload):
-            return func(*args, **kwargs)
-        if draws(func, args, kwargs):
+        effects = _effects(func)
+        if effects.seeded and draws(func, args, kwargs):
             self.draws += 1
             # Without values nothing is drawn, so that only a stage that seeds has changed the generator.
             self.seeds |= self.abstract and not self._generator_is_as_before()
-        given = optree.tree_leaves((args, kwargs))
-        self.require_values(given)
-        self.generators |= any(isinstance(g, torch.Generator) for g in given)
-        if func is not torch.ops.aten.detach.default:
-            arguments = schema(func).arguments
-            for argument, value in (*zip(arguments, args, strict=False), *((a, kwargs.get(a.name)) for a in arguments)):
-                if _captured(value):
-                    self._judge(value, argument.alias_info is not None and argument.alias_info.is_write)
-        made = func(*args, **kwargs)
-        self.note(optree.tree_leaves(made))
+        for tensor in effects.written(args, kwargs):
+            self._require_own(tensor)
+        for value in _flat((args, kwargs)):
+            if isinstance(value, torch.Tensor):
+                self._require_no_gradient_lost(func, value)
+            else:
+                self.generators |= isinstance(value, torch.Generator)
+        made = call(func, args, kwargs)
+        if not effects.view:
+            self.made.update(storage(t) for t in _flat(made) if isinstance(t, torch.Tensor))
         return made
+
+    def _require_own(self, tensor: torch.Tensor) -> None:
+        if (at := storage(tensor)) not in self.made:
+            if at in self.arguments:
+                place, mend = f"its argument {self.arguments[at]}", "return the new value, or work on a clone"
+            else:
+                place, mend = f"{_shape(tensor)} that is not among its arguments", "pass it as state and return the new value"
+            raise StageError(self.stage, f"it is not pure: it writes into {place}", mend)
+
+    def _require_no_gradient_lost(self, func: Any, value: torch.Tensor) -> None:
+        captured = value.requires_grad and type(value) in (torch.Tensor, torch.nn.Parameter) and value.is_leaf and not is_wrapped(value)
+        if captured and func is not aten.detach.default and torch.is_grad_enabled():
+            if (at := storage(value)) not in self.made and at not in self.arguments:
+                reason = f"it reads {_shape(value)} that is not among its arguments and requires a gradient, which would be lost"
+                raise StageError(self.stage, reason, "pass it in params, or detach it")
 
     def _generator_is_as_before(self) -> bool:
         with without_modes():
             return torch.equal(self.before, torch.default_generator.get_state())
-
-    def note(self, tensors: Iterable[Any]) -> None:
-        """Remember tensors without values, which must not outlive the evaluation."""
-        self.made += [weakref.ref(t) for t in tensors if isinstance(t, FakeTensor)]
-
-    def require_values(self, given: Iterable[Any]) -> None:
-        """Raise if a tensor among these is of an evaluation that is over."""
-        for value in given:
-            if isinstance(value, FakeTensor) and getattr(value.fake_mode, "over", False):
-                reason = f"it reads a tensor without values ({_told(value)}), left in a cache by an earlier evaluation of shapes"
-                raise StageError(self.stage, reason, _ANEW)
-
-    def require_nothing_kept(self) -> None:
-        """Raise if a tensor without values is still there."""
-        if kept := _alive(self.made):
-            reason = f"it keeps a tensor beyond its call ({_told(kept[-1])}); what is there now has no values"
-            attribute = "where it is an attribute of a module, make the stage by stage_from_module"
-            raise StageError(self.stage, reason, f"{attribute}; else {_ANEW}; what you want to see of a stage can be a metric")
-
-    def _judge(self, value: torch.Tensor, written: bool) -> None:
-        """Raise if using this tensor, which is not among the arguments, is not pure."""
-        if written and self.abstract:
-            reason, instead = "it is not pure: it writes into {}", "pass it as state and return the new value"
-        elif value.requires_grad and value.is_leaf and torch.is_grad_enabled():
-            reason, instead = "it reads {} and requires a gradient, which would be lost", "pass it in params, or detach it"
-        else:
-            return
-        sizes = "a nested tensor" if value.is_nested else f"a tensor of shape {tuple(value.shape)}"
-        raise StageError(self.stage, reason.format(f"{sizes} that is not among its arguments"), instead)
 
 
 class Generators(TorchFunctionMode):
@@ -89,35 +84,56 @@ class Generators(TorchFunctionMode):
         self.seen: list[weakref.ref[torch.Generator]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen += [weakref.ref(g) for g in optree.tree_leaves((args, kwargs)) if isinstance(g, torch.Generator)]
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        self.seen += [weakref.ref(g) for g in (*args, *kwargs.values()) if isinstance(g, torch.Generator)]
+        return func(*args, **kwargs)
 
     def foreign(self) -> bool:
         """Whether one has outlived the call, and is not one that a step seeds; or none was seen."""
-        return not self.seen or not {torch.default_generator, *torch.cuda.default_generators}.issuperset(_alive(self.seen))
+        alive = {g for r in self.seen if (g := r()) is not None}
+        return not self.seen or not alive <= {torch.default_generator, *torch.cuda.default_generators}
 
 
-_ANEW = "compute it anew in every call; or, where it is a cache, empty it, and fill it by a call of the stage on tensors of these shapes"
+class Evaluation(FakeTensorMode):
+    """Makes tensors without values; raises :class:`NoValuesError` where they mix with those of another, or with values after its end."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.over = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        foreign = [t for t in tensors if isinstance(t, FakeTensor) and t.fake_mode is not self]
+        if self.over and not all(isinstance(t, FakeTensor) for t in tensors):
+            foreign += [t for t in tensors if isinstance(t, FakeTensor)]
+        if foreign:
+            raise NoValuesError(foreign[0])
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def _told(tensor: torch.Tensor) -> str:
-    return str(LeafSignature(tuple(tensor.shape), tensor.dtype, False)).removesuffix(" no grad")
+class NoValuesError(RuntimeError):
+    """A tensor of an abstract evaluation was read outside of it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__(str(LeafSignature(tuple(tensor.shape), tensor.dtype, False)).removesuffix(" no grad"))
+
+    def told(self, stage: str) -> StageError:
+        """The error of the stage that read it."""
+        reason = f"it reads a tensor without values ({self}), left by an earlier abstract evaluation"
+        mend = "recompute it in each call; if it is a cache, clear it, and warm it up by calling the stage on real tensors of these shapes"
+        attribute = "where it is an attribute of a module, make the stage by stage_from_module"
+        return StageError(stage, reason, f"{mend}; {attribute}")
 
 
-def _alive(references: list[weakref.ref[Any]]) -> list[Any]:
-    """What is still there, in order, cycles that nobody reaches aside."""
-    if any(r() is not None for r in references):
-        gc.collect()
-    return [found for r in references if (found := r()) is not None]
+def require_values(tensors: Iterable[Any]) -> None:
+    """Raise ``NoValuesError`` for a fake tensor of an evaluation that is over."""
+    for t in tensors:
+        if isinstance(t, FakeTensor) and getattr(t.fake_mode, "over", False):
+            raise NoValuesError(t)
 
 
-def _captured(value: Any) -> bool:
-    """Whether this is a plain tensor from outside: neither fake nor wrapped by a transform."""
-    plain = type(value) in (torch.Tensor, torch.nn.Parameter)
-    return plain and not is_wrapped(value)
-
-
-def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether this call draws from a random generator; attention with a dropout of zero does not.
 
     >>> draws(torch.ops.aten.rand_like.default, (torch.zeros(2),), {})
@@ -130,3 +146,49 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
             given = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
             return given != 0
     return True
+
+
+# Operators that write into running statistics in training without declaring it.
+_RUNNING_STATISTICS = {aten.native_batch_norm.default, aten.cudnn_batch_norm.default, aten.miopen_batch_norm.default}
+
+
+class _Effects(NamedTuple):
+    """The effects of an operator: where it writes, whether it may draw, whether its results may be views of its arguments."""
+
+    writes: tuple[tuple[int, str], ...] = ()
+    statistics: bool = False
+    seeded: bool = False
+    view: bool = False
+
+    def written(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+        """The tensors that a call with these arguments writes into."""
+        values: list[Any] = [args[n] if n < len(args) else kwargs.get(name) for n, name in self.writes]
+        if self.statistics and args[5]:
+            values += args[3:5]
+        return (t for t in _flat(values) if isinstance(t, torch.Tensor))
+
+
+@cache
+def _effects(func: Any) -> _Effects:
+    if not isinstance(func, OpOverload):
+        return _Effects()
+    arguments = enumerate(schema(func).arguments)
+    writes = tuple((n, a.name) for n, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+    # The argument of `lift_fresh` is a tensor just made of Python or numpy data.
+    view = func is not aten.lift_fresh.default and any(result.alias_info is not None for result in schema(func).returns)
+    return _Effects(writes, func in _RUNNING_STATISTICS, torch.Tag.nondeterministic_seeded in func.tags, view)
+
+
+def _flat(values: Any) -> Iterator[Any]:
+    """Iterate over arguments or results of operators, which nest tuples, lists and dictionaries alone."""
+    if isinstance(values, (tuple, list)):
+        for value in values:
+            yield from _flat(value)
+    elif isinstance(values, dict):
+        yield from _flat(list(values.values()))
+    else:
+        yield values
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return "a nested tensor" if tensor.is_nested else f"a tensor of shape {tuple(tensor.shape)}"

@@ -1,4 +1,4 @@
-"""Signatures: the structure, the shapes, the dtypes and the gradient flags of a tree of tensors."""
+"""Describe trees of tensors by structure, shapes, dtypes and gradient flags."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
-import optree
 import torch
+from optree import PyTreeSpec
 
 from .structure import structure_from_json, structure_to_json
+from .tree import tree_flatten, tree_paths, tree_unflatten
 
 _SHORT = reprlib.Repr()
 _SHORT.maxother = 80
@@ -55,10 +56,10 @@ class Signature:
 
     Args:
         treedef: the structure, as ``optree`` gives it (``None`` is a node without leaves).
-        leaves: one entry per tensor, in the order of ``optree.tree_leaves``.
+        leaves: one entry per tensor, in the order of :func:`~ppfunc.stage.tree.tree_leaves`.
     """
 
-    treedef: optree.PyTreeSpec
+    treedef: PyTreeSpec
     leaves: tuple[LeafSignature, ...]
 
     def __post_init__(self) -> None:
@@ -101,12 +102,12 @@ class Signature:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """How every leaf is reached, such as ``"['w'][0]"``."""
-        return tuple(accessor.codify("") for accessor in optree.treespec_accessors(self.treedef))
+        """Paths of the leaves, such as ``"['w'][0]"``."""
+        return tree_paths(self.treedef)
 
     def unflatten(self, leaves: Iterable[Any]) -> Any:
         """The tree with these leaves."""
-        return optree.tree_unflatten(self.treedef, leaves)
+        return tree_unflatten(self.treedef, leaves)
 
     def require(self, tree: Any, name: str) -> tuple[torch.Tensor, ...]:
         """The leaves of ``tree``, which must have this signature (gradient flags aside).
@@ -146,12 +147,15 @@ class Signature:
         try:
             structure, leaves = json.loads(text)
             read = tuple(_leaf_from_json(*leaf) for leaf in leaves)
-        except (TypeError, KeyError, ValueError) as error:
+        except (TypeError, KeyError, ValueError, RecursionError) as error:
             raise ValueError(f"not the JSON text of a signature: {text[:200]!r} ({error})") from error
         return cls(structure_from_json(structure), read)
 
     def __str__(self) -> str:
-        return str(self.unflatten(_Plain(str(leaf)) for leaf in self.leaves))
+        try:
+            return str(self.unflatten(_Plain(str(leaf)) for leaf in self.leaves))
+        except RecursionError:
+            return f"a deep tree of {', '.join(map(str, self.leaves[:8]))}{', ...' if len(self.leaves) > 8 else ''}"
 
 
 class _Plain(str):
@@ -175,26 +179,26 @@ def differentiable(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def flatten(tree: Any, name: str = "tree") -> tuple[tuple[torch.Tensor, ...], optree.PyTreeSpec]:
+def flatten(tree: Any, name: str = "tree") -> tuple[tuple[torch.Tensor, ...], PyTreeSpec]:
     """The tensors of ``tree`` and its structure.
 
     Raises:
         TypeError: a leaf is not a dense tensor; the message gives its path below ``name``.
     """
-    leaves, treedef = optree.tree_flatten(tree)
+    leaves, treedef = tree_flatten(tree, name)
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor):
             got, expected = f"{_SHORT.repr(leaf)} of type {type(leaf).__name__}", "a tensor"
             mend = "bind constants with functools.partial, or make tensors of them"
             if isinstance(leaf, Mapping | list | tuple | set) or is_dataclass(leaf):
-                got += ", a class that optree does not know"
-                mend = "make it a dict or a tuple of tensors, or register its class with optree"
+                got += ", a class that neither optree nor torch.utils._pytree knows"
+                mend = "make it a dict or a tuple of tensors, or register its class with one of them"
         elif leaf.is_nested or leaf.layout is not torch.strided:
             kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
             got, expected = f"a {kind} tensor", "a dense one"
             mend = "carry a padded tensor and the lengths" if leaf.is_nested else "carry its to_dense(), or its parts"
         else:
             continue
-        path = optree.treespec_accessors(treedef)[index].codify(name)
+        path = tree_paths(treedef, name)[index]
         raise TypeError(f"{path}: got {got}, expected {expected}; {mend}")
     return tuple(leaves), treedef

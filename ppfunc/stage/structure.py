@@ -1,123 +1,133 @@
-"""Tree structures as JSON, without pickle and without importing anything that the data names."""
+"""Tree structures as JSON, without pickle and without importing anything that the data names.
+
+A structure is the list of its nodes, parents before children, so that its depth costs no recursion. A leaf
+is ``"*"``, ``None`` is ``null``, every other node is ``[kind, ..., keys or number of children]``.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
 from typing import Any
 
 import optree
 
+from .tree import NAMESPACE, FrozenDict, FrozenList, is_registered, rebuild, tree_structure, tree_unflatten
+
 _FACTORIES = {"list": list, "dict": dict, "int": int, "float": float, "set": set, "tuple": tuple, "str": str}
 _SCALARS = (str, int, float, bool, type(None))
+_LEAF = 0
 
 
-def structure_to_json(treedef: optree.PyTreeSpec) -> Any:
+def structure_to_json(treedef: optree.PyTreeSpec) -> list[Any]:
     """The structure as lists, texts and numbers; the inverse is :func:`structure_from_json`.
-
-    A leaf is ``"*"``, ``None`` is ``null``, every other node ``[kind, ..., children]``.
 
     Raises:
         TypeError: a key or a piece of metadata that JSON cannot hold.
 
-    >>> structure_to_json(optree.tree_structure({"a": 0, "b": (0, None)}))
-    ['dict', ['a', 'b'], ['*', ['tuple', ['*', None]]]]
+    >>> structure_to_json(tree_structure({"a": 0, "b": (0, None)}))
+    [['dict', ['a', 'b']], '*', ['tuple', 2], '*', None]
     """
-    return _encode(optree.tree_unflatten(treedef, [_LEAF] * treedef.num_leaves))
+    nodes, ahead = [], [tree_unflatten(treedef, [_LEAF] * treedef.num_leaves)]
+    while ahead:
+        node, children = _encode(ahead.pop())
+        nodes.append(node)
+        ahead += reversed(children)
+    return nodes
 
 
 def structure_from_json(data: Any) -> optree.PyTreeSpec:
     """The structure that :func:`structure_to_json` wrote.
 
     Classes are looked up among modules that are already imported, and must be named tuples or
-    registered with ``optree``.
+    registered with ``optree`` or ``torch.utils._pytree``.
 
     Raises:
         ValueError: malformed data, or a class that is not known in this process.
 
-    >>> structure_from_json(["tuple", ["*", None]])
+    >>> structure_from_json([["tuple", 2], "*", None])
     PyTreeSpec((*, None))
     """
     try:
-        return optree.tree_structure(_decode(data))
-    except (TypeError, KeyError, IndexError, AttributeError) as error:
+        built: list[Any] = []
+        for node in reversed(data):
+            built.append(_decode(node, built))
+        (tree,) = built
+        return tree_structure(tree)
+    except (TypeError, KeyError, IndexError, AttributeError, ValueError) as error:
         raise ValueError(f"malformed tree structure {str(data)[:200]} ({error})") from error
 
 
-_LEAF = 0
-
-
-def _encode(tree: Any) -> Any:
+def _encode(tree: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A node and its children."""
     kind = type(tree)
     if tree is None:
-        return None
-    if optree.tree_is_leaf(tree):
-        return "*"
-    children, metadata, entries, _ = optree.tree_flatten_one_level(tree)
-    below = [_encode(child) for child in children]
+        return None, ()
+    if tree is _LEAF:
+        return "*", ()
+    children, metadata, entries, _ = optree.tree_flatten_one_level(tree, namespace=NAMESPACE)
+    below, keys = tuple(children), lambda: [_plain(key) for key in entries]
     if kind in (tuple, list):
-        return [kind.__name__, below]
+        return [kind.__name__, len(below)], below
     if kind in (dict, OrderedDict):
-        return [kind.__name__, [_plain(key) for key in entries], below]
+        return [kind.__name__, keys()], below
     if kind is defaultdict:
         factory = tree.default_factory
         if factory is not None and factory not in _FACTORIES.values():
             raise TypeError(f"defaultdict({factory!r}) cannot be written as JSON; expected one of {sorted(_FACTORIES)}")
-        return ["defaultdict", None if factory is None else factory.__name__, [_plain(key) for key in entries], below]
+        return ["defaultdict", None if factory is None else factory.__name__, keys()], below
     if kind is deque:
-        return ["deque", tree.maxlen, below]
+        return ["deque", tree.maxlen, len(below)], below
     named = [kind.__module__, kind.__qualname__]
     if optree.is_namedtuple(tree):
-        return ["namedtuple", named, below]
-    return ["registered", named, _plain(metadata), below]
+        return ["namedtuple", named, len(below)], below
+    if optree.is_structseq(tree):
+        return ["structseq", named, len(below)], below
+    return ["registered", named, _plain(metadata), len(below)], below
 
 
-def _decode(data: Any) -> Any:
-    match data:
+def _decode(node: Any, built: list[Any]) -> Any:
+    """The tree of a node; its children are taken from the end of ``built``."""
+
+    def children(count: int) -> list[Any]:
+        if type(count) is not int or not 0 <= count <= len(built):
+            raise ValueError(f"expected {count!r} children, there are {len(built)}")
+        return [built.pop() for _ in range(count)]
+
+    def items(keys: list[Any]) -> dict[Any, Any]:
+        return dict(zip(map(_unplain, keys), children(len(keys)), strict=True))
+
+    match node:
         case None:
             return None
         case "*":
             return _LEAF
-        case ["tuple", children]:
-            return tuple(map(_decode, children))
-        case ["list", children]:
-            return list(map(_decode, children))
-        case ["dict", keys, children]:
-            return _decode_items(keys, children)
-        case ["OrderedDict", keys, children]:
-            return OrderedDict(_decode_items(keys, children))
-        case ["defaultdict", factory, keys, children]:
-            return defaultdict(None if factory is None else _FACTORIES[factory], _decode_items(keys, children))
-        case ["deque", maxlen, children]:
-            return deque(map(_decode, children), maxlen=maxlen)
-        case ["namedtuple", named, children]:
-            return _named_tuple(*named)(*map(_decode, children))
-        case ["registered", named, metadata, children]:
-            unflatten = _registration(*named).unflatten_func
-            return unflatten(_unplain(metadata), tuple(map(_decode, children)))
-    raise ValueError(f"malformed tree structure: got the node {str(data)[:200]}")
+        case ["tuple", count]:
+            return tuple(children(count))
+        case ["list", count]:
+            return children(count)
+        case ["dict", keys]:
+            return items(keys)
+        case ["OrderedDict", keys]:
+            return OrderedDict(items(keys))
+        case ["defaultdict", factory, keys]:
+            return defaultdict(None if factory is None else _FACTORIES[factory], items(keys))
+        case ["deque", maxlen, count]:
+            return deque(children(count), maxlen=maxlen)
+        case ["namedtuple", named, count]:
+            return _known_class(named, optree.is_namedtuple_class, "a named tuple")(*children(count))
+        case ["structseq", named, count]:
+            return _known_class(named, optree.is_structseq_class, "a struct sequence")(children(count))
+        case ["registered", named, metadata, count]:
+            kind = _known_class(named, is_registered, "registered with optree (in its global namespace) or torch.utils._pytree")
+            return rebuild(kind, _unplain(metadata), tuple(children(count)))
+    raise ValueError(f"got the node {str(node)[:200]}")
 
 
-def _decode_items(keys: list[Any], children: list[Any]) -> dict[Any, Any]:
-    return dict(zip(map(_unplain, keys), map(_decode, children), strict=True))
-
-
-def _named_tuple(module: str, qualname: str) -> type:
-    found = _known_class(module, qualname)
-    if not optree.is_namedtuple_class(found):
-        raise ValueError(f"{module}.{qualname} is not a named tuple in this process")
-    return found
-
-
-def _registration(module: str, qualname: str) -> Any:
-    entry = optree.register_pytree_node.get(_known_class(module, qualname))
-    if entry is None:
-        raise ValueError(f"{module}.{qualname} is not registered with optree (in its global namespace) in this process")
-    return entry
-
-
-def _known_class(module: str, qualname: str) -> type:
+def _known_class(named: list[str], is_one: Callable[[type], bool], kind: str) -> type:
     """A class of an imported module, found by plain dictionary look-up so that no code of anyone runs."""
+    module, qualname = named
     found: Any = sys.modules.get(module)
     for part in qualname.split("."):
         found = getattr(found, "__dict__", {}).get(part)
@@ -126,13 +136,21 @@ def _known_class(module: str, qualname: str) -> type:
             f"the class {module}.{qualname} is not known in this process; "
             "import its module, and define it at the module's top"
         )
+    if not is_one(found):
+        raise ValueError(f"{module}.{qualname} is not {kind} in this process")
     return found
 
 
 def _plain(value: Any) -> Any:
     """A key or metadata as JSON; tuples become ``["tuple", ...]`` so that they come back as tuples."""
     if type(value) in _SCALARS:
+        if value != value:
+            raise TypeError(f"{value!r} in a tree structure does not equal itself; expected another key or metadata")
         return value
+    if isinstance(value, FrozenList):
+        return ["list", *map(_plain, value)]
+    if isinstance(value, FrozenDict):
+        return ["dict", *([_plain(k), _plain(v)] for k, v in value)]
     if type(value) in (tuple, list):
         return [type(value).__name__, *map(_plain, value)]
     if type(value) is dict:

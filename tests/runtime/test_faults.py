@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ import torch
 import ppfunc as pp
 
 D = 4
+ROWS = 3  # of a microbatch
 SOON = 2.0  # seconds; the timeouts of the transports below are far longer
 
 
@@ -26,9 +26,10 @@ def squared(y, target):
 
 
 def problem(stages, m):
+    """Parameters by stage of the model, and a whole batch."""
     generator = torch.Generator().manual_seed(0)
     params = {s: {"w": torch.randn(D, D, generator=generator)} for s in range(stages)}
-    return params, torch.randn(m, 3, D, generator=generator), torch.randn(m, 3, D, generator=generator)
+    return params, torch.randn(ROWS * m, D, generator=generator), torch.randn(ROWS * m, D, generator=generator)
 
 
 def caught(call, *args, **kwargs):
@@ -52,16 +53,29 @@ def refused(match, call, *args, error=ValueError, **kwargs):
 def test_wrong_batches_are_refused_with_what_was_got_and_expected():
     params, inputs, targets = problem(2, 4)
     step = pp.value_and_grad([stage] * 2, squared, pp.gpipe(2, 4))
-    refused("batch of 10 is not divisible by 4 microbatches; the nearest numbers that divide it are 2 and 5", pp.microbatch, torch.ones(10, D), 4)
-    refused("batch of 3 is smaller than its 4 microbatches", pp.microbatch, torch.ones(3, D), 4)
-    refused("same leading axis", pp.microbatch, {"a": torch.ones(4), "b": torch.ones(8)}, 4)
+    refused("batch: got 10 rows .* 4 microbatches do not divide; the nearest numbers that do are 2 and 5", pp.microbatch, torch.ones(10, D), 4)
+    refused("batch: got 3 rows .* for 4 microbatches; use at most 3", pp.microbatch, torch.ones(3, D), 4)
+    refused(r"same number of rows.* batch\['a'\]: 4, batch\['b'\]: 8", pp.microbatch, {"a": torch.ones(4), "b": torch.ones(8)}, 4)
     refused("at least 1", pp.microbatch, torch.ones(4), 0)
-    refused(r"inputs: got a leading axis of 12 .* 4 microbatches.*ppfunc.microbatch\(inputs, 4\)", step, params, inputs.flatten(0, 1), targets)
-    refused("targets: got a leading axis of 3", step, params, inputs, targets[:3])
-    refused("targets: got a list of 3 microbatches, the schedule has 4", step, params, inputs, list(targets[:3]))
+    refused(r"inputs\['x'\]: got 10 rows in shape \(10, 4\), which 4 microbatches do not divide", step, params, {"x": inputs[:10]}, targets)
+    refused(r"inputs\['x'\]: got a scalar, expected a leading batch axis", step, params, {"x": inputs.sum()}, targets)
+    refused("targets: got 3 rows .* for 4 microbatches", step, params, inputs, targets[:3])
+    refused("targets: got 3 microbatches, the schedule has 4", step, params, inputs, pp.microbatch(targets[:3], 3))
     refused("targets: got None.*stage 1", step, params, inputs, None)
     refused("inputs: got None.*stage 0", step, params, None, targets)
-    refused("tensor", step, params, {"x": inputs, "n": 3}, targets, error=TypeError)
+    refused(r"inputs\['n'\].*int", step, params, {"x": inputs, "n": 3}, targets, error=TypeError)
+
+
+def test_a_list_is_a_tree_like_any_other():
+    """Of four tensors under four microbatches, too: each of them is cut."""
+    params, inputs, targets = problem(2, 4)
+    add = [lambda p, xs: stage(p, xs[0] + xs[1] - xs[2] * xs[3]), stage]
+    loss, _ = pp.value_and_grad(add, squared, pp.gpipe(2, 4))(params, [inputs, inputs, inputs, torch.ones_like(inputs)], targets)
+    assert torch.equal(loss, pp.value_and_grad([stage] * 2, squared, pp.gpipe(2, 4))(params, inputs, targets)[0])
+    step = pp.value_and_grad([stage] * 2, squared, pp.gpipe(2, 4))
+    refused(r"inputs\[0\]: got 3 rows .* for 4 microbatches", step, params, list(inputs.chunk(4)), targets)
+    refused("stage 0.*list", step, params, list(inputs.chunk(3)), targets, error=pp.StageError)
+    refused(r"targets\[0\]: got 3 rows .* for 4 microbatches", step, params, inputs, list(targets.chunk(4)))
 
 
 def test_wrong_parameters_stages_weights_and_losses_are_refused():
@@ -69,13 +83,17 @@ def test_wrong_parameters_stages_weights_and_losses_are_refused():
     schedule = pp.gpipe(2, 4)
     step = pp.value_and_grad([stage] * 2, squared, schedule)
     refused(r"params: got \[0\], expected .*\[0, 1\]", step, {0: params[0]}, inputs, targets)
+    refused(r"params: got \[0, 1, 2\], expected .*\[0, 1\]", step, params | {2: params[0]}, inputs, targets)
     refused("params: got list", step, [params[0], params[1]], inputs, targets)
-    refused("got 3 stages, the schedule 'gpipe' has 2", pp.value_and_grad, [stage] * 3, squared, schedule)
-    refused(r"weights: got shape \(3,\)", pp.value_and_grad, [stage] * 2, squared, schedule, weights=[1, 2, 3])
+    refused(r"extras: got the stages \[2\], this process runs \[0, 1\]", step, params, inputs, targets, extras={2: inputs})
+    refused("stages: got 3, the schedule 'gpipe' has 2", pp.value_and_grad, [stage] * 3, squared, schedule)
+    refused(r"stages\[1\]: got None", pp.value_and_grad([stage, None], squared, schedule), params, inputs, targets)
+    refused(r"loss_weights: got shape \(3,\)", pp.value_and_grad([stage] * 2, squared, schedule, loss_weights=[1, 2, 3]), params, inputs, targets)
+    refused(r"loss_weights: got shape \(3,\)", step, params, inputs, targets, loss_weights=[1, 2, 3])
     refused("no backward", pp.value_and_grad, [stage] * 2, squared, pp.inference(2, 4))
     refused("nothing", pp.evaluate, [stage] * 2, None, schedule)
     vector = pp.value_and_grad([stage] * 2, lambda y, t: (y - t).square().mean(0), schedule)
-    refused(r"stage 1.*floating scalar, got float32\[4\]", error=Exception, call=lambda: vector(params, *(t[:, :, :] for t in (inputs, targets))))
+    refused(r"stage 1.*floating scalar, got float32\[4\]", vector, params, inputs, targets)
 
 
 def test_what_is_no_schedule_stage_transport_or_engine_is_refused():
@@ -91,23 +109,23 @@ def test_what_is_no_schedule_stage_transport_or_engine_is_refused():
     mine = make([stage] * 2, squared, schedule, engine=lambda *args, **options: 3)
     refused("engine: it returned an object of type int for stage 0, expected a StageProgram", mine, *problem(2, 4), error=TypeError)
     refused("loss_fn: got None", make, [stage] * 2, None, schedule, error=TypeError)
-    refused(r"argnums: got \[0\]", make, [stage] * 2, squared, schedule, argnums=[0])
+    for wrong in ([0], (0, 0), (1, 1), 2, (0, 2), ()):
+        refused("argnums: got .*, expected 0", make, [stage] * 2, squared, schedule, argnums=wrong)
 
 
 def test_arguments_of_a_wrong_kind_are_refused():
     params, inputs, targets = problem(2, 4)
     step = pp.value_and_grad([stage] * 2, squared, pp.gpipe(2, 4))
     refused(r"params: got \[0, '1'\]", step, {0: params[0], "1": params[1]}, inputs, targets)
-    refused("weights: got 'ab', expected one number", step, params, inputs, targets, weights="ab", error=TypeError)
+    refused("loss_weights: got 'ab', expected one number", step, params, inputs, targets, loss_weights="ab", error=TypeError)
     for seed in (3, (1.5, 2), (1, 2, 3)):
         refused(r"expected \(seed, step\), two integers", step, params, inputs, targets, seed=seed, error=TypeError)
-    refused("side: got list, expected a dictionary", step, params, inputs, targets, side=[inputs], error=TypeError)
+    refused("extras: got list, expected a dictionary", step, params, inputs, targets, extras=[inputs], error=TypeError)
     refused("state: got Tensor, expected a dictionary", step, params, inputs, targets, state=inputs, error=TypeError)
     refused("expected an integer", pp.microbatch, inputs, 2.0, error=TypeError)
-    refused("got a list of 2.*tuple", pp.microbatch, [inputs, inputs], 2, error=TypeError)
-    refused("batch of 0 .*at least one row", pp.microbatch, inputs[:0], 2)
+    refused("batch: got 0 rows .*at least one row", pp.microbatch, inputs[:0], 2)
     with pytest.raises(TypeError, match="ndarray") as raised:
-        step(params, torch.ones(4, 99, D).numpy(), targets)
+        step(params, torch.ones(400, D).numpy(), targets)
     assert len(str(raised.value)) < 300
 
 
@@ -118,9 +136,10 @@ def test_losses_of_several_dtypes_are_refused():
     def kept(params, x):
         return x @ params["w"].to(x.dtype)
 
-    mixed = [inputs[0].double(), *inputs[1:]]
+    rows = pp.microbatch(inputs, 4)
+    mixed = pp.Microbatches([rows[0].double(), *rows[1:]])
     step = pp.value_and_grad([kept] * 2, lambda y, t: y.mean(), pp.gpipe(2, 4))
-    refused(r"stage 1 gives the loss float32\[\] for microbatch 1, float64\[\]", step, params, mixed, targets)
+    refused(r"stage 1 gives losses of different forms for different microbatches, .*float64\[\] and .*float32\[\]", step, params, mixed, targets)
     step = pp.value_and_grad([kept] * 2, lambda y, t: y.double().mean(), pp.gpipe(2, 4))
     step(params, mixed, targets)
     outputs = pp.evaluate([kept] * 2, None, pp.gpipe(2, 4), return_outputs=True)(params, mixed)
@@ -132,7 +151,7 @@ def test_parameters_of_another_dtype_that_change_the_loss_are_refused():
     _, inputs, targets = problem(1, 4)
     step({0: torch.ones(D)}, inputs, targets)
     wide = {0: torch.ones(D, dtype=torch.float64)}
-    refused(r"gives the loss float64\[\].*agreed on the loss float32\[\].*make a new step", step, wide, inputs, targets)
+    refused(r"stage 0 now gives the losses float64\[4\].*agreed on float32\[4\].*make a new step", step, wide, inputs, targets)
 
 
 def test_an_interrupt_stays_an_interrupt():
@@ -157,7 +176,7 @@ def test_stages_that_do_not_fit_each_other_are_refused_by_name():
     params, inputs, targets = problem(2, 4)
     step = pp.value_and_grad([stage] * 2, squared, pp.gpipe(2, 4))
     params[1]["w"] = torch.ones(D + 1, D)
-    refused(r"stage 1: .*given x = float32\[3,4\]", step, params, inputs, targets, error=pp.StageError)
+    refused(r"stage 1: .*test_faults.py:\d+.*given params = {'w': float32\[5,4\]}, x = float32\[3,4\]", step, params, inputs, targets, error=pp.StageError)
     # Matrix products of different dtypes are found out only when they run.
     params[1]["w"] = torch.ones(D, D, dtype=torch.float64)
     refused(r"1F0.*float != double.*input was float32\[3,4\]", step, params, inputs, targets, error=pp.PipelineError)
@@ -197,14 +216,14 @@ def test_an_error_inside_a_step_says_where_it_was():
     inputs[:] = 0
     step = pp.value_and_grad([stage, failing], squared, pp.gpipe(2, 4), engine=pp.functional)
     step(params, inputs, targets)
-    inputs[2] = 1
+    inputs[2 * ROWS] = 1
     with pytest.raises(pp.PipelineError) as raised:
         step(params, inputs, targets)
     error = raised.value
     assert (error.rank, error.stage, error.microbatch, str(error.instruction)) == (1, 1, 2, "1F2")
     assert "ArithmeticError: not zero" in str(error)
     assert isinstance(error.__cause__, ArithmeticError)
-    inputs[2] = 0
+    inputs[2 * ROWS] = 0
     step(params, inputs, targets)
 
 
@@ -212,39 +231,113 @@ def test_an_error_inside_a_step_says_where_it_was():
 
 
 def disagree(rank, ranks, kind):
-    transport = pp.P2P(timeout=60)
-    m = 4 if kind != "microbatches" or rank == 0 else 8
+    m = 8 if kind != "microbatches" or rank == 0 else 16
     schedule = pp.one_f_one_b(ranks, m) if kind == "schedule" and rank else pp.gpipe(ranks, m)
     params, inputs, targets = problem(ranks, m)
-    if kind == "shape" and rank:
-        inputs = inputs[:, :2]
     make = pp.evaluate if kind == "call" and rank else pp.value_and_grad
-    options = {"weights": [0.1, 0.2, 0.3, 0.4]} if kind == "weights" and rank else {}
+    options = {"loss_weights": [0.1] * m} if kind == "weights" and rank else {}
     options |= {"per_microbatch": True} if kind == "apart" and rank else {}
-    step = partial(make([stage] * ranks, squared, schedule, transport, **options), seed=(7, rank if kind == "seed" else 0))
-    return caught(step, {rank: params[rank]}, inputs, targets)
+    options |= {"loss_shape": (2,)} if kind == "loss shape" and rank else {}
+    with pp.P2P(timeout=60) as transport:
+        step = make([stage] * ranks, squared, schedule, transport, **options)
+        return caught(step, {rank: params[rank]}, inputs, targets)
 
 
-@pytest.mark.parametrize("kind", ["microbatches", "schedule", "shape", "call", "weights", "apart", "seed"])
-def test_ranks_that_disagree_are_told_so(two, kind):
+MADE = ["microbatches", "schedule", "call", "weights", "apart", "loss shape"]
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_ranks_whose_step_functions_differ_are_told_so(two, kind):
     for name, text, seconds in two(disagree, kind):
         assert name == "AgreementError"
         assert "disagree" in text
-        assert kind != "shape" or ("float32[3,4]" in text and "float32[2,4]" in text)
-        assert kind != "seed" or ("seed (7, 0)" in text and "seed (7, 1)" in text)
         assert seconds < SOON
+
+
+def differ(rank, ranks, kind):
+    """The first and the third call of a step differ on the last rank; the second and the fourth are right."""
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(D, D), torch.nn.Dropout(0.5))
+    fn, params, _ = pp.stage_from_module(module)
+    _, inputs, targets = problem(ranks, 8)
+    other, held = rank == ranks - 1, {rank: params}
+    usual = {"seed": (7, 1), "loss_weights": [0.125] * 8}
+    with pp.P2P(timeout=60) as transport:
+        step = pp.value_and_grad([fn] * ranks, squared, pp.one_f_one_b(ranks, 8), transport)
+
+        def wrong():
+            match kind if other else "":
+                case "shape":
+                    return step(held, inputs[:16], targets, **usual)
+                case "form":
+                    return step(held, pp.microbatch(inputs, 8), targets, **usual)
+                case "dtype":
+                    return step(held, inputs.double(), targets, **usual)
+                case "weights":
+                    return step(held, inputs, targets, **(usual | {"loss_weights": [0.125] * 7 + [0.1250001]}))
+                case "no weights":
+                    return step(held, inputs, targets, seed=(7, 1))
+                case "seed":
+                    return step(held, inputs, targets, **(usual | {"seed": (7, 2)}))
+                case "no seed":
+                    return step(held, inputs, targets, loss_weights=usual["loss_weights"])
+                case "autocast":
+                    with torch.autocast("cpu", torch.bfloat16):
+                        return step(held, inputs, targets, **usual)
+                case "mode":
+                    module.eval()
+                    try:
+                        return step(held, inputs, targets, **usual)
+                    finally:
+                        module.train()
+            return step(held, inputs, targets, **usual)
+
+        failures, losses = [], []
+        for _ in range(2):
+            failures.append(caught(wrong))
+            loss, grads = step(held, inputs, targets, **usual)
+            losses.append((loss, grads[rank]))
+    assert torch.equal(losses[0][0], losses[1][0])
+    assert all(torch.equal(losses[0][1][name], losses[1][1][name]) for name in params)
+    return failures
+
+
+TOLD = {
+    "shape": ("float32[2,4]", "float32[3,4]"),
+    "form": ("as Microbatches", "with 3 rows each"),
+    "dtype": ("float64[3,4]", "float32[3,4]"),
+    "weights": ("rank {last} has loss weights [0.125", "rank 0 has loss weights [0.125"),
+    "no weights": ("loss weights 1/m each", "loss weights [0.125"),
+    "seed": ("seed (7, 2)", "seed (7, 1)"),
+    "no seed": ("seed None", "seed (7, 1)"),
+    "autocast": ("bfloat16", "autocast off"),
+    "mode": ("training on rank", "evaluation on rank {last}"),
+}
+
+
+@pytest.mark.parametrize("kind", TOLD)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_whose_calls_differ_are_told_so_at_every_step(request, ranks, kind):
+    for failures in request.getfixturevalue({2: "two", 4: "four"}[ranks])(differ, kind):
+        for name, text, seconds in failures:
+            assert name == "AgreementError", text
+            assert "disagree" in text
+            assert all(words.format(last=ranks - 1) in text for words in TOLD[kind]), text
+            assert seconds < SOON
 
 
 def skip(rank, ranks):
     params, inputs, targets = problem(ranks, 4)
-    step = pp.value_and_grad([stage] * ranks, squared, pp.gpipe(ranks, 4), pp.P2P(timeout=4))
-    step({rank: params[rank]}, inputs, targets)
-    if rank == 1:
-        return caught(step, {rank: params[rank]}, inputs, targets)
-    time.sleep(5)  # it lives, but does not come
-    return None
+    with pp.P2P(timeout=4) as transport:
+        step = pp.value_and_grad([stage] * ranks, squared, pp.gpipe(ranks, 4), transport)
+        step({rank: params[rank]}, inputs, targets)
+        if rank == 1:
+            return caught(step, {rank: params[rank]}, inputs, targets)
+        time.sleep(5)  # it lives, but does not come
+        return None
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named(two):
     name, text, _ = two(skip)[1]
     assert name == "PipelineError"
@@ -254,7 +347,8 @@ def test_a_rank_that_does_not_come_is_named(two):
 def long_name(rank, ranks):
     params, inputs, targets = problem(ranks, 4)
     schedule = replace(pp.gpipe(ranks, 4), name="é" * 400)
-    return caught(pp.value_and_grad([stage] * ranks, squared, schedule, pp.P2P(timeout=60)), {rank: params[rank]}, inputs, targets)
+    with pp.P2P(timeout=60) as transport:
+        return caught(pp.value_and_grad([stage] * ranks, squared, schedule, transport), {rank: params[rank]}, inputs, targets)
 
 
 def test_a_schedule_may_have_a_long_name(two):
@@ -262,14 +356,24 @@ def test_a_schedule_may_have_a_long_name(two):
 
 
 def wrong_size(rank, ranks):
-    params, inputs, targets = problem(3, 4)
-    return caught(pp.value_and_grad, [stage] * 3, squared, pp.gpipe(3, 4), pp.P2P(timeout=60))
+    """Every rank makes the same mistake, and goes on."""
+    params, inputs, targets = problem(ranks, 4)
+    with pp.P2P(timeout=60) as transport:
+        failures = [caught(pp.value_and_grad, [stage] * 3, squared, pp.gpipe(3, 4), transport) for _ in range(2)]
+        step = pp.value_and_grad([stage] * ranks, squared, pp.gpipe(ranks, 4), transport)
+        for _ in range(4):  # ranks that made the mistake later are heard of later
+            last = caught(step, {rank: params[rank]}, inputs, targets)
+            if last[0] is None:
+                return failures, last
+        return failures, last
 
 
 def test_a_schedule_for_another_number_of_ranks_is_refused(two):
-    for name, text, _ in two(wrong_size):
-        assert name == "ValueError"
-        assert "schedule is for 3 ranks, the process group has 2" in text
+    for failures, (last, text, _) in two(wrong_size):
+        assert last is None, text
+        for name, text, _ in failures:
+            assert name == "ValueError"
+            assert "schedule is for 3 ranks, the process group has 2" in text
 
 
 def fail_once(rank, ranks, kind):
@@ -281,20 +385,19 @@ def fail_once(rank, ranks, kind):
             raise ArithmeticError("armed")
         return stage(params, x)
 
-    transport = pp.P2P(timeout=60)
     params, inputs, targets = problem(ranks, 5)
-    stages = [stage] * (ranks - 1) + [last]
-    step = pp.value_and_grad(stages, squared, pp.one_f_one_b(ranks, 5), transport, engine=pp.functional)
-    loss, grads = step({rank: params[rank]}, inputs, targets)
+    stages, schedule = [stage] * (ranks - 1) + [last], pp.one_f_one_b(ranks, 5)
     here = rank == ranks - 1
-    armed[0] = here and kind == "stage"
-    given = None if here and kind == "argument" else targets
-    if kind == "first call":  # a fresh transport: nobody has met anybody yet
-        step = pp.value_and_grad(stages, squared, pp.one_f_one_b(ranks, 5), pp.P2P(timeout=60), engine=pp.functional)
-        given = None if here else targets
-    failure = caught(step, {rank: params[rank]}, inputs, given, weights=[1.0] if here and kind == "weights" else None)
-    armed[0] = False
-    again, same = step({rank: params[rank]}, inputs, targets)
+    with pp.P2P(timeout=60) as transport, pp.P2P(timeout=60) as unused:
+        step = pp.value_and_grad(stages, squared, schedule, transport, engine=pp.functional)
+        loss, grads = step({rank: params[rank]}, inputs, targets)
+        armed[0] = here and kind == "stage"
+        given = None if here and kind in ("argument", "first call") else targets
+        # On a fresh transport nobody has met anybody yet.
+        failing = pp.value_and_grad(stages, squared, schedule, unused, engine=pp.functional) if kind == "first call" else step
+        failure = caught(failing, {rank: params[rank]}, inputs, given, loss_weights=[1.0] if here and kind == "weights" else None)
+        armed[0] = False
+        again, same = failing({rank: params[rank]}, inputs, targets)
     assert torch.equal(again, loss)
     assert torch.equal(same[rank]["w"], grads[rank]["w"])
     return failure
@@ -324,7 +427,8 @@ def run_until_killed(rank, ranks, victim):
             os.kill(os.getpid(), signal.SIGKILL)
         return stage(p, x)
 
-    step = pp.value_and_grad([slow] * ranks, squared, pp.one_f_one_b(ranks, 5), pp.P2P(timeout=60), engine=pp.functional)
+    transport = pp.P2P(timeout=60)
+    step = pp.value_and_grad([slow] * ranks, squared, pp.one_f_one_b(ranks, 5), transport, engine=pp.functional)
     while True:
         failure = caught(step, {rank: params[rank]}, inputs, targets)
         if failure[0]:

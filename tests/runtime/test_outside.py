@@ -29,7 +29,7 @@ def problem():
     def random(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    return {s: {"w": random(D, D), "b": random(D)} for s in range(2)}, random(M, 2, D), random(M, 2, D)
+    return {s: {"w": random(D, D), "b": random(D)} for s in range(2)}, random(M * 2, D), random(M * 2, D)
 
 
 @pytest.fixture(params=[(s, e) for s in SCHEDULES for e in ENGINES], ids="-".join)
@@ -119,7 +119,7 @@ def test_input_gradients_and_gradients_per_microbatch(engine, problem):
 def under_grad(rank, ranks):
     step = pp.value_and_grad([stage] * 2, loss_fn, SCHEDULES["1f1b"], pp.P2P(timeout=30), engine=pp.functional)
     params = {rank: {"w": torch.ones(D, D), "b": torch.ones(D)}}
-    arguments = params, torch.ones(M, 2, D), torch.ones(M, 2, D)
+    arguments = params, torch.ones(M * 2, D), torch.ones(M * 2, D)
     with pytest.raises((ValueError, pp.PipelineError), match="several processes"):
         grad(lambda *args: step(*args)[0])(*arguments)
     step(*arguments)

@@ -6,25 +6,26 @@ import gc
 import os
 import resource
 import threading
+from typing import ClassVar
+from unittest.mock import patch
 
 import optree
 import pytest
 import torch
+import torch.distributed as dist
 
 import ppfunc as pp
+from ppfunc.schedule import BUILDERS, chimera, remove_tail
 
 D = 4
-# Ranks, then a builder of a schedule for them.
-SCHEDULES = {
-    "gpipe": lambda ranks: pp.gpipe(ranks, 5),
-    "1f1b": lambda ranks: pp.one_f_one_b(ranks, 5),
+ROWS = 3  # of a microbatch
+# A name, then how a schedule is built for so many ranks.
+SCHEDULES = {name: lambda ranks, build=build: remove_tail(build(ranks, 2 * ranks)) for name, build in BUILDERS.items()} | {
+    "1f1b of an odd number": lambda ranks: pp.one_f_one_b(ranks, 5),
     "fewer microbatches than ranks": lambda ranks: pp.one_f_one_b(ranks, 1),
-    "interleaved": lambda ranks: pp.interleaved_one_f_one_b(ranks, 2 * ranks, 2),
-    "zbv": lambda ranks: pp.zbv(ranks, 6),
-    "zb_h1": lambda ranks: pp.zb_h1(ranks, 6),
-    "dualpipe": lambda ranks: pp.dualpipe(ranks, 2 * ranks),
-    "dualpipev": lambda ranks: pp.dualpipev(ranks, 2 * ranks),
-    "deepspeed": lambda ranks: pp.deepspeed_train(ranks, 5, order="source"),
+    "zbv of more": lambda ranks: pp.zbv(ranks, 2 * ranks + 3),
+    "dualpipe of more": lambda ranks: pp.dualpipe(ranks, 2 * ranks + 2),
+    "chimera": lambda ranks: chimera(ranks, 2 * ranks),
 }
 
 
@@ -37,37 +38,55 @@ def loss_fn(y, target):
     return (y["h"] - target).square().mean() + y["z"].abs().sum() / 100 + y["half"].float().sum() / 100
 
 
+def squared(y, target):
+    return (y - target).square().mean()
+
+
 def problem(schedule):
+    """Parameters by stage of the model, and a whole batch."""
     generator = torch.Generator().manual_seed(0)
-    stages, m = len(schedule.chains[0].stages), schedule.microbatches
+    stages, rows = max(schedule.model_stages) + 1, ROWS * schedule.microbatches
     params = {s: {"w": torch.randn(D, D, generator=generator)} for s in range(stages)}
-    for copy in range(stages, schedule.stages):
-        params[copy] = params[copy - stages]
-    inputs = {"h": torch.randn(m, 3, D, generator=generator), "mask": torch.tensor([True, False, True]).expand(m, 3)}
-    targets = torch.randn(m, 3, D, generator=generator)
-    return params, inputs, targets
+    inputs = {"h": torch.randn(rows, D, generator=generator), "mask": torch.tensor([True, False, True] * schedule.microbatches)}
+    return params, inputs, torch.randn(rows, D, generator=generator)
+
+
+def held_by(schedule, rank, trees):
+    """Of trees by stage of the model, those that a rank holds."""
+    return {schedule.model_stages[s]: trees[schedule.model_stages[s]] for s in schedule.stages_of(rank)}
+
+
+def runs(schedule, rank, end):
+    """Whether a rank runs a first stage (0) or a last one (-1)."""
+    return any(schedule.placement[chain.stages[end]] == rank for chain in schedule.chains)
 
 
 def compare(rank, ranks, name):
-    """Three steps and an evaluation; the batch is given only where it is needed."""
+    """Three steps and an evaluation. A process is given what it needs: its stages, and the batch where it enters or is judged."""
     schedule = SCHEDULES[name](ranks)
     params, inputs, targets = problem(schedule)
-    stages = [stage] * len(schedule.chains[0].stages)
-    loss, grads = pp.value_and_grad(stages, loss_fn, schedule)(params, inputs, targets)
-    transport = pp.P2P(timeout=30)
-    held = {s: params[s] for s in schedule.stages_of(rank)}
-    step = pp.value_and_grad(stages, loss_fn, schedule, transport)
-    judge = pp.evaluate(stages, loss_fn, schedule, transport, return_outputs=True)
-    needs_inputs = any(schedule.placement[c.stages[0]] == rank for c in schedule.chains)
-    needs_targets = any(schedule.placement[c.stages[-1]] == rank for c in schedule.chains)
-    for _ in range(3):
-        mine, own = step(held, inputs if needs_inputs or rank == 0 else None, targets if needs_targets else None)
-        judged, outputs = judge(held, inputs, targets)
-    assert torch.equal(mine, loss)
-    assert torch.equal(judged, loss)
-    assert (outputs is None) != needs_targets or schedule.replicas
-    for s in held:
-        assert torch.equal(own[s]["w"], grads[s]["w"]), s
+    held, first, last = held_by(schedule, rank, params), runs(schedule, rank, 0), runs(schedule, rank, -1)
+    own_stages, own_inputs, own_targets = [stage if s in held else None for s in params], inputs if first else None, targets if last else None
+    cut = pp.microbatch(inputs, schedule.microbatches)  # not all outputs have the rows of a whole batch
+    with pp.P2P(timeout=30) as transport:
+        judge = pp.evaluate(own_stages, loss_fn, schedule, transport, return_outputs=True)
+        wanted_loss, wanted = pp.evaluate([stage] * len(params), loss_fn, schedule, return_outputs=True)(params, cut, targets)
+        if not schedule.forward_only:
+            step = pp.value_and_grad(own_stages, loss_fn, schedule, transport)
+            loss, grads = pp.value_and_grad([stage] * len(params), loss_fn, schedule)(params, inputs, targets)
+        for _ in range(3):
+            judged, outputs = judge(held, cut if first else None, own_targets)
+            assert torch.equal(judged, wanted_loss)
+            assert (outputs is None) != last
+            if last:
+                here = [m for chain in schedule.chains if schedule.placement[chain.stages[-1]] == rank for m in chain.microbatches]
+                assert [optree.tree_map(torch.equal, y, wanted[m]) for y, m in zip(outputs, here, strict=True)] == [dict.fromkeys(wanted[0], True)] * len(here)
+            if not schedule.forward_only:
+                mine, own = step(held, own_inputs, own_targets)
+                assert torch.equal(mine, loss)
+                assert own.keys() == held.keys()
+                for s in held:
+                    assert torch.equal(own[s]["w"], grads[s]["w"]), s
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -81,28 +100,86 @@ def test_four_processes_give_the_bits_of_one(four, name):
 
 
 def change_shapes(rank, ranks):
-    transport = pp.P2P(timeout=30)
     schedule = pp.one_f_one_b(ranks, 4)
     params, _, _ = problem(schedule)
-    step = pp.value_and_grad([stage] * ranks, loss_fn, schedule, transport)
-    alone = pp.value_and_grad([stage] * ranks, loss_fn, schedule)
-    for sizes in ([3] * 4, [2, 3, 2, 5], [6] * 4, [3] * 4, [2, 3, 2, 5]):
-        generator = torch.Generator().manual_seed(sum(sizes))
-        inputs = [{"h": torch.randn(n, D, generator=generator), "mask": torch.ones(n, dtype=torch.bool)} for n in sizes]
-        targets = [torch.randn(n, D, generator=generator) for n in sizes]
-        loss, _ = step({rank: params[rank]}, inputs if rank == 0 else None, targets if rank == ranks - 1 else None)
-        assert torch.equal(loss, alone(params, inputs, targets)[0])
+    alone = pp.value_and_grad([stage] * ranks, loss_fn, schedule, argnums=(0, 1))
+    with pp.P2P(timeout=30) as transport:
+        step = pp.value_and_grad([stage] * ranks, loss_fn, schedule, transport, argnums=(0, 1))
+        for sizes in ([3] * 4, [2, 3, 2, 5], [6] * 4, [3] * 4, [2, 3, 2, 5]):
+            generator = torch.Generator().manual_seed(sum(sizes))
+            inputs = pp.Microbatches([{"h": torch.randn(n, D, generator=generator), "mask": torch.ones(n, dtype=torch.bool)} for n in sizes])
+            targets = pp.Microbatches([torch.randn(n, D, generator=generator) for n in sizes])
+            loss, (grads, moved) = step({rank: params[rank]}, inputs if rank == 0 else None, targets if rank == ranks - 1 else None)
+            want, (wanted, all_moved) = alone(params, inputs, targets)
+            assert torch.equal(loss, want)
+            assert torch.equal(grads[rank]["w"], wanted[rank]["w"])
+            assert (moved is None) == (rank > 0)
+            if rank == 0:
+                assert all(torch.equal(a["h"], b["h"]) for a, b in zip(moved, all_moved, strict=True))
 
 
-def test_shapes_may_change_from_step_to_step_and_within_a_step(two):
-    two(change_shapes)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_shapes_may_change_from_step_to_step_and_within_a_step(request, ranks):
+    request.getfixturevalue({2: "two", 4: "four"}[ranks])(change_shapes)
+
+
+def outputs_elsewhere(rank, ranks, name):
+    """The rank that has the outputs was not given the inputs, and gives back what they were: a whole batch or microbatches."""
+    schedule = SCHEDULES[name](ranks)
+    params, inputs, _ = problem(schedule)
+    params = {s: tree["w"] for s, tree in params.items()}
+    held = held_by(schedule, rank, params)
+    m, first, last = schedule.microbatches, runs(schedule, rank, 0), runs(schedule, rank, -1)
+    stages = [lambda w, x: torch.tanh(x @ w)] * len(params)
+    alone = pp.evaluate(stages, None, schedule, return_outputs=True)
+    with pp.P2P(timeout=30) as transport:
+        judge = pp.evaluate([fn if s in held else None for s, fn in enumerate(stages)], None, schedule, transport, return_outputs=True)
+        for batch in (inputs["h"], pp.microbatch(inputs["h"], m), inputs["h"]):
+            wanted, outputs = alone(params, batch), judge(held, batch if first else None)
+            assert type(outputs) is (type(wanted) if last else type(None))
+            if last:
+                here = [n for chain in schedule.chains if schedule.placement[chain.stages[-1]] == rank for n in chain.microbatches]
+                wanted = wanted if isinstance(batch, pp.Microbatches) else pp.microbatch(wanted, m)
+                outputs = outputs if isinstance(batch, pp.Microbatches) else pp.microbatch(outputs, len(here))
+                assert all(torch.equal(y, wanted[n]) for y, n in zip(outputs, here, strict=True))
+
+
+@pytest.mark.parametrize("name", ["gpipe", "zbv", "dualpipe", "data_parallel"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_outputs_are_on_the_last_rank_where_only_the_first_was_given_the_inputs(request, ranks, name):
+    request.getfixturevalue({2: "two", 4: "four"}[ranks])(outputs_elsewhere, name)
+
+
+def input_gradients(rank, ranks, name):
+    """Gradients of the inputs: of the whole batch, wherever a chain begins."""
+    schedule = SCHEDULES[name](ranks)
+    params, inputs, targets = problem(schedule)
+    held = held_by(schedule, rank, params)
+    first, last = runs(schedule, rank, 0), runs(schedule, rank, -1)
+    _, wanted = pp.value_and_grad([stage] * len(params), loss_fn, schedule, argnums=1)(params, inputs, targets)
+    with pp.P2P(timeout=30) as transport:
+        step = pp.value_and_grad([stage] * len(params), loss_fn, schedule, transport, argnums=1)
+        for _ in range(2):
+            _, moved = step(held, inputs if first else None, targets if last else None)
+            assert (moved is None) != first
+            if first:
+                assert torch.equal(moved["h"], wanted["h"])
+                assert moved["h"].abs().sum() > 0
+                assert torch.equal(moved["mask"], wanted["mask"])
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipe", "data_parallel", "chimera"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_gradients_of_the_inputs_come_back_where_the_inputs_were_given(request, ranks, name):
+    request.getfixturevalue({2: "two", 4: "four"}[ranks])(input_gradients, name)
 
 
 def many_steps(rank, ranks, steps):
     """Memory, threads and descriptors before and after."""
     schedule = pp.one_f_one_b(ranks, 4)
     params, inputs, targets = problem(schedule)
-    step = pp.value_and_grad([stage] * ranks, loss_fn, schedule, pp.P2P(timeout=30))
+    transport = pp.P2P(timeout=30)
+    step = pp.value_and_grad([stage] * ranks, loss_fn, schedule, transport)
 
     def run(n):
         for _ in range(n):
@@ -118,9 +195,12 @@ def many_steps(rank, ranks, steps):
     run(200)
     before = look()
     run(steps)
-    return before, look()
+    after = look()
+    transport.close()
+    return before, after
 
 
+@pytest.mark.slow
 def test_a_thousand_steps_leave_nothing_behind(two):
     for before, after in two(many_steps, 1000, timeout=180):
         assert after[0] - before[0] < 4 << 20  # allocators breathe; a page leaked per step would be more
@@ -128,16 +208,43 @@ def test_a_thousand_steps_leave_nothing_behind(two):
         assert all(now <= then for now, then in zip(after[1:], before[1:], strict=True)), (before, after)
 
 
+def many_transports(rank, ranks, transports):
+    """Threads and descriptors after so many transports, each of which ran steps and failed once."""
+    schedule = pp.one_f_one_b(ranks, 4)
+    params, inputs, targets = problem(schedule)
+
+    def look():
+        gc.collect()
+        return threading.active_count(), len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    def run(n):
+        for _ in range(n):
+            with pp.P2P(timeout=30) as transport:
+                step = pp.value_and_grad([stage] * ranks, loss_fn, schedule, transport)
+                step({rank: params[rank]}, inputs, targets)
+                with pytest.raises((ValueError, pp.PipelineError)):
+                    step({} if rank else {rank: params[rank]}, inputs, targets)
+                step({rank: params[rank]}, inputs, targets)
+        dist.barrier()
+        return look()
+
+    return run(3), run(transports)
+
+
+def test_a_closed_transport_leaves_no_thread_and_no_descriptor(two):
+    for before, after in two(many_transports, 10):
+        assert all(now <= then for now, then in zip(after, before, strict=True)), (before, after)
+
+
 def sub_group(rank, ranks):
     """A pipeline over ranks 1 and 3 of four, in reverse."""
-    import torch.distributed as dist
-
     group = dist.new_group([3, 1])
     if rank in (1, 3):
         place = dist.get_rank(group)
         schedule = pp.gpipe(2, 3)
         params, inputs, targets = problem(schedule)
-        loss, _ = pp.value_and_grad([stage] * 2, loss_fn, schedule, pp.P2P(group, timeout=30))({place: params[place]}, inputs, targets)
+        with pp.P2P(group, timeout=30) as transport:
+            loss, _ = pp.value_and_grad([stage] * 2, loss_fn, schedule, transport)({place: params[place]}, inputs, targets)
         assert torch.equal(loss, pp.value_and_grad([stage] * 2, loss_fn, schedule)(params, inputs, targets)[0])
 
 
@@ -153,8 +260,8 @@ def mesh(rank, ranks):
     place = dimensions.get_local_rank("pp")
     schedule = pp.one_f_one_b(2, 4)
     params, inputs, targets = problem(schedule)
-    step = pp.value_and_grad([stage] * 2, loss_fn, schedule, pp.P2P(dimensions["pp"].get_group(), timeout=30))
-    loss, _ = step({place: params[place]}, inputs, targets)
+    with pp.P2P(dimensions["pp"].get_group(), timeout=30) as transport:
+        loss, _ = pp.value_and_grad([stage] * 2, loss_fn, schedule, transport)({place: params[place]}, inputs, targets)
     assert torch.equal(loss, pp.value_and_grad([stage] * 2, loss_fn, schedule)(params, inputs, targets)[0])
 
 
@@ -162,16 +269,18 @@ def test_pipelines_over_the_groups_of_a_mesh(four):
     four(mesh)
 
 
-def randomness(rank, ranks):
-    def dropped(params, x):
-        return torch.nn.functional.dropout(x @ params["w"], 0.5)
+def dropped(params, x):
+    return torch.nn.functional.dropout(x @ params["w"], 0.5)
 
+
+def randomness(rank, ranks):
     schedule = pp.one_f_one_b(ranks, 4)
     params, inputs, targets = problem(schedule)
     arguments = inputs["h"], targets
-    alone = pp.value_and_grad([dropped] * ranks, lambda y, t: (y - t).square().mean(), schedule)(params, *arguments, seed=(3, 4))
-    step = pp.value_and_grad([dropped] * ranks, lambda y, t: (y - t).square().mean(), schedule, pp.P2P(timeout=30))
-    loss, grads = step({rank: params[rank]}, *arguments, seed=(3, 4))
+    alone = pp.value_and_grad([dropped] * ranks, squared, schedule)(params, *arguments, seed=(3, 4))
+    with pp.P2P(timeout=30) as transport:
+        step = pp.value_and_grad([dropped] * ranks, squared, schedule, transport)
+        loss, grads = step({rank: params[rank]}, *arguments, seed=(3, 4))
     assert torch.equal(loss, alone[0])
     assert optree.tree_all(optree.tree_map(torch.equal, grads[rank], alone[1][rank]))
 
@@ -180,11 +289,19 @@ def test_random_stages_draw_the_same_in_any_process(two):
     two(randomness)
 
 
-class Coalescing:
-    """A gloo communicator that takes operations as NCCL does: in groups, each of which is one work."""
 
-    def __init__(self, group):
-        self.group, self.batch, self.sizes = group, None, []
+class FakeNCCL:
+    """A communicator of two ranks over gloo that takes operations as NCCL does: in groups, each of which is one work."""
+
+    class Options:
+        _timeout = None
+
+    made: ClassVar[list[FakeNCCL]] = []
+
+    def __init__(self, store, rank, size, options):
+        assert options._timeout is not None
+        self.group, self.batch, self.sizes = dist.ProcessGroupGloo(store, rank, size, options._timeout), None, []
+        self.made.append(self)
 
     def _start_coalescing(self):
         assert self.batch is None
@@ -193,7 +310,7 @@ class Coalescing:
     def _end_coalescing(self):
         works, self.batch = self.batch, None
         self.sizes.append(len(works))
-        return Together(works)
+        return Works(works)
 
     def send(self, tensors, peer, tag):
         self.batch.append(self.group.send(tensors, peer, tag))
@@ -205,7 +322,7 @@ class Coalescing:
         pass
 
 
-class Together:
+class Works:
     """The work of a group: done when all of it is."""
 
     def __init__(self, works):
@@ -216,35 +333,44 @@ class Together:
             self.works.pop().wait()
 
 
+class LossOnTheHost(pp.P2P):
+    """Adds up losses as under gloo: there is no GPU to do it on."""
+
+    def end(self, *args):
+        with patch.object(self, "backend", "gloo"):
+            return super().end(*args)
+
+
 def in_batches(rank, ranks, name):
+    """A step on a torch that says that its group is one of NCCL."""
     schedule = SCHEDULES[name](ranks)
     params, inputs, targets = problem(schedule)
-    transport = pp.P2P(timeout=30)
-    opened, made = transport._meeting.open, []
-
-    def open_batched(place, own, size, backend=None):
-        group = opened(place, own, size, "gloo")
-        made.append(group if backend == "gloo" else Coalescing(group))
-        return made[-1]
-
-    transport.backend, transport._meeting.open = "nccl", open_batched
-    stages = [stage] * len(schedule.chains[0].stages)
-    held = {s: params[s] for s in schedule.stages_of(rank)}
-    loss, _ = pp.value_and_grad(stages, loss_fn, schedule, transport)(held, inputs, targets)
-    assert torch.equal(loss, pp.value_and_grad(stages, loss_fn, schedule)(params, inputs, targets)[0])
-    return [size for group in made if isinstance(group, Coalescing) for size in group.sizes]
+    stages = [stage] * len(params)
+    FakeNCCL.made.clear()
+    with (
+        patch.object(dist, "ProcessGroupNCCL", FakeNCCL, create=True),
+        patch.object(dist, "get_backend_config", lambda group: "cpu:nccl"),
+        LossOnTheHost(timeout=30) as transport,
+    ):
+        assert transport.backend == "nccl"
+        loss, grads = pp.value_and_grad(stages, loss_fn, schedule, transport)(held_by(schedule, rank, params), inputs, targets)
+    wanted, all_grads = pp.value_and_grad(stages, loss_fn, schedule)(params, inputs, targets)
+    assert torch.equal(loss, wanted)
+    assert all(torch.equal(grads[s]["w"], all_grads[s]["w"]) for s in grads)
+    return len(FakeNCCL.made), [size for group in FakeNCCL.made for size in group.sizes]
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipe"])
 def test_messages_of_a_step_go_in_one_batch_per_pair(two, name):
     """Each end posts in its own order of operations, and a batch is waited for as a whole."""
-    sizes = two(in_batches, name)
-    assert max(sizes[0] + sizes[1]) > 1
+    for communicators, sizes in two(in_batches, name):
+        assert communicators == 1
+        assert max(sizes) > 1
 
 
 def skipping(rank, ranks, builder, source, destination, kind):
     """A skip connection over processes against the same in one; the skip has no gradient, or another shape."""
-    schedule = pp.with_skips(getattr(pp, builder)(ranks, 4), [(source, destination)])
+    schedule = pp.with_skips(BUILDERS[builder](ranks, 2 * ranks), [(source, destination)])
     carried = {"no gradient": lambda y: y.detach(), "another shape": lambda y: y[:1].sum(1)}[kind]
 
     def middle(p, x):
@@ -257,16 +383,14 @@ def skipping(rank, ranks, builder, source, destination, kind):
     def last(p, received):
         return middle(p, received.x + received.skips[source].sum())
 
-    stages = [{source: first, destination: last}.get(s, middle) for s in range(len(schedule.chains[0].stages))]
+    stages = [{source: first, destination: last}.get(s, middle) for s in range(max(schedule.model_stages) + 1)]
     generator = torch.Generator().manual_seed(0)
     params = {s: torch.randn(D, D, generator=generator) for s in range(len(stages))}
-    inputs, targets = (torch.randn(4, 2, D, generator=generator) for _ in range(2))
-
-    def squared(y, target):
-        return (y - target).square().mean()
-
-    held = {s: params[s] for s in schedule.stages_of(rank)}
-    loss, grads = pp.value_and_grad(stages, squared, schedule, pp.P2P(timeout=20))(held, inputs, targets)
+    inputs, targets = (torch.randn(2 * schedule.microbatches, D, generator=generator) for _ in range(2))
+    held = held_by(schedule, rank, params)
+    with pp.P2P(timeout=20) as transport:
+        own = [fn if s in held else None for s, fn in enumerate(stages)]
+        loss, grads = pp.value_and_grad(own, squared, schedule, transport)(held, inputs, targets)
     want, wanted = pp.value_and_grad(stages, squared, schedule)(params, inputs, targets)
     assert torch.equal(loss, want)
     assert all(torch.equal(grads[s], wanted[s]) for s in held)
@@ -277,7 +401,7 @@ def skipping(rank, ranks, builder, source, destination, kind):
     ("builder", "source", "destination"),
     [
         ("zbv", 1, 3),  # the source and the stage before the destination are on one rank, which tells of the source first
-        ("interleaved_zero_bubble", 0, 3),  # both ranks tell each other at once
+        ("interleaved_zb", 0, 3),  # both ranks tell each other at once
         ("looped_bfs", 0, 3),
     ],
 )
@@ -285,16 +409,22 @@ def test_skip_connections_of_any_route(two, builder, source, destination, kind):
     two(skipping, builder, source, destination, kind)
 
 
+@pytest.mark.parametrize("kind", ["no gradient", "another shape"])
+@pytest.mark.parametrize(("builder", "source", "destination"), [("1f1b", 0, 2), ("1f1b", 1, 3), ("zbv", 2, 7), ("dualpipe", 0, 3)])
+def test_skip_connections_over_four_processes(four, builder, source, destination, kind):
+    four(skipping, builder, source, destination, kind)
+
+
 def used_and_fresh(rank, ranks):
     schedule = pp.gpipe(ranks, 5)
     params, inputs, targets = problem(schedule)
-    transport = pp.P2P(timeout=20)
-    used, fresh = (pp.value_and_grad([stage] * ranks, loss_fn, schedule, transport) for _ in range(2))
     arguments = {rank: params[rank]}, inputs, targets
-    wanted, _ = used(*arguments)
-    with pytest.raises((pp.AgreementError, pp.PipelineError), match="the same step function"):
-        (fresh if rank else used)(*arguments)
-    assert torch.equal(used(*arguments)[0], wanted)
+    with pp.P2P(timeout=20) as transport:
+        used, fresh = (pp.value_and_grad([stage] * ranks, loss_fn, schedule, transport) for _ in range(2))
+        wanted, _ = used(*arguments)
+        with pytest.raises(pp.AgreementError, match="the same step function"):
+            (fresh if rank else used)(*arguments)
+        assert torch.equal(used(*arguments)[0], wanted)
 
 
 def test_a_used_step_against_a_fresh_one_is_told(two):
@@ -304,25 +434,22 @@ def test_a_used_step_against_a_fresh_one_is_told(two):
 def transform_with_wrong_arguments(rank, ranks):
     """What is wrong with the arguments of one rank is told to the other, and the next call is right."""
     schedule = pp.gpipe(ranks, 4)
-    stages, transport = [lambda w, x: w * x] * ranks, pp.P2P(timeout=20)
+    stages = [lambda w, x: w * x] * ranks
     params, x = {rank: torch.tensor(2.0 + rank)}, torch.ones(4, 2)
-
-    def squared(y, target):
-        return (y - target).square().mean()
-
     made = {"hvp": pp.hvp, "gnvp": pp.gnvp, "jvp": pp.jvp}
-    steps = {name: make(stages, squared, schedule, transport) for name, make in made.items()}
-    for name, step in steps.items():
-        step(params, {rank: None}, x, x)
-        with pytest.raises((ValueError, pp.PipelineError), match="tangents: got the stages"):
-            step(params, {} if rank else {0: None}, x, x)
-        still = step(params, {rank: None}, x, x)
-        moved = step(params, {rank: torch.ones(()) if rank else None}, x, x)  # other leaves move
-        first, moved = (still, moved) if name == "jvp" else (still[0], moved[0])
-        assert torch.equal(first[0], moved[0])
-        assert first[1] == 0 != moved[1]
-    with pytest.raises((pp.AgreementError, pp.PipelineError), match="hvp.*gnvp|gnvp.*hvp"):
-        steps["gnvp" if rank else "hvp"](params, {rank: None}, x, x)
+    with pp.P2P(timeout=20) as transport:
+        steps = {name: make(stages, squared, schedule, transport) for name, make in made.items()}
+        for name, step in steps.items():
+            step(params, {rank: None}, x, x)
+            with pytest.raises((ValueError, pp.PipelineError), match="tangents: got the stages"):
+                step(params, {} if rank else {0: None}, x, x)
+            still = step(params, {rank: None}, x, x)
+            moved = step(params, {rank: torch.ones(()) if rank else None}, x, x)  # other leaves move
+            first, moved = (still, moved) if name == "jvp" else (still[0], moved[0])
+            assert torch.equal(first[0], moved[0])
+            assert first[1] == 0 != moved[1]
+        with pytest.raises((pp.AgreementError, pp.PipelineError), match="hvp.*gnvp|gnvp.*hvp"):
+            steps["gnvp" if rank else "hvp"](params, {rank: None}, x, x)
 
 
 def test_wrong_arguments_of_a_transform_are_told(two):

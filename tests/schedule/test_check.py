@@ -265,7 +265,7 @@ def test_a_sum_over_copies_waits_for_all_of_them():
     early = (*map(tuple, program[: last + 1]), (Instruction(Op.REDUCE_TIED, 0), Instruction(Op.REDUCE_GRAD, 0)), *map(tuple, program[last + 1 :]))
     moved = replace(lowered, programs=(early, *lowered.programs[1:]))
     if any(i.op is Op.SEND_B or i.op is Op.SEND_F for step in program[last + 1 :] for i in step):
-        assert "sum over the copies" in refused(moved).reason
+        assert "sum over the replicas" in refused(moved).reason
     else:
         check(moved)
 

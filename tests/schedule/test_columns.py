@@ -23,6 +23,7 @@ from ppfunc.schedule import (
 )
 from ppfunc.schedule.check import _prove_by_steps
 from ppfunc.schedule.formats import compute_only
+from ppfunc.schedule.formats.text import parse_instruction
 from ppfunc.schedule.instruction import COMMUNICATION
 from ppfunc.schedule.proof.columns import prove_columns
 from ppfunc.schedule.proof.structure import check_structure
@@ -124,6 +125,87 @@ def test_the_same_verdict_on_random_orders_of_messages(seed):
     assert prove_columns(schedule) is by_steps(schedule)
 
 
+def made_from(*rows, microbatches, placement):
+    programs = tuple(tuple(tuple(map(parse_instruction, step.split())) for step in row.split("|")) for row in rows)
+    return Schedule("text", placement, (Chain(tuple(range(len(placement))), range(microbatches)),), programs)
+
+
+# rows, microbatches, placement
+WRONG = {
+    "W after B": (("0F0 | 0B0 | 0W0",), 1, (0,)),
+    "W after one B of many I": (("0F0 | 0F1 | 0I0 | 0W0 | 0B1 | 0W1",), 2, (0,)),
+    "W of another microbatch": (("0F0 | 0F1 | 0I0 | 0B1 | 0W1",), 2, (0,)),
+    "W before I": (("0F0 | 0W0 | 0I0",), 1, (0,)),
+    "B beside I": (("0F0 | 0F1 | 0I0 | 0W0 | 0B0 | 0B1",), 2, (0,)),
+    "B before F": (("0B0 | 0F0",), 1, (0,)),
+    "a stage before the one before it": (("1F0 | 0F0 | 1B0 | 0B0",), 1, (0, 0)),
+    "gradients in the order of the forward": (("0F0 | 1F0 | 0B0 | 1B0",), 1, (0, 0)),
+    "a message to nobody": (("0F0 | 0B0 | 0SEND_F0",), 1, (0,)),
+    "another order in a batch": (
+        ("0F0 | 0F1 | 0SEND_F0 0SEND_F1 | 0RECV_B0 0B0 | 0RECV_B1 0B1", "1RECV_F1 1RECV_F0 1F0 | 1F1 | 1B0 | 1SEND_B0 1B1 | 1SEND_B1"),
+        2, (0, 1),
+    ),
+    "each waits for a later step of the other": (
+        (
+            "0F0 | 0SEND_F0 0RECV_B0 0B0 | 0F1 | 0SEND_F1 0RECV_B1 0B1",
+            "1RECV_F0 1F0 | 1RECV_F1 1F1 | 1B0 | 1SEND_B0 1B1 | 1SEND_B1",
+        ), 2, (0, 1),
+    ),
+    "each waits for the next step of the other": (
+        ("0F0 | 0SEND_F0 0F1 | 0RECV_B0 0B0 | 0SEND_F1 0RECV_B1 0B1", "1RECV_F0 1F0 | 1RECV_F1 1F1 | 1B0 | 1SEND_B0 | 1B1 | 1SEND_B1"),
+        2, (0, 1),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_schedules_are_not_proved(case):
+    rows, microbatches, placement = WRONG[case]
+    schedule = made_from(*rows, microbatches=microbatches, placement=placement)
+    check_structure(schedule)
+    assert prove_columns(schedule) is by_steps(schedule) is None
+
+
+def test_a_batch_that_holds_up_another_rank_is_not_proved():
+    schedule = place_communication(BUILDERS["interleaved_zb"](3, 4))
+    program = schedule.programs[0]
+    at = program.index((Instruction(Op.RECV_F, 3, 3),))
+    joined = (*program[:at], program[at] + program[at + 1], *program[at + 2 :])
+    assert prove_columns(replace(schedule, programs=(joined, *schedule.programs[1:]))) is None
+
+
+def with_last_steps(schedule, *texts):
+    """A data parallel schedule of two ranks with these last steps."""
+    last = (tuple(map(parse_instruction, text.split())) for text in texts)
+    return replace(schedule, programs=tuple((*p, step) for p, step in zip(schedule.programs, last, strict=True)))
+
+
+def test_sums_over_replicas_that_wait_for_each_other_are_not_proved():
+    schedule = compute_only(BUILDERS["dualpipe"](2, 4))
+    assert schedule.placement == (0, 1, 1, 0)
+    right = with_last_steps(place_communication(schedule), "0REDUCE_TIED 3REDUCE_TIED", "2REDUCE_TIED 1REDUCE_TIED")
+    assert prove_columns(right) is by_steps(right) is not None
+    tails = "0REDUCE_TIED 0REDUCE_GRAD 3REDUCE_TIED", "1REDUCE_TIED 1REDUCE_GRAD 2REDUCE_TIED"
+    wrong = with_last_steps(place_communication(schedule), *tails)
+    assert prove_columns(wrong) is by_steps(wrong) is None
+
+
+def test_a_tail_in_the_step_of_a_compute_is_left_to_the_other_proof():
+    schedule = append_tail(place_communication(BUILDERS["dualpipe"](2, 4)))
+    for joined in (
+        tuple((*p[:-2], p[-2] + p[-1]) for p in schedule.programs),
+        tuple((*p[:-2], p[-1] + p[-2]) for p in schedule.programs),
+    ):
+        assert prove_columns(replace(schedule, programs=joined)) is None
+
+
+def test_a_barrier_needs_the_sums_over_replicas_in_steps_of_one_number():
+    schedule = append_tail(compute_only(BUILDERS["data_parallel"](2, 3)))
+    assert prove_columns(schedule) is by_steps(schedule) is True
+    idle = replace(schedule, programs=(((), *schedule.programs[0]), schedule.programs[1]))
+    assert prove_columns(idle) is by_steps(idle) is False
+
+
 def test_slots_are_left_to_the_other_proof():
     schedule = place_communication(one_f_one_b(2, 2))
     slotted = replace(schedule, programs=tuple(tuple(tuple(i._replace(slot=0) for i in s) for s in p) for p in schedule.programs))
@@ -131,7 +213,7 @@ def test_slots_are_left_to_the_other_proof():
     assert prove_columns(remove_slots(slotted)) is False
 
 
-def test_a_sum_over_copies_before_the_end_is_left_to_the_other_proof():
+def test_a_sum_over_replicas_before_the_end_is_left_to_the_other_proof():
     schedule = append_tail(place_communication(BUILDERS["dualpipe"](2, 4)), step=False)
     early = ((Instruction(Op.REDUCE_TIED, 0),), *schedule.programs[0])
     assert prove_columns(replace(schedule, programs=(early, *schedule.programs[1:]))) is None

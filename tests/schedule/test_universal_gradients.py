@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ppfunc as pp
-from ppfunc.schedule import BUILDERS, chimera, zero_bubble
+from ppfunc.schedule import BUILDERS, chimera, remove_tail, zero_bubble
 
 TRAINING = {n: f for n, f in (BUILDERS | {"zero_bubble": zero_bubble, "chimera": chimera}).items() if "inference" not in n}
 
@@ -28,7 +28,7 @@ def sequential(stages, microbatches):
 
     def loss(params, inputs, targets):
         total = 0
-        for x, target in zip(inputs, targets, strict=True):
+        for x, target in zip(inputs.chunk(microbatches), targets.chunk(microbatches), strict=True):
             for stage in range(stages):
                 x = dense(params[stage], x)
             total = total + loss_fn(x, target) / microbatches
@@ -41,12 +41,12 @@ def sequential(stages, microbatches):
 @settings(max_examples=3)
 @given(data=st.data())
 def test_gradients_are_those_of_the_sequential_model(name, data):
-    """Copies of a stage have equal parameters and all get the gradient of the one stage that they stand for."""
+    """The gradients of replicas of a stage are in the sum of the one stage of the model that they stand for."""
     build = TRAINING[name]
     p = data.draw(st.sampled_from([2, 4] if name in ("dualpipe", "chimera") else [1, 2, 3]))
     m = 2 * p + data.draw(st.sampled_from([0, 2])) if name.startswith("dualpipe") else 2 * data.draw(st.integers(1, 4))
     chunks = {"chunks": data.draw(st.integers(1, 3))} if "chunks" in inspect.signature(build).parameters else {}
-    schedule = build(p, m, **chunks)
+    schedule = remove_tail(build(p, m, **chunks))
     stages, m = len(schedule.chains[0].stages), schedule.microbatches
     normal = torch.Generator().manual_seed(0)
 
@@ -54,13 +54,8 @@ def test_gradients_are_those_of_the_sequential_model(name, data):
         return torch.randn(*shape, generator=normal, dtype=torch.float64)
 
     params = {s: {"w": draw(3, 3), "b": draw(3)} for s in range(stages)}
-    copies = schedule.replicas or tuple((s,) for s in range(stages))
-    inputs, targets = draw(m, 2, 3), draw(m, 2, 3)
+    inputs, targets = draw(m * 2, 3), draw(m * 2, 3)
     expected, expected_loss = torch.func.grad_and_value(sequential(stages, m))(params, inputs, targets)
-    held = {s: {k: v.clone() for k, v in params[group[0]].items()} for group in copies for s in group}
-    loss, grads = pp.value_and_grad([dense] * schedule.stages, loss_fn, schedule)(held, inputs, targets)
+    loss, grads = pp.value_and_grad([dense] * stages, loss_fn, schedule)(params, inputs, targets)
     torch.testing.assert_close(loss, expected_loss, rtol=1e-12, atol=0)
-    for group in copies:
-        for key, value in expected[group[0]].items():
-            for stage in group:
-                torch.testing.assert_close(grads[stage][key], value, rtol=1e-11, atol=1e-13)
+    torch.testing.assert_close(grads, expected, rtol=1e-11, atol=1e-13)

@@ -91,7 +91,7 @@ def problem(stages, microbatches=M, seed=0):
         }
         for s in range(stages)
     }
-    inputs, targets = (torch.randn(microbatches, 3, D, generator=generator, dtype=torch.float64) for _ in range(2))
+    inputs, targets = (torch.randn(microbatches * 3, D, generator=generator, dtype=torch.float64) for _ in range(2))
     return params, inputs, targets
 
 
@@ -103,11 +103,8 @@ def same_bits(a, b):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_slots_give_the_same_bits_in_every_step(name):
     schedule = SCHEDULES[name]()
-    stages = [dense] * schedule.stages
-    params, inputs, targets = problem(schedule.stages, schedule.microbatches)
-    if schedule.replicas:
-        params = {s: params[group[0]] for group in schedule.replicas for s in group}
-        stages = stages[: schedule.stages // 2]
+    stages = [dense] * len(set(schedule.model_stages))
+    params, inputs, targets = problem(len(stages), schedule.microbatches)
     recorded = pp.value_and_grad(stages, squared, schedule, engine=in_slots)
     plain = pp.value_and_grad(stages, squared, schedule)
     kept = []
@@ -137,7 +134,7 @@ def test_stages_that_share_a_program_have_copies_of_their_parameters():
     program = in_slots(dense, (problem(1)[0][0], torch.zeros(3, D, dtype=torch.float64)))
     plain = pp.graph(dense, (problem(1)[0][0], torch.zeros(3, D, dtype=torch.float64)))
     a, b = problem(2)[0].values()
-    x = problem(1)[1][0]
+    x = problem(1)[1][:3]
     _, of_a = program.forward(a, x)
     _, of_b = program.forward(b, x)
     _, again = program.forward(a, x)
@@ -150,7 +147,7 @@ def test_stages_that_share_a_program_have_copies_of_their_parameters():
 def test_parameters_written_over_in_place_are_read_anew():
     program = in_slots(dense, (problem(1)[0][0], torch.zeros(3, D, dtype=torch.float64)))
     leaves = tuple(problem(1)[0][0][k] for k in "bw")
-    x = problem(1)[1][0]
+    x = problem(1)[1][:3]
     with torch.no_grad():
         first, _ = program.flat.forward(leaves, (x,), ())
         leaves[1].mul_(2)
@@ -162,10 +159,10 @@ def test_parameters_written_over_in_place_are_read_anew():
 def test_a_slot_is_free_when_nothing_refers_to_its_residuals():
     program = in_slots(dense, (problem(1)[0][0], torch.zeros(3, D, dtype=torch.float64)))
     params, inputs, _ = problem(1)
-    for x in inputs:
+    for x in inputs.chunk(M):
         program.forward(params[0], x)  # as a pipeline that only runs forward
     assert len(Recorder.made) == 1
-    kept = [program.forward(params[0], x)[1] for x in inputs]
+    kept = [program.forward(params[0], x)[1] for x in inputs.chunk(M)]
     gc.collect()
     assert len(Recorder.made) == M
     del kept
@@ -177,7 +174,7 @@ def test_parameters_are_not_kept_alive():
     program = in_slots(dense, (problem(1)[0][0], torch.zeros(3, D, dtype=torch.float64)))
     params, inputs, _ = problem(1)
     seen = weakref.ref(params[0]["w"])
-    program.forward(params[0], inputs[0])
+    program.forward(params[0], inputs[:3])
     del params
     gc.collect()
     assert seen() is None
@@ -187,7 +184,7 @@ def test_refused_under_a_transform_from_outside():
     program = in_slots(dense, (problem(1)[0][0], torch.zeros(3, D, dtype=torch.float64)))
     params, inputs, _ = problem(1)
     with pytest.raises(RuntimeError, match=r"under a torch\.func transform.*functional engine"):
-        torch.func.vmap(lambda x: program.forward(params[0], x)[0])(inputs)
+        torch.func.vmap(lambda x: program.forward(params[0], x)[0])(inputs.view(M, 3, D))
 
 
 def test_refused_on_the_cpu():
@@ -200,11 +197,8 @@ def test_refused_on_the_cpu():
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_cuda_graphs(name, compiled):
     schedule = SCHEDULES[name]()
-    stages = [dense] * schedule.stages
-    params, inputs, targets = optree.tree_map(lambda t: t.cuda(), problem(schedule.stages, schedule.microbatches))
-    if schedule.replicas:
-        params = {s: params[group[0]] for group in schedule.replicas for s in group}
-        stages = stages[: schedule.stages // 2]
+    stages = [dense] * len(set(schedule.model_stages))
+    params, inputs, targets = optree.tree_map(lambda t: t.cuda(), problem(len(stages), schedule.microbatches))
     recorded = pp.value_and_grad(stages, squared, schedule, engine=pp.graph(cuda_graphs=True, compile=compiled))
     plain = pp.value_and_grad(stages, squared, schedule, engine=pp.graph(compile=compiled))
     for _ in range(3):

@@ -51,8 +51,8 @@ class Cut(NamedTuple):
         whole: the model in one piece.
         parts: its stages, which share their parameters and buffers with it.
         loss_fn: of one microbatch.
-        inputs, targets: with a leading axis m.
-        side: side inputs of the stages.
+        inputs, targets: whole batches.
+        extras: further inputs of the stages.
     """
 
     whole: Callable[[Tensor], Tensor]
@@ -60,7 +60,7 @@ class Cut(NamedTuple):
     loss_fn: Callable[[Tensor, Tensor], Tensor]
     inputs: Tensor
     targets: Tensor
-    side: dict[int, Any] | None = None
+    extras: dict[int, Any] | None = None
 
 
 def run(cut: Cut, engine: str, schedule: str, **given: Any) -> tuple[Tensor, dict[int, Any], dict[int, Any]]:
@@ -71,7 +71,7 @@ def run(cut: Cut, engine: str, schedule: str, **given: Any) -> tuple[Tensor, dic
     params = {n: s.params for n, s in enumerate(stages)}
     # Copies: those of the modules change when the whole model runs.
     state = {n: {k: b.clone() for k, b in s.state.items()} for n, s in enumerate(stages) if s.state}
-    (loss, aux), grads = step(params, cut.inputs, cut.targets, state=state, side=cut.side, **given)
+    (loss, aux), grads = step(params, cut.inputs, cut.targets, state=state, extras=cut.extras, **given)
     return loss, grads, aux.state
 
 
@@ -81,7 +81,7 @@ def compare(cut: Cut, engine: str, schedule: str = "zero bubble") -> None:
     The whole model runs after the pipeline, so that its buffers are still those from before.
     """
     loss, grads, state = run(cut, engine, schedule)
-    total = sum(cut.loss_fn(cut.whole(x), t) for x, t in zip(cut.inputs, cut.targets, strict=True)) / M
+    total = sum(cut.loss_fn(cut.whole(x), t) for x, t in zip(cut.inputs.chunk(M), cut.targets.chunk(M), strict=True)) / M
     named = [dict(part.named_parameters()) for part in cut.parts]
     wanted = [p for own in named for p in own.values() if p.requires_grad]
     rest = iter(torch.autograd.grad(total, wanted, materialize_grads=True))
@@ -134,7 +134,7 @@ def resnet() -> nn.Sequential:
 
 def split_resnet() -> Cut:
     whole = resnet()
-    return Cut(whole, pp.split_sequential(whole, [5]), entropy, draw(M, 3, 3, 8, 8), tokens(M, 3, below=10))
+    return Cut(whole, pp.split_sequential(whole, [5]), entropy, draw(M * 3, 3, 8, 8), tokens(M * 3, below=10))
 
 
 @ways
@@ -160,7 +160,7 @@ def test_recurrent_layers_that_hand_on_their_memory(engine):
             x, memory = layer(x, memory)
         return last(x, memory)
 
-    compare(Cut(whole, [*layers, last], squared, draw(M, 2, 2, 8), draw(M, 2, 2, 8)), engine)
+    compare(Cut(whole, [*layers, last], squared, draw(M * 2, 2, 8), draw(M * 2, 2, 8)), engine)
 
 
 class Final(nn.Module):
@@ -186,7 +186,7 @@ class Packed(Recurrent):
 def language_model(recurrent: type[nn.Module]) -> Cut:
     whole = nn.Sequential(nn.Embedding(32, 8), recurrent(8), nn.Linear(8, 32)).double()
     # An empty stage does nothing.
-    return Cut(whole, pp.split_sequential(whole, [1, 1, 2]), entropy, tokens(M, 2, 5), tokens(M, 2, 5))
+    return Cut(whole, pp.split_sequential(whole, [1, 1, 2]), entropy, tokens(M * 2, 5), tokens(M * 2, 5))
 
 
 @engines
@@ -203,7 +203,7 @@ def test_packed_sequences_want_the_eager_engine():
 
 
 @ways
-def test_encoder_layers_with_a_mask_as_a_side_input(engine, schedule):
+def test_encoder_layers_with_a_mask_among_the_extras(engine, schedule):
     layers = [
         nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, activation="gelu", batch_first=True, norm_first=n % 2 == 0)
         for n in range(2)
@@ -216,8 +216,8 @@ def test_encoder_layers_with_a_mask_as_a_side_input(engine, schedule):
             x = layer(x, src_key_padding_mask=mask)
         return x
 
-    side = {s: {"src_key_padding_mask": mask.expand(M, 2, 5)} for s in range(2)}
-    compare(Cut(whole, layers, squared, draw(M, 2, 5, 8), draw(M, 2, 5, 8), side), engine, schedule)
+    extras = {s: {"src_key_padding_mask": mask.repeat(M, 1)} for s in range(2)}
+    compare(Cut(whole, layers, squared, draw(M * 2, 5, 8), draw(M * 2, 5, 8), extras), engine, schedule)
 
 
 class Experts(nn.Module):
@@ -261,7 +261,7 @@ class Sorting(Experts):
 def mixture(experts: type[Experts]) -> Cut:
     whole = nn.Sequential(*(experts(8, 4) for _ in range(3))).double()
     # Few tokens and many experts: some microbatches leave an expert without any.
-    return Cut(whole, pp.split_sequential(whole, [1, 2]), squared, draw(M, 1, 2, 8), draw(M, 1, 2, 8))
+    return Cut(whole, pp.split_sequential(whole, [1, 2]), squared, draw(M, 2, 8), draw(M, 2, 8))
 
 
 @engines
@@ -293,7 +293,7 @@ def test_parametrised_weights(engine):
         nn.Sequential(nn.PReLU(), nn.LayerNorm(8), nn.Linear(8, 4)),
     ).double()
     parts = pp.split_sequential(whole, [1, 2, 3])
-    compare(Cut(whole, parts, squared, draw(M, 3, 8), draw(M, 3, 4)), engine)
+    compare(Cut(whole, parts, squared, draw(M * 3, 8), draw(M * 3, 4)), engine)
 
 
 class Tied(nn.Module):
@@ -315,7 +315,7 @@ def test_embeddings_tied_inside_a_stage(engine):
     whole = nn.Sequential(Tied(), nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 32)).double()
     parts = pp.split_sequential(whole, [1, 3])
     assert "0.head.weight" not in pp.stage_from_module(parts[0]).params
-    compare(Cut(whole, parts, entropy, tokens(M, 2, 5), tokens(M, 2, 5)), engine)
+    compare(Cut(whole, parts, entropy, tokens(M * 2, 5), tokens(M * 2, 5)), engine)
 
 
 @engines
@@ -323,12 +323,12 @@ def test_layers_that_are_frozen(engine):
     whole = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))).double()
     whole[:2].requires_grad_(False)
     parts = pp.split_sequential(whole, [1, 3])
-    compare(Cut(whole, parts, squared, draw(M, 3, 8), draw(M, 3, 8)), engine)
+    compare(Cut(whole, parts, squared, draw(M * 3, 8), draw(M * 3, 8)), engine)
 
 
 def test_dropout_is_the_same_under_every_schedule_and_engine():
     layers = [nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True).double() for _ in range(2)]
-    cut = Cut(nn.Sequential(*layers), layers, squared, draw(M, 2, 5, 8), draw(M, 2, 5, 8))
+    cut = Cut(nn.Sequential(*layers), layers, squared, draw(M * 2, 5, 8), draw(M * 2, 5, 8))
     first, same, *near = [run(cut, *way, seed=(3, 1)) for way in WAYS]
     torch.testing.assert_close(same, first, rtol=0, atol=0)
     for other in near:
@@ -381,12 +381,12 @@ def test_llama(transformers, engine, schedule):
     model = transformers.LlamaForCausalLM(config).double()
     parts = [LlamaStage(model.model, slice(0, 1)), LlamaStage(model.model, slice(1, 2)), model.lm_head]
     mask = (torch.arange(5) < torch.tensor([5, 3])[:, None]).long()
-    side = {s: {"attention_mask": mask.expand(M, 2, 5)} for s in range(2)}
+    extras = {s: {"attention_mask": mask.repeat(M, 1)} for s in range(2)}
 
     def whole(x: Tensor) -> Tensor:
         return model(x, attention_mask=mask, use_cache=False).logits
 
-    compare(Cut(whole, parts, entropy, tokens(M, 2, 5), tokens(M, 2, 5), side), engine, schedule)
+    compare(Cut(whole, parts, entropy, tokens(M * 2, 5), tokens(M * 2, 5), extras), engine, schedule)
 
 
 class LlamaLayers(nn.Module):
@@ -413,7 +413,7 @@ def test_decoder_layers_of_llama(transformers):
     def whole(x: Tensor) -> Tensor:
         return LlamaLayers(model.layers, model.rotary_emb)(x)
 
-    compare(Cut(whole, parts, squared, draw(M, 2, 5, 16), draw(M, 2, 5, 16)), "graph")
+    compare(Cut(whole, parts, squared, draw(M * 2, 5, 16), draw(M * 2, 5, 16)), "graph")
 
 
 def gpt2_config(transformers: Any) -> Any:
@@ -441,14 +441,14 @@ def test_gpt2(transformers, engine, schedule):
     def whole(x: Tensor) -> Tensor:
         return model(x, use_cache=False).logits
 
-    compare(Cut(whole, parts, entropy, tokens(M, 2, 5), tokens(M, 2, 5)), engine, schedule)
+    compare(Cut(whole, parts, entropy, tokens(M * 2, 5), tokens(M * 2, 5)), engine, schedule)
 
 
 def test_a_matrix_that_two_stages_share_has_its_gradient_in_two_parts(transformers):
     model = transformers.GPT2LMHeadModel(gpt2_config(transformers)).double().eval()
-    inner, inputs, targets = model.transformer, tokens(M, 2, 5), tokens(M, 2, 5)
+    inner, inputs, targets = model.transformer, tokens(M * 2, 5), tokens(M * 2, 5)
     parts = [GPT2First(inner), nn.Sequential(inner.h[1], inner.ln_f, model.lm_head)]
-    total = sum(entropy(model(x).logits, t) for x, t in zip(inputs, targets, strict=True)) / M
+    total = sum(entropy(model(x).logits, t) for x, t in zip(inputs.chunk(M), targets.chunk(M), strict=True)) / M
     want = torch.autograd.grad(total, inner.wte.weight)[0]
     _, grads, _ = run(Cut(model, parts, entropy, inputs, targets), "graph", "1f1b")
     torch.testing.assert_close(grads[0]["wte.weight"] + grads[1]["2.weight"], want, rtol=1e-10, atol=1e-10)
@@ -482,12 +482,12 @@ def test_vit(transformers, engine):
     def whole(x: Tensor) -> Tensor:
         return model(x).logits
 
-    compare(Cut(whole, parts, entropy, draw(M, 2, 3, 8, 8), tokens(M, 2, below=5)), engine)
+    compare(Cut(whole, parts, entropy, draw(M * 2, 3, 8, 8), tokens(M * 2, below=5)), engine)
 
 
 def test_dropout_of_gpt2(transformers):
     blocks = transformers.GPT2Model(gpt2_config(transformers)).double().train().h
-    cut = Cut(nn.Sequential(*blocks), list(blocks), squared, draw(M, 2, 5, 16), draw(M, 2, 5, 16))
+    cut = Cut(nn.Sequential(*blocks), list(blocks), squared, draw(M * 2, 5, 16), draw(M * 2, 5, 16))
     first, same, *near = [run(cut, *way, seed=(3, 1)) for way in WAYS]
     torch.testing.assert_close(same, first, rtol=0, atol=0)
     for other in near:

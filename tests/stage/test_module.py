@@ -104,11 +104,11 @@ def test_a_submodule_listed_twice_stays_as_it_is(engine):
     fn, params, state = stage_from_module(module)
     assert list(params) == ["0.weight", "0.bias", "1.weight", "1.bias"]
     step = pp.value_and_grad([fn], squared, pp.gpipe(1, 2), engine=engine, has_aux=True)
-    x, target = torch.randn(2, 4, 3, dtype=torch.float64), torch.randn(2, 4, 3, dtype=torch.float64)
+    x, target = torch.randn(8, 3, dtype=torch.float64), torch.randn(8, 3, dtype=torch.float64)
     for _ in range(2):
         (loss, aux), grads = step({0: params}, x, target, state={0: state})
         assert all(torch.equal(t.detach(), own[id(t)]) for t in (*module.parameters(), *module.buffers()))
-    want = sum(squared(alone(a), t) for a, t in zip(x, target, strict=True)) / 2
+    want = sum(squared(alone(a), t) for a, t in zip(x.chunk(2), target.chunk(2), strict=True)) / 2
     torch.testing.assert_close(loss, want.detach(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(list(grads[0].values()), list(torch.autograd.grad(want, list(alone.parameters()))), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(aux.state[0], dict(alone.named_buffers()), rtol=1e-12, atol=1e-12)
@@ -121,11 +121,11 @@ def test_recurrent_layers_of_single_precision(engine, schedule, bidirectional):
     torch.manual_seed(0)
     module = nn.LSTM(4, 3, num_layers=2, bidirectional=bidirectional)
     fn, params, _ = stage_from_module(module)
-    x, target = torch.randn(2, 5, 2, 4), torch.randn(2, 5, 2, 6 if bidirectional else 3)
+    x, target = torch.randn(10, 2, 4), torch.randn(10, 2, 6 if bidirectional else 3)
     step = pp.value_and_grad([lambda p, x: fn(p, x)[0]], squared, schedule(1, 2), engine=engine, argnums=(0, 1))
     x.requires_grad_()
     loss, (grads, gx) = step({0: params}, x, target)
-    want = sum(squared(module(a)[0], t) for a, t in zip(x, target, strict=True)) / 2
+    want = sum(squared(module(a)[0], t) for a, t in zip(x.chunk(2), target.chunk(2), strict=True)) / 2
     wanted = torch.autograd.grad(want, [*module.parameters(), x])
     torch.testing.assert_close(loss, want.detach())
     torch.testing.assert_close([*grads[0].values(), gx], list(wanted))
@@ -162,9 +162,9 @@ def test_what_a_module_keeps_in_a_call_is_gone_afterwards(engine):
     fn, params, _ = stage_from_module(module, constants=True)
     step = pp.value_and_grad([fn], squared, pp.gpipe(1, 2), engine=engine)
     for length in (4, 5):
-        x, target = torch.randn(2, length, 3), torch.randn(2, length, 3)
+        x, target = torch.randn(2 * length, 3), torch.randn(2 * length, 3)
         loss, grads = step({0: params}, x, target)
-        want = sum(squared(copy.deepcopy(alone)(a), t) for a, t in zip(x, target, strict=True)) / 2
+        want = sum(squared(copy.deepcopy(alone)(a), t) for a, t in zip(x.chunk(2), target.chunk(2), strict=True)) / 2
         torch.testing.assert_close(loss, want.detach())
         assert type(grads[0]["linear.weight"]) is torch.Tensor
     assert module.positions is module.table is None
@@ -197,7 +197,7 @@ def test_a_step_follows_the_mode_of_the_module():
     module = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
     fn, params, _ = pp.stage_from_module(module)
     step = pp.value_and_grad([fn], lambda y, t: (y - t).square().mean(), pp.gpipe(1, 2))
-    x, target = torch.randn(2, 4, 3), torch.randn(2, 4, 3)
+    x, target = torch.randn(8, 3), torch.randn(8, 3)
     trained, _ = step({0: params}, x, target, seed=(0, 0))
     module.eval()
     evaluated, _ = step({0: params}, x, target, seed=(0, 0))
@@ -256,7 +256,7 @@ def test_the_mode_is_followed_through_what_is_made_of_a_stage(kind):
     if kind == "ensemble":
         params = {k: t[None] for k, t in params.items()}
     tangents = [{0: None}] if kind in ("jvp", "hvp", "gnvp") else []
-    x, target = torch.randn(2, 4, 3), torch.zeros(2, 4, 3)
+    x, target = torch.randn(8, 3), torch.zeros(8, 3)
     step, losses = WRAPPED[kind](fn), []
     for training in (True, False, True):
         module.train(training)
@@ -285,7 +285,7 @@ def test_a_module_with_buffers_may_return_an_output():
 
     fn, params, state = pp.stage_from_module(Losing())
     step = pp.value_and_grad([fn], squared, pp.gpipe(1, 2), has_aux=True)
-    (loss, aux), _ = step({0: params}, torch.randn(2, 4, 3), torch.zeros(2, 4, 3), state={0: state})
+    (loss, aux), _ = step({0: params}, torch.randn(8, 3), torch.zeros(8, 3), state={0: state})
     assert loss > 90
     assert aux.metrics[0].shape == (2,)
     assert aux.state[0]["norm.num_batches_tracked"] == 2

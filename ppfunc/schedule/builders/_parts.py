@@ -1,4 +1,4 @@
-"""What builders have in common: instructions by letter, and the check of their arguments."""
+"""Share among builders instructions by letter and the check of their arguments."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 Letters = list[str]
 
 
-class Times(NamedTuple):
+class StageTimes(NamedTuple):
     """Per rank: the times of F, I and W, and of a message that the rank sends."""
 
     forward: Sequence[Any]
@@ -43,17 +43,17 @@ class Outcome(NamedTuple):
     letters: tuple[Letters, ...]
 
 
-def warm_ups(times: Times, cap: int) -> list[list[int]]:
+def warm_ups(times: StageTimes, cap: int) -> list[list[int]]:
     """Forwards of each rank before its first input gradient: what fits in time, as in 1F1B, what memory allows."""
     f, i, _, message = times
     ranks = len(f)
-    ways = [sum(f[s] + i[s] + message[s - 1] + message[s] for s in range(r + 1, ranks)) for r in range(ranks)]
-    fitting = [1 + int(way // f[r]) if f[r] else cap for r, way in enumerate(ways)]
+    round_trips = [sum(f[s] + i[s] + message[s - 1] + message[s] for s in range(r + 1, ranks)) for r in range(ranks)]
+    fitting = [1 + int(round_trip // f[r]) if f[r] else cap for r, round_trip in enumerate(round_trips)]
     shapes = ([min(cap - r, n) for r, n in enumerate(fitting)], [min(cap, ranks - r) for r in range(ranks)], [cap] * ranks)
     return [[max(1, n) for n in shape] for shape in shapes]
 
 
-def play(times: Times, microbatches: int, cap: int, rules: Rules) -> Outcome | None:
+def play(times: StageTimes, microbatches: int, cap: int, rules: Rules) -> Outcome | None:
     """Let the rank that can start first do its next instruction, until all is done; None if they get stuck.
 
     Args:
@@ -85,9 +85,9 @@ def play(times: Times, microbatches: int, cap: int, rules: Rules) -> Outcome | N
 
 
 def _next(
-    r: int, times: Times, ends: dict[str, list[list[Any]]], free: Any, microbatches: int, cap: int, rules: Rules
+    r: int, times: StageTimes, ends: dict[str, list[list[Any]]], free: Any, microbatches: int, cap: int, rules: Rules
 ) -> tuple[Any, str] | None:
-    """When the rank starts what, or None while it does not know what comes to it."""
+    """The time and the letter of the rank's next start, or None while an arrival is unknown."""
     f, b, w = (len(ends[letter][r]) for letter in "FIW")
     warm = f >= rules.warm_up[r]
     forward = inf if f == microbatches or (b == 0 and warm) else _arrival("F", r, r - 1, f, times, ends)
@@ -111,8 +111,8 @@ def _next(
     return start, "I" if backward_first else "F"
 
 
-def _arrival(letter: str, r: int, source: int, number: int, times: Times, ends: dict[str, list[list[Any]]]) -> Any:
-    """When the product of the neighbour ``source`` is there, as far as is known; 0 where there is none."""
+def _arrival(letter: str, r: int, source: int, number: int, times: StageTimes, ends: dict[str, list[list[Any]]]) -> Any:
+    """The time at which the product of the neighbour ``source`` is there, as far as is known; 0 where there is none."""
     if not 0 <= source < len(times.forward):
         return 0
     known = ends[letter][source]

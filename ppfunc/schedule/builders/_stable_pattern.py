@@ -13,7 +13,7 @@ from ..schedule import Schedule, single_chain
 from ._parts import F, I, W
 
 PERIOD = 6  # slots of a microbatch on a rank: forward, input and weight gradient of two chunks
-Times = dict[Instruction, int]
+SlotNumbers = dict[Instruction, int]
 Slots = tuple[int, int, int, int]
 
 
@@ -29,7 +29,7 @@ def from_pattern(name: str, ranks: int, microbatches: int, slots: Callable[[int]
     return single_chain(name, placement, microbatches, _drain(_squeeze(pattern, placement), pattern, 2 * ranks))
 
 
-def _repeat(first: int, second: int, microbatches: int, slots: Slots) -> Times:
+def _repeat(first: int, second: int, microbatches: int, slots: Slots) -> SlotNumbers:
     """The slots of a rank with nothing moved; weight gradients take free slots, first in first out."""
     kinds = ((F, first), (F, second), (I, second), (I, first))
     times = {op(s, m): slot + PERIOD * m for (op, s), slot in zip(kinds, slots, strict=True) for m in range(microbatches)}
@@ -56,19 +56,19 @@ def _needs(i: Instruction, stages: int) -> Iterator[Instruction]:
         yield Instruction(i.op, beyond, i.microbatch)
 
 
-def _peak(times: Times) -> int:
+def _peak(times: SlotNumbers) -> int:
     """Most activations of a rank that wait for their weight gradient."""
     return max(accumulate((i.op is Op.F) - (i.op is Op.W) for i in sorted(times, key=times.__getitem__)))
 
 
-def _squeeze(pattern: list[Times], placement: tuple[int, ...]) -> Times:
+def _squeeze(pattern: list[SlotNumbers], placement: tuple[int, ...]) -> SlotNumbers:
     """Every instruction, in the order of the pattern, in the earliest free slot that its inputs
     and the peak of the pattern's activations allow."""
     peak = max(map(_peak, pattern))
     busy: list[set[int]] = [set() for _ in pattern]
     live: list[list[int]] = [[] for _ in pattern]  # activations in each slot so far; after the last, as many as are held
     held = [0] * len(pattern)
-    moved: Times = {}
+    moved: SlotNumbers = {}
     for i, time in sorted((item for times in pattern for item in times.items()), key=itemgetter(1)):
         rank = placement[i.stage]
         ready = max((moved[n] + 1 for n in _needs(i, len(placement))), default=0)
@@ -87,7 +87,7 @@ def _squeeze(pattern: list[Times], placement: tuple[int, ...]) -> Times:
     return moved
 
 
-def _drain(squeezed: Times, pattern: list[Times], stages: int) -> list[list[Instruction]]:
+def _drain(squeezed: SlotNumbers, pattern: list[SlotNumbers], stages: int) -> list[list[Instruction]]:
     """The orders with, after a rank's last forward, weight gradients only where no input gradient is ready."""
     orders = [sorted(times, key=squeezed.__getitem__) for times in pattern]
     ends = [max(k for k, i in enumerate(order) if i.op is Op.F) + 1 for order in orders]

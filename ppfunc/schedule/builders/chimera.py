@@ -11,7 +11,7 @@ def chimera(ranks: int, microbatches: int) -> Schedule:
     """Two chains over the same ranks in opposite directions, in units of p microbatches, half of them each.
 
     Stages 0..p-1 go up the ranks and walk the first half of the microbatches; stages p..2p-1,
-    stage p + k a copy of stage k, go down and walk the second half. Where F = B and m is a
+    stage p + k a replica of stage k, go down and walk the second half. Where F = B and m is a
     multiple of p, the bubble is ``(p - 2)/(2m + p - 2)`` of the makespan; at most p live
     activations; every rank holds the parameters of two stages.
 

@@ -12,7 +12,7 @@ from ._parts import B, F, require_counts
 def data_parallel(ranks: int, microbatches: int) -> Schedule:
     """Load, forward and backward of one microbatch after another, each rank on its own share.
 
-    Every rank is a chain of one stage: rank r holds the copy r of the model and works through
+    Every rank is a chain of one stage: rank r holds the replica r of the model and works through
     ``m`` microbatches of its own, numbered from ``r * m``. The last step sums the gradients and
     updates. No bubble; one live activation; one buffer.
 

@@ -12,7 +12,7 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
     """Two chains over the same ranks, entering at both ends, with overlapped forward and backward.
 
     Stages 0..p-1 go up the ranks and walk the first half of the microbatches; stages p..2p-1,
-    stage p + k a copy of stage k, go down and walk the second half. With F&B the time of an
+    stage p + k a replica of stage k, go down and walk the second half. With F&B the time of an
     overlapped pair, the bubble time is ``(p/2 - 1)(F&B + B - 3W)`` where F = I and W <= F, with
     ``p + 1`` live activations; every rank holds the parameters of two stages.
 

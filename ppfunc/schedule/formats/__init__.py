@@ -1,4 +1,4 @@
-"""Schedules as text and pictures: CSV, JSON, grid, instruction streams, SVG, Chrome trace."""
+"""Write and read schedules as text and pictures: CSV, JSON, grid, instruction streams, SVG, Chrome trace."""
 
 from .compute_only import compute_only
 from .csv import from_csv, to_csv

@@ -1,4 +1,4 @@
-"""The bars of a picture: every compute instruction with its start and end, rank by rank."""
+"""Make the bars of a picture: every compute instruction with its start and end, rank by rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Bar(NamedTuple):
 
 
 def compute_bars(schedule: Schedule, timeline: Timeline) -> list[list[Bar]]:
-    """The compute instructions of every rank, in order, as ``timeline`` places them."""
+    """Return the compute instructions of every rank, in order, as ``timeline`` places them."""
     return [
         [
             Bar(instruction, float(start), float(end))

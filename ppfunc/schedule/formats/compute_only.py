@@ -1,4 +1,4 @@
-"""What a file of nothing but compute holds of a schedule."""
+"""Keep only the compute of a schedule."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..schedule import Schedule
 
 
 def compute_only(schedule: Schedule) -> Schedule:
-    """The compute of ``schedule``, as builders write it; a step without any becomes an idle one.
+    """Keep the compute of ``schedule``, as builders write it; a step without any becomes an idle one.
 
     >>> from ppfunc.schedule.builders import deepspeed_train
     >>> print(*compute_only(deepspeed_train(ranks=2, microbatches=1)).instructions(1))

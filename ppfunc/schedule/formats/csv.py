@@ -1,4 +1,4 @@
-"""The CSV form of ``torch.distributed.pipelining``: one row per rank, one instruction per cell.
+"""Write and read the CSV form of ``torch.distributed.pipelining``: one row per rank, one instruction per cell.
 
 What torch has a token for comes out as torch's own file, compute only or with communication, and
 torch's files are read, blanks included. Everything else is written in the same grammar (see
@@ -29,12 +29,12 @@ from ..schedule import Schedule
 from .infer import infer_layout
 from .text import FormatError, parse_instruction
 
-_Row = list[Instruction | None]
+_Cells = list[Instruction | None]
 _ONCE = COMPUTE | COMMUNICATION
 
 
 def to_csv(schedule: Schedule) -> str:
-    r"""The CSV text of ``schedule``: a row per rank, a cell per instruction.
+    r"""Return the CSV text of ``schedule``: a row per rank, a cell per instruction.
 
     >>> from ppfunc.schedule.builders import gpipe
     >>> to_csv(gpipe(ranks=2, microbatches=2))
@@ -46,7 +46,7 @@ def to_csv(schedule: Schedule) -> str:
 
 
 def from_csv(text: str, name: str = "csv") -> Schedule:
-    """The schedule that the CSV ``text`` describes, not yet checked.
+    """Read the schedule that the CSV ``text`` describes; it is not yet checked.
 
     >>> from_csv("0F0,0B0\\n1F0,1B0\\n").placement
     (0, 1)
@@ -74,9 +74,9 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
     return Schedule(name, placement, chains, programs, _skips(rows, len(placement)))
 
 
-def _rows(text: str) -> list[_Row]:
+def _rows(text: str) -> list[_Cells]:
     """The instructions of every row, None for a blank."""
-    rows: list[_Row] = []
+    rows: list[_Cells] = []
     seen: set[str] = set()
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     while True:
@@ -88,7 +88,7 @@ def _rows(text: str) -> list[_Row]:
             return rows
         if not any(cells):
             raise ScheduleError(len(rows), (0, 0), None, "its row is empty: expected at least one stage in every row")
-        row: _Row = []
+        row: _Cells = []
         rows.append(row)
         for cell in cells:
             instruction = _cell(cell, rows) if cell else None
@@ -99,26 +99,26 @@ def _rows(text: str) -> list[_Row]:
             row.append(instruction)
 
 
-def _cell(cell: str, rows: list[_Row]) -> Instruction:
+def _cell(cell: str, rows: list[_Cells]) -> Instruction:
     try:
         return parse_instruction(cell)
     except FormatError as error:
         raise FormatError(f"row {len(rows)} (rank {len(rows) - 1}), column {len(rows[-1]) + 1}: {error}") from None
 
 
-def _first(rows: list[_Row], instruction: Instruction) -> str:
+def _first(rows: list[_Cells], instruction: Instruction) -> str:
     rank = next(rank for rank, row in enumerate(rows) if instruction in row)
     return f"it is there twice, first on rank {rank}, step {rows[rank].index(instruction)}"
 
 
-def _refuse_blanks(rows: list[_Row], token: str) -> None:
+def _refuse_blanks(rows: list[_Cells], token: str) -> None:
     for rank, row in enumerate(rows):
         if None in row:
             place = f"row {rank + 1} (rank {rank}), column {row.index(None) + 1}"
             raise FormatError(f"{place}: a blank, but only files of nothing but compute may have blanks: this has {token}")
 
 
-def _skips(rows: list[_Row], stages: int) -> tuple[tuple[int, int], ...]:
+def _skips(rows: list[_Cells], stages: int) -> tuple[tuple[int, int], ...]:
     """The edges of messages that name their peer, each from its source stage."""
     edges = set()
     for rank, row in enumerate(rows):

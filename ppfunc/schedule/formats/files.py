@@ -1,4 +1,4 @@
-"""Reading a schedule from a file of either form, CSV or JSON, whatever the file may hold."""
+"""Read a schedule from a file of either form, CSV or JSON, whatever the file may hold."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LIMIT = 256 * 2**20
 
 
 def read_schedule(path: str | PathLike[str]) -> Schedule:
-    """The schedule in the file ``path``, not yet checked: JSON where it begins with ``{``, else CSV.
+    """Read the schedule in the file ``path``: JSON where it begins with ``{``, else CSV. It is not yet checked.
 
     Raises:
         OSError: the file cannot be read.
@@ -26,7 +26,7 @@ def read_schedule(path: str | PathLike[str]) -> Schedule:
 
 
 def read_csv(path: str | PathLike[str]) -> Schedule:
-    """The schedule in the CSV file ``path``; raises as :func:`read_schedule`."""
+    """Read the schedule in the CSV file ``path``; raises as :func:`read_schedule`."""
     return from_csv(_text(Path(path)), Path(path).stem)
 
 

@@ -1,4 +1,4 @@
-"""A schedule as a grid of text: one row per rank, time to the right.
+"""Draw a schedule as a grid of text: one row per rank, time to the right.
 
 A schedule of nothing but compute stands on a scale of time: an instruction takes as many columns as
 units of time, ``.`` is an idle unit, and ``-`` fills what an instruction takes beyond its name. Any
@@ -17,7 +17,7 @@ from .bars import Bar, compute_bars
 
 
 def to_grid(schedule: Schedule) -> str:
-    """The grid of ``schedule``, one line per rank.
+    """Return the grid of ``schedule``, one line per rank.
 
     Every compute instruction takes one unit; but where backwards are split in their two parts or
     overlapped, a whole one takes two units and a pair three.

@@ -1,4 +1,4 @@
-"""What a table of instructions implies: the rank of every stage, and the chains of stages.
+"""Infer the rank of every stage and the chains of stages from a table of instructions.
 
 A table says neither, so both are read off its compute instructions, in linear time and without
 trusting a single number of it: a stage belongs to the rank that computes it (most often, where
@@ -12,14 +12,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from ..errors import ScheduleError
-from ..instruction import COMPUTE, Instruction, Op
+from ..instruction import COMPUTE, Instruction, Op, microbatch_of
 from ..schedule import Chain
 
 Row = Sequence[Instruction | None]
 
 
 def infer_layout(rows: Sequence[Row]) -> tuple[tuple[int, ...], tuple[Chain, ...]]:
-    """Placement and chains of the table ``rows``, one row per rank.
+    """Return placement and chains of the table ``rows``, one row per rank.
 
     Raises:
         ScheduleError: a rank or a stage has no compute, or the numbers of stages and microbatches
@@ -33,8 +33,8 @@ def infer_layout(rows: Sequence[Row]) -> tuple[tuple[int, ...], tuple[Chain, ...
         if not parts:
             raise ScheduleError(rank, (0, 0), row[0], "its row computes nothing: expected at least one stage in every row")
         held.append(Counter([part.stage for part in parts]))
-        forwards.update((part.stage, part.microbatch) for part in parts if part.op is Op.F)
-        others.update((part.stage, part.microbatch) for part in parts if part.op is not Op.F)
+        forwards.update((part.stage, microbatch_of(part)) for part in parts if part.op is Op.F)
+        others.update((part.stage, microbatch_of(part)) for part in parts if part.op is not Op.F)
     stages = 1 + max(map(max, held))
     placement = _placement(rows, held, stages)
     return placement, _chains(rows, stages, _microbatches(forwards or others), forwards)
@@ -58,10 +58,9 @@ def _placement(rows: Sequence[Row], held: list[Counter[int]], stages: int) -> tu
     for rank, counts in enumerate(held):
         for stage, often in counts.items():
             owners[stage] = max(owners.get(stage, (0, 0)), (often, -rank))
-    for stage in range(stages):
-        if stage not in owners:
-            gap = stage
-            _refuse(rows, lambda part: part.stage > gap, f"no rank computes stage {gap}, but stages have no gaps")
+    gap = next((stage for stage in range(stages) if stage not in owners), None)
+    if gap is not None:
+        _refuse(rows, lambda part: part.stage > gap, f"no rank computes stage {gap}, but stages have no gaps")
     return tuple(-owners[stage][1] for stage in range(stages))
 
 

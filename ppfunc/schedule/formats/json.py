@@ -1,4 +1,4 @@
-"""The JSON form: everything that a schedule is, versioned, so that reading gives back an equal value.
+"""Write and read the JSON form: all of a schedule, versioned, so that reading gives back an equal value.
 
 The document is one object; steps are lists of instructions in the grammar of :mod:`ppfunc.schedule.formats.text`::
 
@@ -25,7 +25,7 @@ _KEYS = ("format", "version", "name", "placement", "chains", "skips", "programs"
 
 
 def to_json(schedule: Schedule) -> str:
-    """The JSON text of ``schedule``, one line per rank.
+    """Return the JSON text of ``schedule``, one line per rank.
 
     >>> from ppfunc.schedule.builders import gpipe
     >>> schedule = gpipe(ranks=2, microbatches=2)
@@ -54,7 +54,7 @@ def _bounds(chain: Chain) -> list[int]:
 
 
 def from_json(text: str) -> Schedule:
-    """The schedule that the JSON ``text`` describes, not yet checked.
+    """Read the schedule that the JSON ``text`` describes; it is not yet checked.
 
     Raises:
         FormatError: the text is not such a document; the message begins with the JSON path of the

@@ -1,4 +1,4 @@
-"""The form of DeepSpeed's instruction streams: what every rank does, step by step.
+"""Write a schedule in the form of DeepSpeed's instruction streams: every rank, step by step.
 
 A line ``rank R``, then a line per step, its instructions separated by blanks, or ``-`` for an empty
 step. An operation on a buffer names its slot, as in ``ForwardPass(buffer_id=0)``; one without a slot
@@ -26,7 +26,7 @@ NAMES = {
 
 
 def to_steps(schedule: Schedule) -> str:
-    """The streams of ``schedule`` in DeepSpeed's names.
+    """Return the streams of ``schedule`` in DeepSpeed's names.
 
     >>> from ppfunc.schedule.builders import gpipe
     >>> print(to_steps(gpipe(ranks=1, microbatches=1)), end="")

@@ -1,4 +1,4 @@
-"""A picture of a schedule in time: one row per rank, bars to scale, light and dark, plain SVG.
+"""Draw a schedule in time as plain SVG: one row per rank, bars to scale, light and dark.
 
 Colour says the kind of instruction, its strength which of the rank's stages it belongs to (the first
 is the strongest), the number the microbatch; an overlapped pair is a bar of two halves, the forward
@@ -35,7 +35,7 @@ svg { font: 11px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif
 
 
 class _Scale(NamedTuple):
-    """Where time and ranks are on the page, in pixels."""
+    """Time and ranks on the page, in pixels."""
 
     per_time: float
     width: float
@@ -53,10 +53,10 @@ class _Scale(NamedTuple):
 
 
 def to_svg(schedule: Schedule, timeline: Timeline | None = None) -> str:
-    """The picture of ``schedule`` as the text of an SVG file.
+    """Return the picture of ``schedule`` as the text of an SVG file.
 
     Args:
-        schedule: what to draw; messages, loads and reductions take no room.
+        schedule: the one to draw; messages, loads and reductions take no space.
         timeline: start and end of every instruction, simulated or measured (see
             :func:`ppfunc.schedule.simulate.measure`); by default simulated with the default costs.
     """

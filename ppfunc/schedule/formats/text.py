@@ -1,4 +1,4 @@
-"""One instruction as text: the strict inverse of ``str(Instruction)``.
+"""Read one instruction from text: the strict inverse of ``str(Instruction)``.
 
 The grammar, of which everything that ``torch.distributed.pipelining`` can write is a part::
 
@@ -29,14 +29,14 @@ class FormatError(ValueError):
 
 
 def shortened(text: str, limit: int = 40) -> str:
-    """``text`` quoted for an error message, cut in the middle where it is long."""
+    """Quote ``text`` for an error message, cut in the middle where it is long."""
     if len(text) <= limit:
         return repr(text)
     return f"{text[: limit // 2]!r}...{text[-limit // 4 :]!r} ({len(text)} characters)"
 
 
 def parse_instruction(text: str) -> Instruction:
-    """The instruction whose ``str`` is ``text``.
+    """Return the instruction whose ``str`` is ``text``.
 
     >>> parse_instruction("2F0")
     Instruction(op=<Op.F: 'F'>, stage=2, microbatch=0, peer=None, slot=None, parts=())

@@ -1,4 +1,4 @@
-"""A schedule in time as a Chrome trace: opens in Perfetto (ui.perfetto.dev) and chrome://tracing.
+"""Write a schedule in time as a Chrome trace, which opens in Perfetto (ui.perfetto.dev) and chrome://tracing.
 
 One track per rank, one slice per instruction that takes time, one arrow per message, from the end of
 the instruction that makes the value to the start of the one that consumes it.
@@ -15,15 +15,15 @@ from ..schedule import Schedule
 from ..simulate import Timeline, simulate
 from .bars import Bar, compute_bars
 
-_Event = dict[str, Any]
+_TraceEvent = dict[str, Any]
 _Place = tuple[int, float, float]
 
 
 def to_trace(schedule: Schedule, timeline: Timeline | None = None, *, microseconds: float = 1000.0) -> str:
-    """The trace of ``schedule`` as JSON text.
+    """Return the trace of ``schedule`` as JSON text.
 
     Args:
-        schedule: what ran, or would run.
+        schedule: the one that ran, or would run.
         timeline: start and end of every instruction, simulated or measured (see
             :func:`ppfunc.schedule.simulate.measure`); by default simulated with the default costs.
         microseconds: how long one unit of the timeline is in the trace; 1e6 for seconds.
@@ -38,14 +38,14 @@ def to_trace(schedule: Schedule, timeline: Timeline | None = None, *, microsecon
     return f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n'
 
 
-def _names(schedule: Schedule) -> Iterator[_Event]:
+def _names(schedule: Schedule) -> Iterator[_TraceEvent]:
     yield {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": schedule.name}}
     for rank in range(schedule.ranks):
         yield {"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}}
         yield {"ph": "M", "pid": 0, "tid": rank, "name": "thread_sort_index", "args": {"sort_index": rank}}
 
 
-def _slice(rank: int, bar: Bar, microseconds: float) -> _Event:
+def _slice(rank: int, bar: Bar, microseconds: float) -> _TraceEvent:
     instruction = bar.instruction
     return {
         "ph": "X",
@@ -59,7 +59,7 @@ def _slice(rank: int, bar: Bar, microseconds: float) -> _Event:
     }
 
 
-def _arrows(schedule: Schedule, rows: list[list[Bar]], microseconds: float) -> Iterator[_Event]:
+def _arrows(schedule: Schedule, rows: list[list[Bar]], microseconds: float) -> Iterator[_TraceEvent]:
     """A pair of events per message; ``bp: e`` ends the arrow at the slice that encloses its time."""
     forward, backward = _places(rows, (Op.F,)), _places(rows, (Op.B, Op.I))
     number = 0
@@ -84,7 +84,7 @@ def _places(rows: list[list[Bar]], ops: tuple[Op, ...]) -> dict[int, dict[int | 
     return places
 
 
-def _arrow(number: int, name: str, made: _Place, used: _Place, microseconds: float) -> Iterator[_Event]:
+def _arrow(number: int, name: str, made: _Place, used: _Place, microseconds: float) -> Iterator[_TraceEvent]:
     shared = {"pid": 0, "id": number, "name": name, "cat": "message"}
     # A thousandth before the end: at the very end the arrow would begin at the next slice.
     leaves = made[2] - (made[2] - made[1]) / 1000

@@ -7,12 +7,12 @@ from dataclasses import replace
 from math import inf
 from typing import NamedTuple
 
+from ..dataflow import dataflow
 from ..instruction import COMMUNICATION, WHOLE_STAGE, Instruction, Op
 from ..proof.buffers import Holder, uses
-from ..dataflow import dataflow
 from ..proof.order import check_order
 from ..proof.queues import check_queues
-from ..proof.routes import routes
+from ..proof.routes import find_routes
 from ..proof.structure import check_structure
 from ..proof.traffic import traffic
 from ..schedule import Program, Schedule
@@ -36,7 +36,7 @@ class Range(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """When messages moved in one run of the schedule.
+    """The moments of messages in one run of the schedule.
 
     Args:
         latest: per rank and step, the last moment at which the step may have begun.
@@ -82,9 +82,9 @@ def allocate_slots(schedule: Schedule) -> Schedule:
 
 def _moments(schedule: Schedule) -> Moments:
     flow = dataflow(schedule)
-    ways = routes(schedule, flow)
-    record = check_order(schedule, flow, ways)
-    found = traffic(schedule, flow, ways, "pair")
+    routes = find_routes(schedule, flow)
+    record = check_order(schedule, flow, routes)
+    found = traffic(schedule, flow, routes, "pair")
     state = check_queues(schedule, flow, record, found)
     latest = [[inf] * (len(program) + 1) for program in schedule.programs]
     for rank, (events, clocks) in enumerate(zip(found.events, state.clocks, strict=True)):

@@ -11,20 +11,20 @@ from ..schedule import Schedule, Step
 def append_tail(
     schedule: Schedule, *, tied: bool | None = None, reduce_grad: bool = True, step: bool = True
 ) -> Schedule:
-    """Add one last step to every rank, which does for all stages what follows the backwards.
+    """Add one last step to every rank: the reductions and optimizer steps of all its stages.
 
     Equivalent to, on each rank::
 
-        for stage in stages: sum the gradients of its tied parameters and copies
+        for stage in stages: sum the gradients of its tied parameters and replicas
         for stage in stages: sum the gradients over the data parallel ranks
         for stage in stages: step the optimizer
 
     Every stage gets each of them or none does: a stage in which nothing is tied has nothing to
-    add to the sums. Copies of a stage come in the order of their groups, so that no two ranks
+    add to the sums. Replicas of a stage come in the order of their groups, so that no two ranks
     wait for each other in different sums.
 
     Args:
-        tied: whether to write REDUCE_TIED; by default where the chains hold copies of stages.
+        tied: whether to write REDUCE_TIED; by default where the chains hold replicas of stages.
         reduce_grad: whether to write REDUCE_GRAD.
         step: whether to write STEP.
 
@@ -40,5 +40,5 @@ def append_tail(
         stages = sorted(schedule.stages_of(rank), key=lambda s: (group.get(s, s), s))
         return tuple(Instruction(op, stage) for op in ops for stage in stages)
 
-    programs = (p + (tail(rank),) if tail(rank) else p for rank, p in enumerate(schedule.programs))
+    programs = ((*p, tail(rank)) if tail(rank) else p for rank, p in enumerate(schedule.programs))
     return replace(schedule, programs=tuple(programs))

@@ -11,7 +11,7 @@ _KEPT = {Op.F, Op.LOAD}
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The same schedule for evaluation: its loads and forwards in their order, without communication.
+    """Keep the loads and forwards in their order, without communication: the schedule for evaluation.
 
     Equivalent to: cross out every backward, reduction and message; an overlapped pair leaves its forward.
     """

@@ -55,7 +55,7 @@ def _move(program: Program, chosen: set[int], lookahead: int) -> Program:
 
 
 def _moves(program: Program, chosen: set[int], lookahead: int) -> tuple[Moves, Moves]:
-    """What leaves after, and what comes back before, each compute instruction."""
+    """The residuals that leave after, and that come back before, each compute instruction."""
     moved = {(i.stage, i.microbatch) for step in program for i in step if i.op in (Op.OFFLOAD, Op.FETCH)}
     made: dict[tuple[int, int | None], int] = {}
     leave: Moves = {}

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections import deque
 
 from ..dataflow import PRODUCT, Dataflow, dataflow
-from ..errors import ScheduleError, cycle_text, refuse
+from ..errors import ScheduleError, cycle_text, schedule_error
 from ..instruction import COMPUTE
 from ..proof.structure import check_structure
 from ..schedule import Schedule, Step
 
 
 def linearize(schedule: Schedule) -> tuple[tuple[int, int], ...]:
-    """One order ``((rank, step index), ...)`` of all steps in which what a step consumes was computed before it.
+    """Return an order ``((rank, step index), ...)`` of all steps in which each comes after those that it consumes from.
 
     Equivalent to: in turn, every rank runs its next step if it can, until all have ended. Ranks
     advance evenly, so few values wait between them. Communications are not looked at: in one
     process a value is there once it has been computed.
 
     Raises:
-        ScheduleError: a value that is no schedule, or steps that wait for each other for ever, or for what nobody computes.
+        ScheduleError: a value that is no schedule, or steps that wait for each other for ever, or for a value that no rank computes.
     """
     check_structure(schedule)
     flow = dataflow(schedule)
@@ -48,19 +48,20 @@ def linearize(schedule: Schedule) -> tuple[tuple[int, int], ...]:
 
 
 def _try(step: Step, flow: Dataflow, there: set[int]) -> tuple[int | None, list[int]]:
-    """What a step waits for, or None and the values that it computes."""
+    """The value that a step waits for, or None and the values that it computes."""
     made: list[int] = []
     for instruction in step:
         if instruction.op not in COMPUTE:
             continue
         fresh = []
         for op, stage, microbatch, *_ in instruction.parts or (instruction,):
-            output = flow.output(stage, microbatch)
+            assert microbatch is not None
+            output, product = flow.output(stage, microbatch), PRODUCT[op]
             for distance, _ in flow.needs[op][stage]:
                 if output + distance not in there and output + distance not in made:
                     return output + distance, []
-            if PRODUCT[op] is not None:
-                fresh.append(output + PRODUCT[op])
+            if product is not None:
+                fresh.append(output + product)
         made += fresh
     return None, made
 
@@ -69,4 +70,4 @@ def _stuck(schedule: Schedule, flow: Dataflow, at: list[int], missing: dict[int,
     """The error for steps that wait for ever; ``missing`` gives what each blocked rank waits for."""
     sentences = [f"rank {rank} waits at step {at[rank]} for {flow.name(value)}" for rank, value in sorted(missing.items())]
     rank = min(missing)
-    return refuse(schedule, rank, (at[rank], 0), "no order of the steps exists: " + cycle_text(sentences))
+    return schedule_error(schedule, rank, (at[rank], 0), "no order of the steps exists: " + cycle_text(sentences))

@@ -10,7 +10,7 @@ from math import inf
 
 from ..collector import collector_paused
 from ..dataflow import PRODUCT, Dataflow, dataflow
-from ..earliest import Times, earliest
+from ..earliest import EarliestTimes, earliest
 from ..instruction import COMMUNICATION, COMPUTE, Instruction, Op
 from ..schedule import Program, Schedule, Step
 from .remove_slots import remove_slots
@@ -64,7 +64,7 @@ def place_communication(schedule: Schedule, *, lookahead: int = 0) -> Schedule:
     return replace(schedule, programs=programs)
 
 
-def _indices(schedule: Schedule, flow: Dataflow, times: Times) -> tuple[dict[int, int], list[list[int]]]:
+def _indices(schedule: Schedule, flow: Dataflow, times: EarliestTimes) -> tuple[dict[int, int], list[list[int]]]:
     """The index of the instruction that makes each value, and the end of the last compute before each index."""
     where: dict[int, int] = {}
     before: list[list[int]] = []
@@ -77,6 +77,7 @@ def _indices(schedule: Schedule, flow: Dataflow, times: Times) -> tuple[dict[int
                 for op, stage, microbatch, *_ in instruction[5] or (instruction,):
                     product = PRODUCT[op]
                     if product is not None:
+                        assert microbatch is not None
                         where[2 * (stage * m + microbatch) + product] = index
             gaps.append(last)
         before.append(gaps)
@@ -183,6 +184,10 @@ def _emit(program: Program, postings: Sequence[Posting]) -> Program:
     steps: list[Step] = []
     index = 0
     for step in program:
+        if len(step) == 1:  # the usual step, for which what follows does the same in three times the time
+            _close(steps, batches.get(index, ()), step)
+            index += 1
+            continue
         posted: list[Step] = []
         loads: Step = ()
         rest: Step = ()
@@ -205,11 +210,12 @@ def _batches(postings: Sequence[Posting]) -> dict[int, list[Step]]:
     """The batches of each gap."""
     found: dict[int, list[Step]] = {}
     for gap, batch, _, _, _, instruction in postings:
-        steps = found.setdefault(gap, [])
-        if batch < len(steps):
-            steps[batch] += (instruction,)
+        if gap not in found:
+            found[gap] = [(instruction,)]
+        elif batch < len(found[gap]):
+            found[gap][batch] += (instruction,)
         else:
-            steps.append((instruction,))
+            found[gap].append((instruction,))
     return found
 
 

@@ -9,7 +9,7 @@ from ..schedule import Schedule
 
 
 def remove_slots(schedule: Schedule) -> Schedule:
-    """The schedule before slots were allocated; passes that add instructions begin with this.
+    """Return the schedule as it was before slots were allocated. Passes that add instructions begin with this.
 
     >>> from ppfunc.schedule import allocate_slots, gpipe
     >>> remove_slots(allocate_slots(gpipe(ranks=2, microbatches=2))) == gpipe(ranks=2, microbatches=2)

@@ -13,11 +13,11 @@ from ..instruction import COMMUNICATION, SENDS, Instruction, Op
 from ..schedule import Schedule
 
 # A send and its receive have in common: whether it goes forward, source stage, target stage, microbatch.
-_Message = tuple[bool, int, int, int]
+_MessageName = tuple[bool, int, int, int | None]
 
 
 def send_completion(schedule: Schedule, rank: int) -> dict[int, list[Instruction]]:
-    """For each step of ``rank``, the sends to wait for at its end.
+    """Return, for each step of ``rank``, the sends to wait for at its end.
 
     Every send of the rank occurs once. Those that nothing follows are waited for in the last step.
     Only the programs of ``rank`` and of those that it sends to or receives from are read.
@@ -35,8 +35,8 @@ def send_completion(schedule: Schedule, rank: int) -> dict[int, list[Instruction
     {2: ['0SEND_F0'], 3: ['0SEND_F1']}
     """
     last = len(schedule.programs[rank]) - 1
-    posted: dict[int, list[tuple[int, Instruction, _Message]]] = {}  # by peer: own step, send, message
-    answers: dict[int, list[tuple[_Message, int]]] = {}  # by peer: message, own step that consumes it
+    posted: dict[int, list[tuple[int, Instruction, _MessageName]]] = {}  # by peer: own step, send, message
+    answers: dict[int, list[tuple[_MessageName, int]]] = {}  # by peer: message, own step that consumes it
     consumed = _consumption(schedule, rank)
     for step, instruction, peer, message in _messages(schedule, rank):
         if instruction[0] in SENDS:
@@ -57,9 +57,9 @@ def send_completion(schedule: Schedule, rank: int) -> dict[int, list[Instruction
     return points
 
 
-def _messages(schedule: Schedule, rank: int) -> list[tuple[int, Instruction, int, _Message]]:
+def _messages(schedule: Schedule, rank: int) -> list[tuple[int, Instruction, int, _MessageName]]:
     """The communications of a rank: step, instruction, the rank at the other end, the message."""
-    ends: dict[tuple[Op, int, int | None], tuple[int, bool, int, int]] = {}
+    ends: dict[tuple[Op, int, int | None], tuple[int, tuple[bool, int, int]]] = {}
     found = []
     for step, instructions in enumerate(schedule.programs[rank]):
         for instruction in instructions:
@@ -68,14 +68,15 @@ def _messages(schedule: Schedule, rank: int) -> list[tuple[int, Instruction, int
                 continue
             if (op, stage, peer) not in ends:
                 other = schedule.other_end(instruction)
-                ways = (stage, other) if op in SENDS else (other, stage)
-                ends[op, stage, peer] = (schedule.placement[other], op in (Op.SEND_F, Op.RECV_F), *ways)
-            far, *message = ends[op, stage, peer]
-            found.append((step, instruction, far, (*message, microbatch)))
+                assert other is not None
+                edge = (stage, other) if op in SENDS else (other, stage)
+                ends[op, stage, peer] = (schedule.placement[other], (op in (Op.SEND_F, Op.RECV_F), *edge))
+            far, along = ends[op, stage, peer]
+            found.append((step, instruction, far, (*along, microbatch)))
     return found
 
 
-def _consumption(schedule: Schedule, rank: int) -> dict[tuple[bool, int, int], int]:
+def _consumption(schedule: Schedule, rank: int) -> dict[tuple[bool, int, int | None], int]:
     """The step of ``rank`` that runs the forward (True) or the backward of each (stage, microbatch)."""
     return {
         (part[0] is Op.F, part[1], part[2]): step

@@ -1,1 +1,1 @@
-"""The rooms of the proof: each refuses schedules that are wrong in one way, in linear time."""
+"""Prove schedules: each module refuses those that are wrong in one way, in linear time."""

@@ -1,4 +1,4 @@
-"""Memory: live activations, residuals that are away, slots that are overwritten."""
+"""Prove the use of memory: live activations, residuals that are away, slots that are overwritten."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import accumulate, islice, repeat
 
-from ..errors import refuse
+from ..errors import schedule_error
 from ..instruction import COMPUTE, WHOLE_STAGE, Instruction, Op, parts_of
 from ..schedule import Program, Schedule
 from .order import in_order
 
-Holder = tuple[int, int, int]  # stage, microbatch, how often it has been offloaded
+Holder = tuple[int, int | None, int]  # stage, microbatch, how often it has been offloaded
 
 # The change of the number of whole activations, and of those of which only the share for W is held.
 HELD = {Op.F: (1, 0), Op.B: (-1, 0), Op.I: (-1, 1), Op.W: (0, -1), Op.OFFLOAD: (-1, 0), Op.FETCH: (1, 0)}
@@ -19,7 +19,7 @@ _LIVE = {op: whole for op, (whole, _) in HELD.items()}
 
 
 def check_activations(schedule: Schedule, limit: int | None) -> tuple[int, ...]:
-    """The peak number of live activations of every rank.
+    """Return the peak number of live activations of every rank.
 
     One is live per stage and microbatch from its F to the end of its B or I, except while it is
     offloaded; where there is no backward, during its F only.
@@ -39,7 +39,7 @@ def check_activations(schedule: Schedule, limit: int | None) -> tuple[int, ...]:
         if limit is not None and peaks[-1] > limit:
             above = next(n for n, number in enumerate(live) if number > limit)
             reason = f"with it {live[above]} activations are live, the limit is {limit}"
-            raise refuse(schedule, rank, _place_of(program, above), reason)
+            raise schedule_error(schedule, rank, _place_of(program, above), reason)
     return tuple(peaks)
 
 
@@ -50,7 +50,7 @@ def _place_of(program: Program, number: int) -> tuple[int, int]:
 
 
 def check_offloads(schedule: Schedule) -> None:
-    """Residuals leave after their forward, come back once, and are not used while away.
+    """Prove that residuals leave after their forward, come back once, and are not used while away.
 
     Raises:
         ScheduleError: at the first OFFLOAD, FETCH or backward for which this does not hold.
@@ -58,16 +58,16 @@ def check_offloads(schedule: Schedule) -> None:
     if not schedule.ops & {Op.OFFLOAD, Op.FETCH}:
         return
     for rank, program in enumerate(schedule.programs):
-        state: dict[tuple[int, int], str] = {}
+        state: dict[tuple[int, int | None], str] = {}
         for step, instructions in enumerate(program):
             for place, instruction in in_order(instructions):
                 for part in instruction.parts or (instruction,):
                     fault = _move(state, part)
                     if fault:
-                        raise refuse(schedule, rank, (step, place), fault)
+                        raise schedule_error(schedule, rank, (step, place), fault)
 
 
-def _move(state: dict[tuple[int, int], str], part: Instruction) -> str:
+def _move(state: dict[tuple[int, int | None], str], part: Instruction) -> str:
     op, key = part.op, (part.stage, part.microbatch)
     now = state.get(key, "not computed yet")
     if op is Op.F:
@@ -89,7 +89,7 @@ def _move(state: dict[tuple[int, int], str], part: Instruction) -> str:
 
 
 def check_slots(schedule: Schedule) -> tuple[int, ...]:
-    """Number of slots of every stage, none where no slots have been allocated.
+    """Return the number of slots of every stage, none where no slots have been allocated.
 
     A slot belongs to its stage and holds all of one microbatch: input, output, residuals and
     gradients, from the first instruction that names it to the last, or until it is offloaded.
@@ -107,16 +107,19 @@ def check_slots(schedule: Schedule) -> tuple[int, ...]:
         holder: dict[tuple[int, int], Holder] = {}
         for step, place, part, key in uses(program):
             stage, slot = part.stage, part.slot
+            if slot is None:
+                reason = "it has no slot, but other instructions have: expected a slot on all or none"
+                raise schedule_error(schedule, rank, (step, place), reason)
             fault = _take(slot_of, holder, left, stage, slot, key)
             if fault:
-                raise refuse(schedule, rank, (step, place), fault)
+                raise schedule_error(schedule, rank, (step, place), fault)
             sizes[stage] = max(sizes[stage], slot + 1)
     return tuple(sizes)
 
 
-def uses(program: tuple) -> Iterator[tuple[int, int, Instruction, Holder]]:
-    """Every use of a slot: step, place, instruction, and its holder: stage, microbatch, times offloaded."""
-    moved: Counter = Counter()
+def uses(program: Program) -> Iterator[tuple[int, int, Instruction, Holder]]:
+    """Iterate over the uses of slots: step, place, instruction, and its holder: stage, microbatch, times offloaded."""
+    moved: Counter[tuple[int, int | None]] = Counter()
     for step, instructions in enumerate(program):
         for place, instruction in in_order(instructions):
             if instruction.op not in WHOLE_STAGE:
@@ -128,9 +131,9 @@ def uses(program: tuple) -> Iterator[tuple[int, int, Instruction, Holder]]:
                         moved[pair] += 1
 
 
-def _take(slot_of: dict, holder: dict, left: Counter, stage: int, slot: int | None, key: Holder) -> str:
-    if slot is None:
-        return "it has no slot, but other instructions have: expected a slot on all or none"
+def _take(
+    slot_of: dict[Holder, int], holder: dict[tuple[int, int], Holder], left: Counter[Holder], stage: int, slot: int, key: Holder
+) -> str:
     if slot_of.setdefault(key, slot) != slot:
         return f"its microbatch is in slot {slot_of[key]} of stage {stage}, got slot {slot}"
     other = holder.get((stage, slot), key)

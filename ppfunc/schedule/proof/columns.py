@@ -1,8 +1,8 @@
 """Prove the usual lowered schedule on whole columns of positions, one per kind of instruction.
 
-The proofs in the other rooms walk instruction by instruction and name the place of a fault. This one
+The proofs in the other modules walk instruction by instruction and name the place of a fault. This one
 answers for a schedule of a million instructions in a second. It accepts nothing that they refuse;
-what it does not accept they decide. It leaves to them slots, loads, offloads, and sums over copies
+what it does not accept they decide. It leaves to them slots, loads, offloads, and sums over replicas
 that are not the end of each program.
 
 Between two ranks with one queue each way round, let a message have the step in which each end posts it.
@@ -44,7 +44,7 @@ class Columns(NamedTuple):
     step: Column
 
 
-class Link(NamedTuple):
+class EdgeColumns(NamedTuple):
     """The messages along one edge in one direction, by microbatch.
 
     Args:
@@ -70,9 +70,12 @@ def prove_columns(schedule: Schedule) -> bool | None:
     """
     if not schedule.ops <= COMPUTE | COMMUNICATION | _TAIL or schedule.has_slots:
         return None
-    ranks = [_columns(schedule, rank) for rank in range(schedule.ranks)]
-    if None in ranks:
-        return None
+    ranks = []
+    for rank in range(schedule.ranks):
+        columns = _columns(schedule, rank)
+        if columns is None:
+            return None
+        ranks.append(columns)
     links = _links(schedule, ranks)
     if links is None or sum(len(link.sent) for link in links) * 2 != _messages(ranks):
         return None
@@ -107,7 +110,7 @@ def _columns(schedule: Schedule, rank: int) -> Columns | None:
 
 
 def _in_phases(program: Program, flat: Sequence[Instruction]) -> bool:
-    """Whether each step has its messages first, and a last step with a tail the sums over copies before all else."""
+    """Whether each step has its messages first, and a last step with a tail the sums over replicas before all else."""
     talks = [i[0] in COMMUNICATION for i in flat]
     starts = set(accumulate(map(len, program)))
     if not starts.issuperset(compress(count(1), map(lt, talks, talks[1:]))):
@@ -142,35 +145,35 @@ def _messages(ranks: Sequence[Columns]) -> int:
     return sum(len(column) for columns in ranks for (op, _, _), column in columns.at.items() if op in COMMUNICATION)
 
 
-def _before(first: Column | None, second: Column | None) -> bool:
-    """Whether both columns are there and everything in the first comes before the same microbatch in the second."""
-    return first is not None and second is not None and all(map(lt, first, second))
+def _before(first: Column, second: Column) -> bool:
+    """Whether everything in the first column comes before the same microbatch in the second."""
+    return all(map(lt, first, second))
 
 
-def _links(schedule: Schedule, ranks: Sequence[Columns]) -> list[Link] | None:
+def _links(schedule: Schedule, ranks: Sequence[Columns]) -> list[EdgeColumns] | None:
     """The messages of all edges, None where something is used or sent before it is there."""
     home = schedule.placement
     at = [ranks[rank].at for rank in home]  # by stage
     backward = not schedule.forward_only
     for stage in range(schedule.stages):
-        forward = at[stage].get((Op.F, stage, None))
-        if forward is None or (backward and not _before(forward, at[stage].get((Op.B, stage, None)))):
+        forward, gradient = at[stage].get((Op.F, stage, None)), at[stage].get((Op.B, stage, None))
+        if forward is None or (backward and (gradient is None or not _before(forward, gradient))):
             return None
     links = []
-    for a, b, op, send, receive, peers in _ways(schedule):
-        made, used = at[a].get((op, a, None)), at[b].get((op, b, None))
+    for a, b, op, send, receive, peers in _flows(schedule):
+        made, used = at[a][op, a, None], at[b][op, b, None]
         if home[a] == home[b]:
             if not _before(made, used):
                 return None
             continue
         sent, received = at[a].get((send, a, peers[0])), at[b].get((receive, b, peers[1]))
-        if not (_before(made, sent) and _before(received, used)):
+        if sent is None or received is None or not (_before(made, sent) and _before(received, used)):
             return None
-        links.append(Link(home[a], home[b], sent, received, used))
+        links.append(EdgeColumns(home[a], home[b], sent, received, used))
     return links
 
 
-def _ways(schedule: Schedule) -> Iterator[tuple[int, int, Op, Op, Op, tuple[int | None, int | None]]]:
+def _flows(schedule: Schedule) -> Iterator[tuple[int, int, Op, Op, Op, tuple[int | None, int | None]]]:
     """Every edge there and, with a backward, back: source, target, what makes and uses, what sends and receives, the peers named."""
     skips = frozenset(schedule.skips)
     for a, b in schedule.edges:
@@ -180,9 +183,9 @@ def _ways(schedule: Schedule) -> Iterator[tuple[int, int, Op, Op, Op, tuple[int 
             yield b, a, Op.B, Op.SEND_B, Op.RECV_B, (near, far)
 
 
-def _waits(links: Sequence[Link], step: Sequence[Column]) -> list[list[Wait]] | None:
+def _waits(links: Sequence[EdgeColumns], step: Sequence[Column]) -> list[list[Wait]] | None:
     """Per rank, in order, the steps that it waits for other ranks to begin; None where two ends disagree on an order."""
-    between: dict[tuple[int, int], list[Link]] = defaultdict(list)
+    between: dict[tuple[int, int], list[EdgeColumns]] = defaultdict(list)
     for link in links:
         between[min(link[:2]), max(link[:2])].append(link)
     waits: list[list[Wait]] = [[] for _ in step]
@@ -192,7 +195,7 @@ def _waits(links: Sequence[Link], step: Sequence[Column]) -> list[list[Wait]] | 
             received = [there for _, there in stream]
             if not all(map(lt, received, received[1:])):
                 return None
-        posted = []
+        posted: list[tuple[int, int]] = []  # steps on the lower and on the higher rank
         for source, target, sent, received, _ in both:
             ends = _of(step[source], sent), _of(step[target], received)
             posted += zip(*(ends if source == low else ends[::-1]), strict=True)

@@ -1,4 +1,4 @@
-"""What each rank computes, sends and receives, and whether its own order makes sense."""
+"""Prove the order of each rank on its own: inputs before uses, everything once, nothing missing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from ..dataflow import PRODUCT, Dataflow
-from ..errors import ScheduleError, last_place, refuse
+from ..errors import ScheduleError, last_place, schedule_error
 from ..instruction import COMMUNICATION, COMPUTE, SENDS, Instruction, Op
 from ..schedule import Schedule, Step
 from .routes import Routes, message_number, no_route
@@ -14,8 +14,8 @@ from .routes import Routes, message_number, no_route
 Position = tuple[int, int, int]  # rank, step, place
 
 
-class Record(NamedTuple):
-    """Where everything happens. A message is numbered ``value * S + stage that consumes it``.
+class OrderRecord(NamedTuple):
+    """The position of everything that happens. A message is numbered ``value * S + stage that consumes it``.
 
     Args:
         made: position of the instruction that makes each value.
@@ -31,7 +31,7 @@ class Record(NamedTuple):
 
 
 def in_order(step: Step) -> Iterable[tuple[int, Instruction]]:
-    """The instructions of a step with their places, in the order of its meaning.
+    """Return the instructions of a step with their places, in the order of its meaning.
 
     Communications first, then loads, then the rest.
     """
@@ -47,8 +47,8 @@ def in_order(step: Step) -> Iterable[tuple[int, Instruction]]:
 _PHASE = {**dict.fromkeys(COMMUNICATION, 0), Op.LOAD: 1}
 
 
-def check_order(schedule: Schedule, flow: Dataflow, ways: Routes) -> Record:
-    """Walk through each program and refuse what no other rank can mend.
+def check_order(schedule: Schedule, flow: Dataflow, routes: Routes) -> OrderRecord:
+    """Walk through each program and refuse faults that no other rank can mend.
 
     Every value that a rank itself must provide is there before it is used or sent, every value
     from elsewhere has its receive posted (in a schedule with communications), nothing happens
@@ -57,7 +57,7 @@ def check_order(schedule: Schedule, flow: Dataflow, ways: Routes) -> Record:
     Raises:
         ScheduleError: naming the first place of the first rank where this does not hold.
     """
-    record = Record({}, {}, {}, {})
+    record = OrderRecord({}, {}, {}, {})
     lowered = bool(schedule.ops & COMMUNICATION)
     for rank, program in enumerate(schedule.programs):
         for step, instructions in enumerate(program):
@@ -67,19 +67,20 @@ def check_order(schedule: Schedule, flow: Dataflow, ways: Routes) -> Record:
                     for part in instruction[5] or (instruction,):
                         fault = _compute(schedule, flow, record, part, lowered)
                         if fault:
-                            raise refuse(schedule, rank, (step, place), fault)
+                            raise schedule_error(schedule, rank, (step, place), fault)
                     _enter(schedule, flow, record, instruction, (rank, step, place))
                 elif op in COMMUNICATION:
-                    fault = _message(schedule, flow, ways, record, instruction, (rank, step, place))
+                    fault = _message(schedule, flow, routes, record, instruction, (rank, step, place))
                     if fault:
-                        raise refuse(schedule, rank, (step, place), fault)
-    _check_complete(schedule, flow, ways, record)
+                        raise schedule_error(schedule, rank, (step, place), fault)
+    _check_complete(schedule, flow, routes, record)
     return record
 
 
-def _compute(schedule: Schedule, flow: Dataflow, record: Record, part: Instruction, lowered: bool) -> str:
-    """What is wrong with computing this here, if anything."""
+def _compute(schedule: Schedule, flow: Dataflow, record: OrderRecord, part: Instruction, lowered: bool) -> str:
+    """The fault of computing this here in words, empty where there is none."""
     op, stage, microbatch, *_ = part
+    assert microbatch is not None
     output = 2 * (stage * flow.microbatches + microbatch)
     rank, home = schedule.placement[stage], schedule.placement
     for distance, origin in flow.needs[op][stage]:
@@ -89,15 +90,16 @@ def _compute(schedule: Schedule, flow: Dataflow, record: Record, part: Instructi
                 return f"it needs {flow.name(value)}, which this rank has not computed before"
         elif lowered and value * len(home) + stage not in record.receives:
             return f"it needs {flow.name(value)}, but its receive has not been posted before"
-    if op is Op.W:
+    product = PRODUCT[op]
+    if product is None:
         return _weight_fault(schedule, record, output + 1)
-    if output + PRODUCT[op] in record.made:
-        rank, step, place = record.made[output + PRODUCT[op]]
-        return f"{flow.name(output + PRODUCT[op])} is computed twice, first at step {step}, place {place}"
+    if output + product in record.made:
+        rank, step, place = record.made[output + product]
+        return f"{flow.name(output + product)} is computed twice, first at step {step}, place {place}"
     return ""
 
 
-def _weight_fault(schedule: Schedule, record: Record, gradient: int) -> str:
+def _weight_fault(schedule: Schedule, record: OrderRecord, gradient: int) -> str:
     if gradient in record.weights:
         _, step, place = record.weights[gradient]
         return f"this weight gradient is computed twice, first at step {step}, place {place}"
@@ -107,20 +109,21 @@ def _weight_fault(schedule: Schedule, record: Record, gradient: int) -> str:
     return ""
 
 
-def _enter(schedule: Schedule, flow: Dataflow, record: Record, instruction: Instruction, position: Position) -> None:
+def _enter(schedule: Schedule, flow: Dataflow, record: OrderRecord, instruction: Instruction, position: Position) -> None:
     for op, stage, microbatch, *_ in instruction[5] or (instruction,):
-        output = 2 * (stage * flow.microbatches + microbatch)
-        if op is Op.W:
+        assert microbatch is not None
+        output, product = 2 * (stage * flow.microbatches + microbatch), PRODUCT[op]
+        if product is None:
             record.weights[output + 1] = position
         else:
-            record.made[output + PRODUCT[op]] = position
+            record.made[output + product] = position
 
 
 def _message(
-    schedule: Schedule, flow: Dataflow, ways: Routes, record: Record, instruction: Instruction, position: Position
+    schedule: Schedule, flow: Dataflow, routes: Routes, record: OrderRecord, instruction: Instruction, position: Position
 ) -> str:
-    """Note one end of a message; returns what is wrong with it, if anything."""
-    route = ways.get((instruction[0], instruction[1], instruction[3]))
+    """Record one end of a message; returns its fault in words, empty where there is none."""
+    route = routes.get((instruction[0], instruction[1], instruction[3]))
     if route is None:
         return no_route(schedule, instruction)
     message = message_number(schedule, flow, route, instruction)
@@ -136,7 +139,7 @@ def _message(
     return ""
 
 
-def _check_complete(schedule: Schedule, flow: Dataflow, ways: Routes, record: Record) -> None:
+def _check_complete(schedule: Schedule, flow: Dataflow, routes: Routes, record: OrderRecord) -> None:
     """Every stage has computed everything for every microbatch of its chain, and every message has two ends."""
     per_stage = 1 if schedule.forward_only else 2
     # Not their len(), which knows no range beyond the word size of the machine.
@@ -145,28 +148,28 @@ def _check_complete(schedule: Schedule, flow: Dataflow, ways: Routes, record: Re
         raise _missing(schedule, flow, record, per_stage)
     for value, (rank, step, place) in record.made.items():
         if value % 2 and value not in record.weights and _is_input_gradient(schedule.programs[rank][step][place]):
-            raise refuse(schedule, rank, (step, place), "its weight gradient W is missing: after I there must be one W")
-    for ends, others, what in ((record.sends, record.receives, "receives"), (record.receives, record.sends, "sends")):
+            raise schedule_error(schedule, rank, (step, place), "its weight gradient W is missing: after I there must be one W")
+    for ends, others, verb in ((record.sends, record.receives, "receives"), (record.receives, record.sends, "sends")):
         for message, (rank, step, place) in ends.items():
             if message not in others:
                 instruction = schedule.programs[rank][step][place]
-                other = ways[instruction.op, instruction.stage, instruction.peer].other
-                raise refuse(schedule, rank, (step, place), f"rank {other}, at the other end, never {what} this message")
+                other = routes[instruction.op, instruction.stage, instruction.peer].other
+                raise schedule_error(schedule, rank, (step, place), f"rank {other}, at the other end, never {verb} this message")
 
 
 def _is_input_gradient(instruction: Instruction) -> bool:
     return instruction.parts[1].op is Op.I if instruction.parts else instruction.op is Op.I
 
 
-def _missing(schedule: Schedule, flow: Dataflow, record: Record, per_stage: int) -> ScheduleError:
+def _missing(schedule: Schedule, flow: Dataflow, record: OrderRecord, per_stage: int) -> ScheduleError:
     """The error for the first stage and microbatch that lack a forward or a backward."""
     for chain in schedule.chains:
         for microbatch in chain.microbatches:
             for stage in chain.stages:
-                for product, what in ((0, "forward F"), (1, "backward, B or I"))[:per_stage]:
+                for product, name in ((0, "forward F"), (1, "backward, B or I"))[:per_stage]:
                     if flow.output(stage, microbatch) + product not in record.made:
                         rank = schedule.placement[stage]
                         partner = record.made.get(flow.output(stage, microbatch))
-                        reason = f"the {what} of stage {stage} for microbatch {microbatch} is missing"
-                        return refuse(schedule, rank, partner[1:] if partner else last_place(schedule, rank), reason)
+                        reason = f"the {name} of stage {stage} for microbatch {microbatch} is missing"
+                        return schedule_error(schedule, rank, partner[1:] if partner else last_place(schedule, rank), reason)
     raise AssertionError("a value is missing, yet none is")

@@ -1,4 +1,4 @@
-"""Whether messages and waits can all come to an end: one simulated run decides.
+"""Prove that all messages and waits come to an end, by one simulated run.
 
 A rank posts the communications of a step as one batch and goes on; its compute waits for the
 batches whose receives it consumes. A message moves once both its ends are posted and each is in
@@ -13,14 +13,14 @@ from collections import deque
 from typing import NamedTuple
 
 from ..dataflow import Dataflow
-from ..errors import ScheduleError, cycle_text, refuse, text_of
+from ..errors import ScheduleError, cycle_text, schedule_error, text_of
 from ..schedule import Schedule
-from .order import Record
+from .order import OrderRecord
 from .traffic import Traffic
 
 
-class State(NamedTuple):
-    """Where a run stands.
+class QueueState(NamedTuple):
+    """The state of a run.
 
     Args:
         at: per rank, the index of its next event.
@@ -37,7 +37,7 @@ class State(NamedTuple):
     complete: list[int]
 
 
-def check_queues(schedule: Schedule, flow: Dataflow, record: Record, found: Traffic) -> State:
+def check_queues(schedule: Schedule, flow: Dataflow, record: OrderRecord, found: Traffic) -> QueueState:
     """Run the messages of a schedule whose order on each rank is sound.
 
     Raises:
@@ -51,10 +51,10 @@ def check_queues(schedule: Schedule, flow: Dataflow, record: Record, found: Traf
     return state
 
 
-def run(found: Traffic) -> State:
+def run(found: Traffic) -> QueueState:
     """Run all ranks, a step of each in turn, until nothing moves any more."""
     queues, ranks, batches = 1 + max(found.queue, default=-1), len(found.events), len(found.owner)
-    state = State([0] * ranks, [deque() for _ in range(queues)], [-1] * batches, [[] for _ in range(ranks)], [0] * batches)
+    state = QueueState([0] * ranks, [deque() for _ in range(queues)], [-1] * batches, [[] for _ in range(ranks)], [0] * batches)
     arrived: dict[int, int] = {}
     ready = deque(range(ranks))
     waiting: dict[int, int] = {}
@@ -88,7 +88,7 @@ def run(found: Traffic) -> State:
 
 def _arrive(
     found: Traffic,
-    state: State,
+    state: QueueState,
     arrived: dict[int, int],
     batch: int,
     waiting: dict[int, int],
@@ -117,8 +117,8 @@ def _arrive(
                         ready.append(waiting.pop(end))
 
 
-def _check_streams(schedule: Schedule, flow: Dataflow, record: Record) -> None:
-    """What one rank sends to another is received there in the same order: messages carry no names."""
+def _check_streams(schedule: Schedule, flow: Dataflow, record: OrderRecord) -> None:
+    """Refuse a pair of ranks whose receives are in another order than the sends: messages carry no names."""
     home, stages = schedule.placement, schedule.stages
     sent: dict[tuple[int, int], list[int]] = {}
     for message, position in record.sends.items():
@@ -135,27 +135,29 @@ def _check_streams(schedule: Schedule, flow: Dataflow, record: Record) -> None:
                 f"it is message {taken[key] - 1} that rank {rank} receives from rank {key[0]}, "
                 f"but rank {key[0]} sends {wanted} there: both must be in one order"
             )
-            raise refuse(schedule, rank, (step, place), reason)
+            raise schedule_error(schedule, rank, (step, place), reason)
 
 
 def describe(schedule: Schedule, flow: Dataflow, message: int) -> str:
-    """A message in words."""
+    """Return a message in words."""
     if message < 0:
-        return f"the sum over the copies {schedule.replicas[-1 - message]}"
+        return f"the sum over the replicas {schedule.replicas[-1 - message]}"
     value, target = divmod(message, schedule.stages)
     return f"{flow.name(value)} to stage {target}"
 
 
-def _deadlock(schedule: Schedule, flow: Dataflow, found: Traffic, state: State) -> ScheduleError:
+def _deadlock(schedule: Schedule, flow: Dataflow, found: Traffic, state: QueueState) -> ScheduleError:
     """Follow who waits for whom until the circle closes, and name all in it."""
     rank = next(r for r, at in enumerate(state.at) if at < len(found.events[r]))
-    batch, seen, sentences = None, {}, []
+    batch: int | None = None
+    seen: dict[tuple[int, int | None], int] = {}
+    sentences: list[str] = []
     while (rank, batch) not in seen:
         seen[rank, batch] = len(sentences)
         if batch is None:
             wanted, step, place = found.events[rank][state.at[rank]]
-            what = text_of(schedule.programs[rank][step][place])
-            sentence = f"rank {rank} at step {step}, place {place} ({what}) waits for "
+            waiting = text_of(schedule.programs[rank][step][place])
+            sentence = f"rank {rank} at step {step}, place {place} ({waiting}) waits for "
         else:
             wanted = batch
             sentence = f"rank {rank} has first in its queue what it posted at step {found.step[batch]}, "
@@ -163,10 +165,10 @@ def _deadlock(schedule: Schedule, flow: Dataflow, found: Traffic, state: State) 
         sentences.append(f"{sentence}{describe(schedule, flow, message)}, {why}")
     cycle = sentences[seen[rank, batch] :]
     rank, position = _first_wait(found, state, list(seen)[seen[rank, batch] :])
-    return refuse(schedule, rank, position, "deadlock: " + cycle_text(cycle))
+    return schedule_error(schedule, rank, position, "deadlock: " + cycle_text(cycle))
 
 
-def _blocker(found: Traffic, state: State, batch: int) -> tuple[int, int, int | None, str]:
+def _blocker(found: Traffic, state: QueueState, batch: int) -> tuple[int, int, int | None, str]:
     """A message of ``batch`` that cannot move, the rank in its way, the batch in its way if any, and why."""
     line = state.posted[found.queue[batch]]
     message = next(m for m in found.messages[batch] if any(state.pending[e] for e in found.ends[m]) and not _both_at_head(found, state, m))
@@ -182,18 +184,19 @@ def _blocker(found: Traffic, state: State, batch: int) -> tuple[int, int, int | 
     raise AssertionError("a message with both ends at the head of their queues has not moved")
 
 
-def _both_at_head(found: Traffic, state: State, message: int) -> bool:
+def _both_at_head(found: Traffic, state: QueueState, message: int) -> bool:
     """Whether a message has moved: all its ends are, or were, at the head of their queues."""
     return all(
         state.pending[e] == 0 or (state.pending[e] > 0 and state.posted[found.queue[e]][0] == e) for e in found.ends[message]
     )
 
 
-def _first_wait(found: Traffic, state: State, nodes: list[tuple[int, int | None]]) -> tuple[int, tuple[int, int]]:
+def _first_wait(found: Traffic, state: QueueState, nodes: list[tuple[int, int | None]]) -> tuple[int, tuple[int, int]]:
     """The rank and position to mark: a wait of the circle, or else a batch of it."""
     for rank, batch in nodes:
         if batch is None:
             _, step, place = found.events[rank][state.at[rank]]
             return rank, (step, place)
     rank, batch = nodes[0]
+    assert batch is not None
     return rank, (found.step[batch], 0)

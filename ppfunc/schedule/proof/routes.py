@@ -1,15 +1,15 @@
-"""Where each message goes."""
+"""Find the two ends of every message."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from ..dataflow import Dataflow
-from ..instruction import Instruction, Op
+from ..instruction import Instruction, Op, microbatch_of
 from ..schedule import Schedule
 
 
-class Route(NamedTuple):
+class MessageRoute(NamedTuple):
     """One end of the messages of one edge in one direction.
 
     Args:
@@ -23,11 +23,11 @@ class Route(NamedTuple):
     other: int
 
 
-Routes = dict[tuple[Op, int, int | None], Route]
+Routes = dict[tuple[Op, int, int | None], MessageRoute]
 
 
-def routes(schedule: Schedule, flow: Dataflow) -> Routes:
-    """The routes of ``schedule``, by op, stage that performs it, and peer."""
+def find_routes(schedule: Schedule, flow: Dataflow) -> Routes:
+    """Return the routes of ``schedule``, by op, stage that performs it, and peer."""
     found: Routes = {}
     home, skips = schedule.placement, frozenset(schedule.skips)
     for a, b in schedule.edges:
@@ -36,21 +36,21 @@ def routes(schedule: Schedule, flow: Dataflow) -> Routes:
         skip = (a, b) in skips
         far, near = (b, a) if skip else (None, None)
         back = 2 * flow.microbatches * (a - b)
-        found[Op.SEND_F, a, far] = Route(0, b, home[b])
-        found[Op.RECV_F, b, near] = Route(back, b, home[a])
-        found[Op.SEND_B, b, near] = Route(1, a, home[a])
-        found[Op.RECV_B, a, far] = Route(1 - back, a, home[b])
+        found[Op.SEND_F, a, far] = MessageRoute(0, b, home[b])
+        found[Op.RECV_F, b, near] = MessageRoute(back, b, home[a])
+        found[Op.SEND_B, b, near] = MessageRoute(1, a, home[a])
+        found[Op.RECV_B, a, far] = MessageRoute(1 - back, a, home[b])
     return found
 
 
-def message_number(schedule: Schedule, flow: Dataflow, route: Route, instruction: Instruction) -> int:
-    """The number of a message, the same at both ends: ``value * S + stage that consumes it``."""
-    value = 2 * (instruction[1] * flow.microbatches + instruction[2]) + route[0]
+def message_number(schedule: Schedule, flow: Dataflow, route: MessageRoute, instruction: Instruction) -> int:
+    """Return the number of a message, the same at both ends: ``value * S + stage that consumes it``."""
+    value = 2 * (instruction[1] * flow.microbatches + microbatch_of(instruction)) + route[0]
     return value * len(schedule.placement) + route[1]
 
 
 def no_route(schedule: Schedule, instruction: Instruction) -> str:
-    """Why a message that has no route cannot exist."""
+    """Say why a message that has no route cannot exist."""
     stage, other = instruction.stage, schedule.other_end(instruction)
     if instruction.peer is None and other is None:
         end = "last" if instruction.op in (Op.SEND_F, Op.RECV_B) else "first"

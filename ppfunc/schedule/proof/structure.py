@@ -1,11 +1,11 @@
-"""Whether a schedule is well formed: the right types, numbers in range, stages on their ranks."""
+"""Prove that a schedule is well formed: the right types, numbers in range, stages on their ranks."""
 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeGuard
 
-from ..errors import ScheduleError, refuse
+from ..errors import ScheduleError, schedule_error
 from ..instruction import COMMUNICATION, WHOLE_STAGE, Instruction, Op
 from ..schedule import Chain, Schedule
 
@@ -42,7 +42,7 @@ def _plain(reason: str, rank: int | None = None) -> ScheduleError:
     return ScheduleError(rank, None, None, reason)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[int]:
     return type(value) is int and value >= 0
 
 
@@ -82,7 +82,7 @@ def _check_chains(schedule: Schedule) -> Ranges:
     if None in ranges:
         raise _plain(f"stage {ranges.index(None)} is in no chain, expected each stage in one")
     if len({len(c.stages) for c in schedule.chains}) > 1:
-        raise _plain("the chains differ in length: equal positions of two chains hold copies of one stage")
+        raise _plain("the chains differ in length: equal positions of two chains hold replicas of one stage")
     spans = sorted((c.microbatches.start, c.microbatches.stop) for c in schedule.chains)
     for (_, stop), (start, _) in pairwise(spans):
         if start < stop:
@@ -135,7 +135,7 @@ def _check_program(schedule: Schedule, rank: int, program: tuple, ranges: Ranges
                 and (slot is None or _is_number(slot))
                 and (op is not Op.OVERLAP_F_B if parts == () else _is_pair(instruction, rank, schedule, ranges))
             ):
-                raise refuse(schedule, rank, (step, place), _fault(instruction, rank, schedule, ranges))
+                raise schedule_error(schedule, rank, (step, place), _fault(instruction, rank, schedule, ranges))
 
 
 def _is_pair(instruction: Instruction, rank: int, schedule: Schedule, ranges: Ranges) -> bool:
@@ -143,35 +143,19 @@ def _is_pair(instruction: Instruction, rank: int, schedule: Schedule, ranges: Ra
     op, stage, m, _, _, parts = instruction
     if op is not Op.OVERLAP_F_B or type(parts) is not tuple or len(parts) != 2:
         return False
-    forward, backward = parts
-    if type(forward) is not Instruction or type(backward) is not Instruction or not len(forward) == len(backward) == 6:
+    if not all(type(part) is Instruction and len(part) == 6 for part in parts):
         return False
+    forward, backward = parts
     return (
         forward[0] is Op.F
         and (backward[0] is Op.B or backward[0] is Op.I)
-        and (forward[1], forward[2]) == (stage, m)
-        and _is_part(forward, rank, schedule.placement, ranges)
-        and _is_part(backward, rank, schedule.placement, ranges)
-    )
-
-
-def _is_part(part: Instruction, rank: int, home: tuple[int, ...], ranges: Ranges) -> bool:
-    """Whether all but the op of a part of a pair is right."""
-    _, stage, m, peer, slot, parts = part
-    return (
-        type(stage) is int
-        and 0 <= stage < len(home)
-        and home[stage] == rank
-        and type(m) is int
-        and ranges[stage][0] <= m < ranges[stage][1]
-        and peer is None
-        and (slot is None or _is_number(slot))
-        and parts == ()
+        and not any(_fault(part, rank, schedule, ranges) for part in parts)
+        and forward[1:3] == (stage, m)
     )
 
 
 def _fault(instruction: Instruction, rank: int, schedule: Schedule, ranges: Ranges) -> str:
-    """What is wrong with one instruction; nothing where all is well."""
+    """The fault of one instruction in words, empty where it has none."""
     op, stage, m, peer, slot, parts = instruction
     last = len(schedule.placement) - 1
     if type(op) is not Op:

@@ -1,18 +1,17 @@
-"""What frames the compute: loads before it, reductions and the optimizer step after it."""
+"""Prove the frame of the compute: loads before it, reductions and the optimizer step after it."""
 
 from __future__ import annotations
 
-from ..errors import last_place, refuse
+from ..errors import last_place, schedule_error
 from ..instruction import COMPUTE, Op
 from ..schedule import Schedule
-from .order import in_order
+from .order import Position, in_order
 
 _TAIL = (Op.REDUCE_TIED, Op.REDUCE_GRAD, Op.STEP)
-Position = tuple[int, int, int]
 
 
 def check_loads(schedule: Schedule) -> None:
-    """Where anything is loaded: every microbatch once, before its forward, in the stages that take data.
+    """Prove that, where anything is loaded, every microbatch is, once, before its forward, in the stages that take data.
 
     All first stages load their inputs; the last stages load their targets, all of them or none.
 
@@ -22,7 +21,7 @@ def check_loads(schedule: Schedule) -> None:
     if Op.LOAD not in schedule.ops:
         return
     first, last = ({c.stages[end] for c in schedule.chains} for end in (0, -1))
-    loads: set[tuple[int, int]] = set()
+    loads: set[tuple[int, int | None]] = set()
     loading = first | last if _loads_any(schedule, last - first) else first
     for rank, program in enumerate(schedule.programs):
         for step, instructions in enumerate(program):
@@ -39,7 +38,7 @@ def check_loads(schedule: Schedule) -> None:
                     elif part.op is Op.F and part.stage in loading and key not in loads:
                         fault = "its LOAD is missing or comes later, but other microbatches are loaded"
                     if fault:
-                        raise refuse(schedule, rank, (step, place), fault)
+                        raise schedule_error(schedule, rank, (step, place), fault)
 
 
 def _loads_any(schedule: Schedule, stages: set[int]) -> bool:
@@ -47,11 +46,11 @@ def _loads_any(schedule: Schedule, stages: set[int]) -> bool:
 
 
 def check_tail(schedule: Schedule) -> None:
-    """Reductions and the optimizer step: once in all stages or in none, in order, after the last backward.
+    """Prove reductions and the optimizer step: once in all stages or in none, in order, after the last backward.
 
     Raises:
         ScheduleError: one that is missing, doubled, early or out of order, or without a backward
-            to follow; copies of a stage that are stepped but never summed.
+            to follow; replicas of a stage that are stepped but never summed.
     """
     present = [op for op in _TAIL if op in schedule.ops]
     if not present:
@@ -64,7 +63,7 @@ def check_tail(schedule: Schedule) -> None:
                 op, stage = instruction.op, instruction.stage
                 if op in _TAIL:
                     if (op, stage) in found:
-                        raise refuse(schedule, rank, (step, place), f"stage {stage} has {op} twice, expected it once")
+                        raise schedule_error(schedule, rank, (step, place), f"stage {stage} has {op} twice, expected it once")
                     _check_after(schedule, found, op, stage, (rank, step, place))
                     found[op, stage] = (rank, step, place)
                 elif op in COMPUTE:
@@ -74,13 +73,13 @@ def check_tail(schedule: Schedule) -> None:
     for (op, stage), position in found.items():
         if schedule.forward_only or last[stage] > position:
             reason = "the schedule has no backward" if schedule.forward_only else f"stage {stage} still computes after it"
-            raise refuse(schedule, position[0], position[1:], f"{reason}, expected {op} after all backward work")
+            raise schedule_error(schedule, position[0], position[1:], f"{reason}, expected {op} after all backward work")
 
 
 def _check_after(schedule: Schedule, found: dict, op: Op, stage: int, position: Position) -> None:
     for later in _TAIL[_TAIL.index(op) + 1 :]:
         if (later, stage) in found:
-            raise refuse(schedule, position[0], position[1:], f"{op} comes after {later}, expected it before")
+            raise schedule_error(schedule, position[0], position[1:], f"{op} comes after {later}, expected it before")
 
 
 def _check_all_stages(schedule: Schedule, present: list[Op], found: dict[tuple[Op, int], Position]) -> None:
@@ -88,9 +87,9 @@ def _check_all_stages(schedule: Schedule, present: list[Op], found: dict[tuple[O
         for stage, rank in enumerate(schedule.placement):
             if (op, stage) not in found:
                 reason = f"stage {stage} has no {op}, but other stages have: expected it in all or none"
-                raise refuse(schedule, rank, last_place(schedule, rank), reason)
+                raise schedule_error(schedule, rank, last_place(schedule, rank), reason)
     replicas = len(schedule.chains[0].stages) == 1 and Op.REDUCE_GRAD in present
     if Op.STEP in present and schedule.replicas and Op.REDUCE_TIED not in present and not replicas:
         rank, step, place = found[Op.STEP, schedule.replicas[0][0]]
-        reason = f"stages {schedule.replicas[0]} are copies, but their gradients are never summed: expected REDUCE_TIED before STEP"
-        raise refuse(schedule, rank, (step, place), reason)
+        reason = f"stages {schedule.replicas[0]} are replicas, but their gradients are never summed: expected REDUCE_TIED before STEP"
+        raise schedule_error(schedule, rank, (step, place), reason)

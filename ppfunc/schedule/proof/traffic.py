@@ -1,4 +1,4 @@
-"""The batches that the ranks post and what they wait for: a schedule without its arithmetic."""
+"""List the batches that ranks post and wait for: a schedule without its arithmetic."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Traffic(NamedTuple):
         owner: rank of each batch.
         step: step of each batch in the program of its rank.
         queue: number of the queue that each batch is in.
-        messages: the messages of each batch; negative numbers are sums over copies.
+        messages: the messages of each batch; negative numbers are sums over replicas.
         ends: the batches that each message is in; it moves once all of them are at the head.
         events: per rank, in order, the batches that it posts and those that it waits for.
     """
@@ -34,8 +34,8 @@ class Traffic(NamedTuple):
     events: list[list[Event]]
 
 
-def traffic(schedule: Schedule, flow: Dataflow, ways: Routes, queue: str) -> Traffic:
-    """The batches of ``schedule``, with a queue per pair of ranks (``"pair"``) or one per rank (``"rank"``)."""
+def traffic(schedule: Schedule, flow: Dataflow, routes: Routes, queue: str) -> Traffic:
+    """List the batches of ``schedule``, with a queue per pair of ranks (``"pair"``) or one per rank (``"rank"``)."""
     found = Traffic([], [], [], [], {}, [[] for _ in schedule.programs])
     queues: dict[Hashable, int] = {}
     received: dict[int, int] = {}
@@ -51,7 +51,7 @@ def traffic(schedule: Schedule, flow: Dataflow, ways: Routes, queue: str) -> Tra
                 if slotted:
                     _take_buffers(found, begin, buffers, instruction, (rank, step, place))
                 if op in COMMUNICATION:
-                    route = ways[op, instruction[1], instruction[3]]
+                    route = routes[op, instruction[1], instruction[3]]
                     key = (rank, route[2]) if queue == "pair" else rank
                     batch = batches.get(key)
                     if batch is None:
@@ -75,9 +75,9 @@ _TAIL = frozenset({Op.REDUCE_TIED, Op.REDUCE_GRAD, Op.STEP})
 
 
 class _Buffer(NamedTuple):
-    """Who is in a slot, the sends that read it, and those of its last holder that went in the step of the change."""
+    """The microbatch in a slot, the sends that read the slot, and those of its last holder in the step of the change."""
 
-    microbatch: int
+    microbatch: int | None
     sends: list[int]
     late: list[int]
 
@@ -112,6 +112,7 @@ def _await_inputs(
     for op, stage, microbatch, *_ in instruction[5] or (instruction,):
         distances = remote[op][stage]
         if distances:
+            assert microbatch is not None
             output = 2 * (stage * flow.microbatches + microbatch)
             for distance in distances:
                 events.append((received[(output + distance) * len(flow.sources) + stage], *position))
@@ -161,14 +162,14 @@ def _reduce(
     instruction: Instruction,
     position: tuple[int, int, int],
 ) -> None:
-    """A sum over copies is begun by REDUCE_TIED and waited for before what follows it, or at the end."""
+    """A sum over replicas is begun by REDUCE_TIED and waited for before what follows it, or at the end."""
     rank, step, place = position
     stage = instruction.stage
     if instruction.op is not Op.REDUCE_TIED:
         if stage in sums:
             found.events[rank].append((sums.pop(stage), step, place))
         return
-    group = next((g for g, copies in enumerate(schedule.replicas) if stage in copies), None)
+    group = next((g for g, stages in enumerate(schedule.replicas) if stage in stages), None)
     if group is not None:
         sums[stage] = _open(found, rank, step, queues.setdefault(("sum", stage), len(queues)))
         _join(found, sums[stage], -1 - group)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +15,6 @@ from .operators import is_tensor
 
 # Random operators stay those of torch, and whole, so that compiled and plain programs draw the same numbers.
 _OPTIONS = {"fallback_random": True}
-_compiling = threading.RLock()  # one thread at a time
 
 
 @contextmanager
@@ -32,7 +30,7 @@ def without_onednn() -> Iterator[None]:
 def compiled(
     part: Part, constants: dict[str, torch.Tensor]
 ) -> tuple[Callable[..., Any], tuple[Node, ...], tuple[Node, ...]]:
-    """The body of a part as one function, compiled at its first call.
+    """Compile the body of a part as one function.
 
     The shapes of a trace are fixed, so nothing is checked at a call: no guards, no dispatch.
 
@@ -47,16 +45,7 @@ def compiled(
     module = _module(part, inputs, outputs, constants)
     with FakeTensorMode():  # one for all: the arguments may come from two traces
         examples = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in (n.meta["val"] for n in inputs)]
-    ready: list[Callable[..., Any]] = []
-
-    def call(*tensors: torch.Tensor) -> Any:
-        if not ready:
-            with _compiling:
-                if not ready:  # another thread may have been first
-                    ready.append(_compile(module, examples))
-        return ready[0](*tensors)
-
-    return call, inputs, outputs
+    return _compile(module, examples), inputs, outputs
 
 
 def _compile(module: GraphModule, examples: list[torch.Tensor]) -> Callable[..., Any]:

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import builtins
 import math
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
 
-from .._torch import innermost_transform
-from .calls import quickest
 from .compiled import compiled
 from .cut import Part
-from .donate import donations, written_over
+from .fast_dispatch import find_call
 from .operators import is_element
+
+_writing = threading.RLock()  # one thread at a time
 
 
 class Recipe(NamedTuple):
-    """What a function is made of.
+    """All that a function is made of.
 
     Args:
         part: what to compute.
@@ -38,22 +39,42 @@ class Recipe(NamedTuple):
     compile: bool = False
 
 
-def emit(recipe: Recipe) -> Callable[..., Any]:
-    """Make a function of a part of a trace; its source is its docstring, and it carries its ``recipe``.
+def emit(recipe: Recipe) -> TracedFunction:
+    """Make a function of a part of a trace. Every value is let go right after its last use.
 
-    Every value is let go right after its last use, and its memory given on where that can be; except
-    under a transform of torch.func, which cannot follow a tensor that is written over.
+    Returns:
+        The function, which carries its ``recipe``; its docstring is its source.
     """
-    taken = {} if recipe.compile else donations(recipe.part)
-    writer = _Writer(recipe.part, recipe.constants, taken)
-    if taken:
-        writer.otherwise(_function(_Writer(recipe.part, recipe.constants, {}), recipe), recipe.names)
-    return _function(writer, recipe)
+    return TracedFunction(recipe)
 
 
-def _function(writer: _Writer, recipe: Recipe) -> Callable[..., Any]:
+class TracedFunction:
+    # It owns its code, written and compiled at the first call: a schedule that does not split its backward pays for F and B alone.
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self._function: Callable[..., Any] | None = None
+        for node in () if recipe.compile else recipe.part.body:
+            if not is_element(node):
+                find_call(node)  # now, since transforms and modes may be active at the first call
+
+    def __call__(self, *arguments: Any) -> Any:
+        return (self._function or self._written())(*arguments)
+
+    @property
+    def __doc__(self) -> str | None:  # type: ignore[override]
+        return self._written().__doc__
+
+    def _written(self) -> Callable[..., Any]:
+        with _writing:
+            if self._function is None:
+                self._function = _write(self.recipe)
+        return self._function
+
+
+def _write(recipe: Recipe) -> Callable[..., Any]:
     """Write the function and make it."""
-    part, title = recipe.part, recipe.title
+    part, title, writer = recipe.part, recipe.title, _Writer(recipe.part, recipe.constants)
     writer.unpack(recipe.names, recipe.settle)
     if recipe.compile and part.body:
         writer.call_compiled(*compiled(part, recipe.constants))
@@ -64,26 +85,20 @@ def _function(writer: _Writer, recipe: Recipe) -> Callable[..., Any]:
     scope = dict(writer.objects)
     exec(builtins.compile(source, f"<{title}>", "exec"), scope)  # the source was written right here
     function = scope[title.split()[-1]]
-    function.__doc__, function.recipe = source, recipe
+    function.__doc__ = source
     return function
 
 
 class _Writer:
     """Writes one function."""
 
-    def __init__(self, part: Part, constants: dict[str, torch.Tensor], taken: dict[Node, int]) -> None:
-        self.part, self.constants, self.taken = part, constants, taken
+    def __init__(self, part: Part, constants: dict[str, torch.Tensor]) -> None:
+        self.part, self.constants = part, constants
         self.lines: list[str] = []
         self.objects: dict[str, Any] = {}
         self.known: dict[int, str] = {}
         self.names: dict[Node, str] = {}
         self.last = _last_uses(part)
-
-    def otherwise(self, plain: Callable[..., Any], names: tuple[str, ...]) -> None:
-        """Begin with a way out for transforms from outside."""
-        transforms = self.object(innermost_transform, "transforms")
-        call = f"{self.object(plain, 'plain')}({', '.join(names)})"
-        self.lines += [f"if {transforms}() is not None:", f"    return {call}"]
 
     def unpack(self, names: tuple[str, ...], settle: tuple[str, ...]) -> None:
         for name, nodes in zip(names, self.part.arguments, strict=True):
@@ -129,9 +144,7 @@ class _Writer:
 
     def expression(self, node: Node) -> str:
         """The call as source."""
-        if node in self.taken:
-            return written_over(node, self.taken[node], self.value, self.object)
-        how = quickest(node)
+        how = find_call(node)
         given = [self.value(a) for a in node.args]
         if how.spread:
             given[-1:] = map(self.value, node.args[-1])

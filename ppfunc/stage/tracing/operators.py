@@ -50,9 +50,8 @@ def base(node: Node) -> Node | None:
     """The node of which ``node`` is a view, ``None`` if it is its own storage."""
     if is_element(node):
         return base(node.args[0])
-    if isinstance(node.target, OpOverload) and is_view(node.target):
-        return node.args[0]
-    return None
+    viewed = isinstance(node.target, OpOverload) and is_view(node.target) and node.args[0]
+    return viewed if isinstance(viewed, Node) else None  # it may be a complex number, which autograd conjugates as it does tensors
 
 
 def is_view(target: OpOverload) -> bool:

@@ -1,14 +1,14 @@
-"""Functions of trees along a leading axis."""
+"""Map functions of trees along a leading axis."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import optree
 import torch
 
 from ..signature import flatten
+from ..tree import tree_flatten, tree_leaves
 
 
 def batched(fn: Callable[..., Any], args: Sequence[Any], axes: Sequence[bool], randomness: str = "error") -> Any:
@@ -26,8 +26,8 @@ def batched(fn: Callable[..., Any], args: Sequence[Any], axes: Sequence[bool], r
     >>> batched(lambda x, y: {"sum": x + y}, (torch.arange(3), torch.tensor(1)), (True, False))
     {'sum': tensor([1, 2, 3])}
     """
-    leaves, treedef = optree.tree_flatten(tuple(args))
-    along = [0 if axis else None for axis, arg in zip(axes, args, strict=True) for _ in optree.tree_leaves(arg)]
+    leaves, treedef = tree_flatten(tuple(args))
+    along = [0 if axis else None for axis, arg in zip(axes, args, strict=True) for _ in tree_leaves(arg)]
     structure: list[Any] = []
 
     def run(*inside: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -30,7 +30,7 @@ def dual(fn: Stage) -> Stage:
     Args:
         fn: a stage, ``fn(params, x, *extras) -> y``. All of its operators need a forward derivative;
             ``scaled_dot_product_attention`` runs unfused, since fused it has none, and layer, batch and
-            instance norm in plain arithmetic, since torch differentiates the derivative of theirs wrongly.
+            instance norm decomposed, since torch differentiates the derivative of theirs wrongly.
 
     Returns:
         ``stage((params, tangents), (x, tx), *extras) -> (y, ty)``, a stage like any other. An
@@ -74,7 +74,7 @@ def _pair(value: torch.Tensor, slope: torch.Tensor | None) -> torch.Tensor:
 
 
 def _unzipped(x: Any) -> tuple[Any, Any]:
-    """What a dual stage receives, as its value and its tangent."""
+    """Split the input of a dual stage into its value and its tangent."""
     if not isinstance(x, Received):
         return x
     (value, tangent), skips = x
@@ -83,7 +83,7 @@ def _unzipped(x: Any) -> tuple[Any, Any]:
 
 
 def _zipped(y: Any, ty: Any) -> Any:
-    """The value and the tangent of what a stage returns, as what a dual stage returns."""
+    """Join the outputs of a stage and their tangents to the output of a dual stage."""
     if not isinstance(y, Output):
         return y, ty
     ty = Output(None) if ty is None else ty

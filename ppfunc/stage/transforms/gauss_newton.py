@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any
 
-import optree
 import torch
 
 from ..output import Output, Received
 from ..signature import flatten
+from ..tree import tree_map
 from .dual import Loss, Stage, dual
 from .tangents import flatten_tangents, replaced
 
@@ -73,7 +73,7 @@ def _inner(a: torch.Tensor, constant: torch.Tensor) -> torch.Tensor:
 
 
 def _hold(pairs: Any) -> Any:
-    """What a dual stage takes or returns, without gradients of the tangents."""
+    """Stop the gradients of the tangents that a dual stage takes or returns."""
     if isinstance(pairs, Received):
         return Received(_hold(pairs.x), {s: _hold(pair) for s, pair in pairs.skips.items()})
     if isinstance(pairs, Output):
@@ -86,4 +86,4 @@ def _hold(pairs: Any) -> Any:
 
 
 def _held(tangents: Any) -> Any:
-    return optree.tree_map(torch.Tensor.detach, tangents)
+    return tree_map(torch.Tensor.detach, tangents)

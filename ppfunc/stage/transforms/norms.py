@@ -1,8 +1,8 @@
-"""Normalisation in plain arithmetic, because torch differentiates its derivative along a direction wrongly.
+"""Normalisation by torch's decompositions, whose derivatives are differentiated rightly.
 
 The forward derivatives of ``layer_norm`` and, in training, of ``batch_norm`` and ``instance_norm`` take
 the mean and the variance of the input for constants when they are differentiated themselves (torch
-2.13): gradients through them are wrong, without a word.
+2.13): gradients through them are wrong, without an error. Those of their decompositions are exact.
 """
 
 from __future__ import annotations
@@ -12,15 +12,21 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from .._torch import DECOMPOSITIONS, require_batch, require_spatial
 
-class PlainNorms(TorchFunctionMode):
-    """Within, normalisation is computed in plain arithmetic."""
+_LAYER = DECOMPOSITIONS[torch.ops.aten.native_layer_norm.default]
+_BATCH = DECOMPOSITIONS[torch.ops.aten._native_batch_norm_legit.no_stats]
+
+
+class DecomposedNorms(TorchFunctionMode):
+    """Compute normalisation by decompositions."""
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _PLAIN.get(func, func)(*args, **(kwargs or {}))
+        return _DECOMPOSED.get(func, func)(*args, **(kwargs or {}))
 
 
 def _layer_norm(
@@ -31,33 +37,10 @@ def _layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Tensor:
-    y = _normalised(input, range(-len(normalized_shape), 0), eps)[0]
-    y = y if weight is None else y * weight
-    return (y if bias is None else y + bias).to(input.dtype)
+    return _LAYER(input, list(normalized_shape), weight, bias, eps)[0]
 
 
 def _batch_norm(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool = True,
-) -> Tensor:
-    if not training:
-        return torch.batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled)
-    y, mean, variance = _normalised(input, [0, *range(2, input.ndim)], eps)
-    if running_mean is not None and running_var is not None:
-        count = input.numel() // input.shape[1]
-        running_mean.lerp_(mean.detach().flatten().to(running_mean.dtype), momentum)
-        running_var.lerp_((variance.detach() * count / (count - 1)).flatten().to(running_var.dtype), momentum)
-    return _scaled(y, weight, bias).to(input.dtype)
-
-
-def _functional_batch_norm(
     input: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
@@ -67,30 +50,16 @@ def _functional_batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    return _batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps)
+    if not training:
+        return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    require_batch(input.size())
+    if running_mean is not None or running_var is not None:
+        # For its effect on the running statistics, which have no derivative.
+        F.batch_norm(input.detach(), running_mean, running_var, None, None, training, momentum, eps)
+    return _BATCH(input, weight, bias, training, momentum, eps)[0]
 
 
 def _instance_norm(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    use_input_stats: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool = True,
-) -> Tensor:
-    if not use_input_stats:
-        return torch.instance_norm(
-            input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps, cudnn_enabled
-        )
-    if running_mean is not None or running_var is not None:
-        raise NotImplementedError("instance norm that keeps running statistics has no second derivatives here; set track_running_stats=False")
-    return _scaled(_normalised(input, range(2, input.ndim), eps)[0], weight, bias).to(input.dtype)
-
-
-def _functional_instance_norm(
     input: Tensor,
     running_mean: Tensor | None = None,
     running_var: Tensor | None = None,
@@ -100,29 +69,27 @@ def _functional_instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    return _instance_norm(input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps)
+    if not use_input_stats:
+        return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+    if running_mean is not None or running_var is not None:
+        raise NotImplementedError("instance norm that keeps running statistics has no second derivatives here; set track_running_stats=False")
+    require_spatial(input.size())
+    b = len(input)
+    scale, shift = (None if t is None else t.repeat(b) for t in (weight, bias))
+    y = _BATCH(rearrange(input, "b c ... -> 1 (b c) ..."), scale, shift, True, momentum, eps)[0]
+    return rearrange(y, "1 (b c) ... -> b c ...", b=b)
 
 
-def _normalised(x: Tensor, axes: Sequence[int], eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The input with mean 0 and variance 1 along ``axes``, its mean and its variance; in float32 at least."""
-    x = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-    mean = x.mean(tuple(axes), keepdim=True)
-    variance = (x - mean).square().mean(tuple(axes), keepdim=True)
-    return (x - mean) * (variance + eps).rsqrt(), mean, variance
+def _of_torch(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The same with the order of arguments of ``torch.batch_norm`` and ``torch.instance_norm``."""
+    return lambda x, weight, bias, mean, var, training, momentum, eps, _: norm(x, mean, var, weight, bias, training, momentum, eps)
 
 
-def _scaled(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Weight and bias along the axis of channels, [b, channel, ...]."""
-    shape = (-1, *(1,) * (y.ndim - 2))
-    y = y if weight is None else y * weight.reshape(shape)
-    return y if bias is None else y + bias.reshape(shape)
-
-
-_PLAIN: dict[Callable[..., Any], Callable[..., Any]] = {
+_DECOMPOSED: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.layer_norm: _layer_norm,
     F.layer_norm: _layer_norm,
-    torch.batch_norm: _batch_norm,
-    F.batch_norm: _functional_batch_norm,
-    torch.instance_norm: _instance_norm,
-    F.instance_norm: _functional_instance_norm,
+    torch.batch_norm: _of_torch(_batch_norm),
+    F.batch_norm: _batch_norm,
+    torch.instance_norm: _of_torch(_instance_norm),
+    F.instance_norm: _instance_norm,
 }

@@ -5,11 +5,12 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any
 
-import optree
 import torch
+from einops import einsum, rearrange, reduce, repeat
 
 from ..output import Output
 from ..signature import differentiable
+from ..tree import tree_leaves, tree_map
 from .batched import batched
 from .dual import Loss, Stage
 
@@ -28,14 +29,14 @@ def per_sample(fn: Stage, *, randomness: str = "error") -> Stage:
     """
 
     def one(params: Any, *sample: Any) -> Any:
-        out = fn(params, *optree.tree_map(_alone, sample))
+        out = fn(params, *tree_map(_alone, sample))
         if isinstance(out, Output) and (out.loss, out.metrics, out.state) != (None, None, None):
             raise ValueError("it returns an auxiliary loss, metrics or a state, of which there are none per sample; return y and skips alone")
         return out
 
     @wraps(fn)
     def stage(params: Any, x: Any, *extras: Any) -> Any:
-        return optree.tree_map(_joined, batched(one, (params, x, *extras), (True,) * (2 + len(extras)), randomness))
+        return tree_map(_joined, batched(one, (params, x, *extras), (True,) * (2 + len(extras)), randomness))
 
     return stage
 
@@ -49,7 +50,7 @@ def per_sample_loss(loss_fn: Loss) -> Loss:
     """
 
     def one(*sample: Any) -> torch.Tensor:
-        return loss_fn(*optree.tree_map(_alone, sample))
+        return loss_fn(*tree_map(_alone, sample))
 
     def losses(y: Any, target: Any) -> torch.Tensor:
         return batched(one, (y, target), (True, True))
@@ -63,7 +64,7 @@ def for_samples(params: Any, samples: int) -> Any:
     >>> for_samples({"w": torch.zeros(3)}, 5)["w"].shape
     torch.Size([5, 3])
     """
-    return optree.tree_map(lambda p: p.detach().expand(samples, *p.shape), params)
+    return tree_map(lambda p: repeat(p.detach(), "... -> b ...", b=samples), params)
 
 
 def square_norms(grads: Any) -> torch.Tensor:
@@ -81,8 +82,8 @@ def square_norms(grads: Any) -> torch.Tensor:
     tensor([[8., 8., 8.],
             [8., 8., 8.]])
     """
-    parts = [g.flatten(2).abs().square().sum(2) if g.ndim > 2 else g.abs().square() for g in _floating(grads)]
-    return torch.stack(parts).sum(0)
+    floating = [g for g in tree_leaves(grads) if differentiable(g.dtype)]
+    return torch.stack([reduce(g.abs().square(), "m b ... -> m b", "sum") for g in floating]).sum(0)
 
 
 def clipped_sum(grads: Any, square_norms: torch.Tensor, max_norm: float) -> Any:
@@ -110,18 +111,14 @@ def clipped_sum(grads: Any, square_norms: torch.Tensor, max_norm: float) -> Any:
     def clip(gradient: torch.Tensor) -> torch.Tensor:
         if not differentiable(gradient.dtype):
             return gradient[0, 0]
-        return torch.tensordot(scale.to(gradient.dtype), gradient, 2)
+        return einsum(scale.to(gradient.dtype), gradient, "m b, m b ... -> ...")
 
-    return optree.tree_map(clip, grads)
-
-
-def _floating(grads: Any) -> list[torch.Tensor]:
-    return [g for g in optree.tree_leaves(grads) if differentiable(g.dtype)]
+    return tree_map(clip, grads)
 
 
 def _alone(t: torch.Tensor) -> torch.Tensor:
     """A sample as a batch of one."""
-    return t[None]
+    return rearrange(t, "... -> 1 ...")
 
 
 def _joined(t: torch.Tensor) -> torch.Tensor:
@@ -131,4 +128,4 @@ def _joined(t: torch.Tensor) -> torch.Tensor:
             f"got an output of shape {list(t.shape[1:])} for a batch of one; a stage with per-sample gradients "
             "must return leaves with a leading batch axis"
         )
-    return t.squeeze(1)
+    return rearrange(t, "b 1 ... -> b ...")

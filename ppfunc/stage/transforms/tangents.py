@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import optree
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..signature import differentiable, flatten
-from .norms import PlainNorms
+from ..tree import tree_flatten, tree_paths, tree_structure
+from .norms import DecomposedNorms
 
 Leaves = tuple[torch.Tensor, ...]
 Tangents = tuple[torch.Tensor | None, ...]  # one entry per leaf, None for a zero tangent
@@ -38,12 +38,11 @@ def flatten_tangents(primal: Any, tangent: Any, name: str) -> Tangents:
     try:
         tangents = treedef.flatten_up_to(tangent)
     except (ValueError, TypeError) as error:
-        got = optree.tree_structure(tangent, none_is_leaf=True)
+        got = tree_structure(tangent)
         raise ValueError(f"tangent of {name}: got the structure {got}, expected {treedef}, with None for zero tangents") from error
-    accessors = optree.treespec_accessors(treedef)
-    for accessor, leaf, value in zip(accessors, leaves, tangents, strict=True):
+    for path, leaf, value in zip(tree_paths(treedef, name), leaves, tangents, strict=True):
         if value is not None:
-            _require_tangent(leaf, value, f"tangent of {accessor.codify(name)}")
+            _require_tangent(leaf, value, f"tangent of {path}")
     return tuple(tangents)
 
 
@@ -70,7 +69,7 @@ def push(fn: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, 
         ``(y, tangent of y)``: the second with the structure of the first, None for leaves without
         derivative; None alone where every tangent is zero.
     """
-    leaves, treedef = optree.tree_flatten(primals)
+    leaves, treedef = tree_flatten(primals)
     given = [t for p, v, name in zip(primals, tangents, names, strict=True) for t in flatten_tangents(p, v, name)]
     moving = [i for i, tangent in enumerate(given) if tangent is not None]
     if not moving:
@@ -79,7 +78,7 @@ def push(fn: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, 
 
     def run(*moved: torch.Tensor) -> tuple[Leaves, Leaves]:
         # Fused attention has no forward derivative, normalisation one that is differentiated wrongly.
-        with sdpa_kernel(SDPBackend.MATH), PlainNorms():
+        with sdpa_kernel(SDPBackend.MATH), DecomposedNorms():
             y, y_def = flatten(fn(*treedef.unflatten(replaced(leaves, moving, moved))), "y")
         structure.append(y_def)
         return tuple(t for t in y if differentiable(t.dtype)), y

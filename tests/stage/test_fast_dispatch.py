@@ -1,17 +1,18 @@
-"""Bindings of operators: each is looked for once per trace and kind of call."""
+"""Bindings of operators: each is looked for once per kind of call, in all traces together."""
 
 from __future__ import annotations
 
 import torch
 
 from ppfunc.stage import graph
-from ppfunc.stage.tracing import calls
+from ppfunc.stage.tracing import fast_dispatch
 
 
 def test_like_calls_share_what_was_found(monkeypatch):
     found = []
-    find = calls._find
-    monkeypatch.setattr(calls, "_find", lambda node: found.append(node) or find(node))
+    find = fast_dispatch._find
+    monkeypatch.setattr(fast_dispatch, "_FOUND", {})
+    monkeypatch.setattr(fast_dispatch, "_find", lambda node: found.append(node) or find(node))
 
     def fn(w, x):
         for _ in range(20):
@@ -21,6 +22,9 @@ def test_like_calls_share_what_was_found(monkeypatch):
     w, x = torch.randn(3, 3), torch.randn(2, 3)
     program = graph(fn, (w, x))
     assert len(found) < 20
+    once = len(found)
+    graph(fn, (torch.randn(4, 4), torch.randn(3, 4)))  # another trace, of other sizes
+    assert len(found) == once
     y, residuals = program.forward(w, x)
     a, b = w.clone().requires_grad_(), x.clone().requires_grad_()
     want = torch.autograd.grad(fn(a, b).sum(), (a, b))

@@ -1,4 +1,4 @@
-"""Operators that write into their arguments without saying so, replaced by those that say it."""
+"""Replaces operators that write into their arguments, though their schemas do not say so, by some whose schemas do."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def _cudnn_batch_norm_backward(
     return aten.native_batch_norm_backward(gy, x, w, mean, var, m, invstd, True, eps, [True, True, True])
 
 
-HONEST = {
+DECOMPOSITIONS = {
     aten.native_batch_norm.default: _batch_norm,
     aten.cudnn_batch_norm.default: _cudnn_batch_norm,
     aten.cudnn_batch_norm_backward.default: _cudnn_batch_norm_backward,
 }
-"""Decompositions for a trace. The numbers of cuDNN's are those of other kernels, equal within rounding."""
+"""Functions that stand for operators in a trace. The numbers of cuDNN's are those of other kernels, equal within rounding."""
 
 HIDDEN = {aten.miopen_batch_norm.default}
-"""Operators that have no honest form: a trace with one of them is refused."""
+"""Operators that have no such form: a trace with one of them is refused."""

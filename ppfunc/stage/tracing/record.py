@@ -1,0 +1,176 @@
+"""Records the operators that a function calls, as one graph."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Graph, Node
+
+from .._torch import FakeTensor, OpOverload, TorchDispatchMode, schema
+from ..abstract import is_of_a_library
+from ..errors import StageError
+from ..purity import NoValuesError
+from .decompositions import DECOMPOSITIONS, HIDDEN
+from .operators import ELEMENT
+
+aten = torch.ops.aten
+_TRACED = {torch.Tensor, torch.nn.Parameter, FakeTensor}
+_ENTRY = str(Path(__file__).with_name("joint.py"))
+_WITHOUT_DERIVATIVE = "torch::autograd::WarnNotImplemented"  # name of the backward of operators that no derivative is registered for
+
+
+class _Doubtful(NamedTuple):
+    """A call of an operator that may cut the gradient without saying so: its results, each with its history before the call."""
+
+    node: Node
+    results: list[tuple[torch.Tensor, Any]]
+
+
+class Record(TorchDispatchMode):
+    """A graph of the operators that are called within it, below autograd and the transforms of torch.func.
+
+    Args:
+        stage: how errors call the stage.
+        inputs: tensors without values and the names of their nodes.
+
+    Attributes:
+        graph: the operators in the order in which they are called; ``meta["val"]`` of a node is its result without
+            values, ``meta["place"]`` the line that called it, of an operator of the forward.
+        constants: the tensors that ``get_attr`` nodes name: all that is neither an input nor made within.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, stage: str, inputs: Iterable[tuple[torch.Tensor, str]]) -> None:
+        super().__init__()
+        self.stage, self.graph, self.constants = stage, Graph(), {}
+        self._nodes: dict[int, tuple[Node, torch.Tensor]] = {}  # by identity, which the tensor keeps while it is here
+        self._doubtful: list[_Doubtful] = []
+        self._in_forward = True
+        for tensor, name in inputs:
+            self._know(tensor, self.graph.placeholder(name))
+
+    def node(self, tensor: torch.Tensor | None) -> Node | None:
+        """The node of a tensor; a new constant for one that is not known."""
+        if tensor is None:
+            return None
+        if id(tensor) not in self._nodes:
+            if isinstance(tensor, FakeTensor):
+                raise NoValuesError(tensor).told(self.stage)
+            name = f"constant{len(self.constants)}"
+            self.constants[name] = tensor
+            self._know(tensor, self.graph.create_node("get_attr", name))
+        return self._nodes[id(tensor)][0]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not _TRACED.issuperset(types):
+            return NotImplemented  # a subclass comes down to operators on plain tensors by itself
+        if not isinstance(func, OpOverload):
+            raise StageError(self.stage, f"it uses {func}, an operator on functions{_place()}", "use the functional engine")
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        if func.namespace == "c10d":
+            raise StageError(
+                self.stage,
+                f"it uses the collective {func}{_place()}, which writes in place and is not traced",
+                "use torch.distributed._functional_collectives, or the eager engine",
+            )
+        if func in HIDDEN:
+            raise StageError(self.stage, f"its operator {func}{_place()} writes into its arguments in secret", "use the functional engine")
+        with self:
+            if func in DECOMPOSITIONS:
+                return DECOMPOSITIONS[func](*args, **kwargs)
+            if (made := func.decompose(*args, **kwargs)) is not NotImplemented:
+                return made
+        return self._call(aten.lift_fresh_copy.default if func is aten.lift_fresh.default else func, args, kwargs)
+
+    def _call(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        """Call the operator and make its node."""
+        given, named = self._with_nodes(args), self._with_nodes(kwargs)
+        histories = self._histories(func, args, kwargs)
+        made = func(*args, **kwargs)
+        node = self.graph.create_node("call_function", func, given, named, _name(func))
+        if self._in_forward:
+            node.meta["place"] = _place()
+        if isinstance(made, torch.Tensor):
+            self._know(made, node)
+        else:
+            node.meta["val"] = made
+            for index, part in enumerate(made) if isinstance(made, (list, tuple)) else ():
+                if isinstance(part, torch.Tensor):
+                    self._know(part, self.graph.create_node("call_function", ELEMENT, (node, index)))
+        if histories is not None:
+            results = [t for t in _tensors(made) if t.is_floating_point() or t.is_complex()]
+            self._doubtful.append(_Doubtful(node, histories + [(t, None) for t in results]))
+        return made
+
+    def _histories(self, func: OpOverload, args: Any, kwargs: Any) -> list[tuple[torch.Tensor, Any]] | None:
+        """The tensors that an operator writes into, with their histories; None where it needs no derivative, or has one for certain."""
+        if func.namespace == "aten" or not (self._in_forward and torch.is_grad_enabled()):
+            return None
+        if not any(t.requires_grad for t in _tensors((*args, *kwargs.values()))):
+            return None
+        given = dict(zip([a.name for a in schema(func).arguments], args, strict=False)) | kwargs
+        written = [given.get(a.name) for a in schema(func).arguments if a.alias_info is not None and a.alias_info.is_write]
+        return [(t, t.grad_fn) for t in _tensors(written)]
+
+    def end_of_forward(self) -> None:
+        """From here on the backward is recorded. Raise if the gradient would end at an operator that has no derivative."""
+        self._in_forward = False
+        for node, results in self._doubtful:
+            if results and all(_has_no_derivative(t.grad_fn, before) for t, before in results):
+                raise StageError(
+                    self.stage,
+                    f"its operator {node.target}{node.meta['place']}, has no derivative, so that its gradient would be lost",
+                    "register one (torch.library.register_autograd), or detach what it is given",
+                )
+
+    def place_of(self, text: str) -> str:
+        """The last line that called an operator which this text names."""
+        words = set(re.findall(r"\w+", text))
+        calls = [n for n in self.graph.nodes if n.meta.get("place")]
+        found = [n.meta["place"] for n in calls if words & {_name(n.target), _name(n.target).removeprefix("special_")}]
+        return found[-1] if found else ""
+
+    def _know(self, tensor: torch.Tensor, node: Node) -> None:
+        node.meta["val"] = tensor
+        self._nodes[id(tensor)] = node, tensor
+
+    def _with_nodes(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self.node(value)
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(self._with_nodes, value))
+        return {k: self._with_nodes(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def _name(operator: OpOverload) -> str:
+    return schema(operator).name.split("::")[1]
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    """The tensors among the arguments or results of an operator."""
+    if isinstance(values, torch.Tensor):
+        return [values]
+    return [t for v in values for t in _tensors(v)] if isinstance(values, (list, tuple)) else []
+
+
+def _has_no_derivative(history: Any, before: Any) -> bool:
+    return history is before or history.name() == _WITHOUT_DERIVATIVE
+
+
+def _place() -> str:
+    """The innermost line of the stage, as ``", called at file:line"``, that is of no library; empty if there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_of_a_library(frame.f_code.co_filename):
+        if frame.f_code.co_filename == _ENTRY:
+            return ""
+        frame = frame.f_back
+    return "" if frame is None else f", called at {frame.f_code.co_filename}:{frame.f_lineno}"

@@ -1,0 +1,128 @@
+"""Bound calls: where they come from, what their buffers hold, and for how long."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+
+import optree
+import pytest
+import torch
+
+import ppfunc as pp
+from ppfunc.runtime.arguments import RawArguments, read_arguments
+from ppfunc.runtime.execute import StepFailed, execute, fill
+from ppfunc.stage import FlatProgram
+
+D, M = 4, 6
+
+
+def stage(params, x):
+    return torch.tanh(x @ params["w"])
+
+
+def squared(y, target):
+    return (y - target).square().mean()
+
+
+def problem(stages):
+    generator = torch.Generator().manual_seed(0)
+    params = {s: {"w": torch.randn(D, D, generator=generator)} for s in range(stages)}
+    return params, torch.randn(M * 3, D, generator=generator), torch.randn(M * 3, D, generator=generator)
+
+
+@pytest.mark.parametrize("schedule", [pp.one_f_one_b(2, M), pp.zb_h1(2, M)], ids=["1f1b", "zb_h1"])
+def test_residuals_are_used_once_by_their_only_owner_and_dropped(schedule):
+    alive, most, owners = set(), [0], []
+
+    def watched(fn, example, **options):
+        program = pp.graph(fn, example, **options)
+        flat = program.flat
+
+        def forward(params, x, consts):
+            outputs, residuals = flat.forward(params, x, consts)
+            alive.add(id(residuals))
+            most[0] = max(most[0], len(alive))
+            return outputs, residuals
+
+        def use(function):
+            def run(residuals, gy):
+                owners.append(sys.getrefcount(residuals) - 1)
+                alive.discard(id(residuals))
+                return function(residuals, gy)
+
+            return run
+
+        return program._replace(flat=FlatProgram(forward, use(flat.backward), use(flat.backward_input), flat.backward_weight))
+
+    params, inputs, targets = problem(2)
+    pp.value_and_grad([stage] * 2, squared, schedule, engine=watched)(params, inputs, targets)
+    assert owners == [1] * 2 * M
+    assert not alive
+    assert most[0] <= 3  # rank 0 holds two microbatches, rank 1 one
+
+
+def compiled_for(given, schedule=None):
+    """A compiled step of two stages, and the arguments as it takes them."""
+    step = pp.value_and_grad([stage] * 2, squared, schedule or pp.gpipe(2, M))
+    compiled = step.lower(*given).compile()
+    return compiled, read_arguments(RawArguments(*given), compiled.lowered.schedule, [0, 1], True)
+
+
+def test_a_call_knows_where_it_comes_from():
+    compiled, _ = compiled_for(problem(2))
+    assert len(compiled.calls) == len(compiled.places) == 4 * M  # in one process messages need no call
+    assert {str(p.instruction) for p in compiled.places} == {f"{s}{op}{m}" for s in range(2) for op in "FB" for m in range(M)}
+    assert all(p.instruction in compiled.lowered.schedule.programs[p.rank][p.position] for p in compiled.places)
+
+
+@pytest.mark.parametrize("builder", [pp.gpipe, pp.zb_h1])
+def test_what_is_consumed_is_gone_from_the_buffers(builder):
+    given = problem(2)
+    compiled, arguments = compiled_for(given, builder(2, M))
+    buffers = execute(compiled, fill(compiled.lowered, arguments))
+    assert not (buffers.values or buffers.residuals or buffers.pending)
+    assert set(buffers.kept) == {(1, m) for m in range(M)}  # the losses
+    _, grads = pp.value_and_grad([stage] * 2, squared, builder(2, M))(*given)
+    assert not buffers.gradients[0].take(arguments.params[0], lambda t: t)[0].sub(grads[0]["w"]).any()
+
+
+def test_two_runs_of_a_compiled_step_share_no_buffers():
+    """One is filled and left alone while another runs: it gives the same bits afterwards."""
+    compiled, arguments = compiled_for(problem(2))
+    waiting = fill(compiled.lowered, arguments)
+    first, second = execute(compiled, fill(compiled.lowered, arguments)), execute(compiled, waiting)
+    assert all(torch.equal(first.kept[key][0], second.kept[key][0]) for key in first.kept)
+    assert not {id(value) for value in vars_of(first).values()} & {id(value) for value in vars_of(second).values()}
+
+
+def vars_of(buffers):
+    return {name: getattr(buffers, name) for name in buffers.__slots__ if name != "seed"}
+
+
+def test_a_call_that_raises_tells_its_place():
+    """Its buffers lack the input of a microbatch: its forward fails, and says so."""
+    compiled, arguments = compiled_for(problem(2))
+    buffers = fill(compiled.lowered, arguments)
+    missing = next(tag for tag in buffers.values if tag.microbatch == 3)
+    del buffers.values[missing]
+    with pytest.raises(StepFailed) as caught:
+        execute(compiled, buffers)
+    assert str(caught.value.failure.instruction) == "0F3"
+    assert caught.value.failure.rank == 0
+
+
+@pytest.mark.parametrize("calls", [1, 3])
+def test_a_step_function_keeps_no_tensor_of_its_calls(calls):
+    """Not of the arguments, not of the results; a step that failed neither."""
+    step = pp.value_and_grad([stage] * 2, squared, pp.gpipe(2, M))
+    for _ in range(calls):
+        given = problem(2)
+        result = step(*given)
+    seen = [weakref.ref(t) for t in optree.tree_leaves((given, result))]
+    with pytest.raises(ValueError, match="inputs: got 5 rows"):
+        step(given[0], torch.zeros(5, D), given[2])
+    del given, result
+    gc.collect()
+    assert not [ref for ref in seen if ref() is not None]

@@ -1,0 +1,151 @@
+"""Operators whose derivative is unknown are refused by name and line: their gradients would be zero, silently."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+import torch.distributed.nn.functional as differentiable
+
+from ppfunc.stage import StageError, graph
+
+ONES = torch.ones(2), torch.full((2,), 3.0)
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory):
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def operators():
+    """Operators of a user's library, of every kind of derivative."""
+    with torch.library._scoped_library("ppfunc_tests", "DEF") as library:
+        names = {"none": "Tensor", "fallthrough": "Tensor", "formula": "Tensor", "counting": "Tensor"}
+        for name, result in names.items():
+            library.define(f"{name}(Tensor x) -> {result}")
+            made = (lambda x: x.argsort()) if name == "counting" else (lambda x: x * 2)
+            library.impl(name, made, "CompositeExplicitAutograd")
+        library.define("write(Tensor(a!) x) -> ()")
+        library.impl("write", lambda x: [x.mul_(2)].clear(), "CompositeExplicitAutograd")
+        library.impl("fallthrough", torch.library.fallthrough_kernel, "Autograd")
+        torch.library.register_autograd("ppfunc_tests::formula", lambda ctx, g: g * 2, lib=library)
+        yield torch.ops.ppfunc_tests
+
+
+def line_of(fn):
+    return f"{os.path.abspath(__file__)}:{fn.__code__.co_firstlineno + 1}"
+
+
+def refused(fn, match):
+    """The refusal names the operator and the first line of the function."""
+    with pytest.raises(StageError, match=match) as caught:
+        graph(fn, ONES)
+    assert f"called at {line_of(fn)}" in str(caught.value)
+    return caught.value
+
+
+@pytest.mark.parametrize("name", ["none", "fallthrough"])
+def test_an_operator_without_a_derivative_is_refused(operators, name):
+    def stage(w, x):
+        return getattr(operators, name)(w * x) * w
+
+    refused(stage, rf"ppfunc_tests\.{name}\.default, .* has no derivative, .*register_autograd.* or detach")
+
+
+def test_an_operator_that_writes_without_a_derivative_is_refused(operators):
+    def stage(w, x, h=None):
+        h = w * x; operators.write(h); return h * w  # noqa: E702
+
+    refused(stage, r"ppfunc_tests\.write\.default, .* has no derivative")
+
+
+def test_one_with_a_formula_or_without_need_of_one_is_traced(operators):
+    def stage(w, x):
+        order = operators.counting(w * x)
+        return operators.formula(w * x)[order] + operators.none((w * x).detach()) * w
+
+    program = graph(stage, ONES)
+    y, residuals = program.forward(*ONES)
+    a, b = (t.clone().requires_grad_() for t in ONES)
+    product = a * b
+    want = 2 * product + (2 * product.detach()) * a
+    torch.testing.assert_close(y, want.detach())
+    torch.testing.assert_close(program.backward(residuals, torch.ones(2)), torch.autograd.grad(want.sum(), (a, b)))
+
+
+def test_no_derivative_is_needed_where_gradients_are_off(operators):
+    def stage(w, x):
+        with torch.no_grad():
+            factor = operators.none(w * x)
+        return factor * w
+
+    program = graph(stage, ONES)
+    y, residuals = program.forward(*ONES)
+    torch.testing.assert_close(program.backward(residuals, torch.ones(2)), (2 * ONES[0] * ONES[1], torch.zeros(2)))
+
+
+def test_a_custom_operator_without_a_formula_is_named():
+    @torch.library.custom_op("ppfunc_tests_custom::double", mutates_args=())
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    double.register_fake(torch.empty_like)
+
+    def stage(w, x):
+        return double(w * x) * w
+
+    refused(stage, r"cannot be traced .*ppfunc_tests_custom")
+
+
+@pytest.mark.parametrize("operator", [torch.heaviside, torch.special.zeta])
+def test_an_operator_of_torch_that_has_none_is_named(operator):
+    def stage(w, x):
+        return operator(w * x, x) * w
+
+    refused(stage, rf"cannot be traced .*{operator.__name__.removeprefix('special_')}")
+
+
+def test_collectives_that_write_are_refused(group):
+    def raw(w, x, h=None):
+        h = (w * x).clone(); dist.all_reduce(h); return h  # noqa: E702
+
+    def wrapped(w, x):
+        return differentiable.all_reduce(w * x)
+
+    for stage in (raw, wrapped):
+        with pytest.warns(FutureWarning) if stage is wrapped else torch.no_grad():
+            refused(stage, r"the collective c10d\.allreduce_\.default, .* is not traced")
+
+
+def test_a_functional_collective_without_a_derivative_is_refused(group):
+    def stage(w, x):
+        return collectives.broadcast(w * x, 0, group) * w
+
+    refused(stage, r"_c10d_functional\.broadcast\.default, .* has no derivative")
+
+
+def test_a_functional_collective_with_a_derivative_is_traced(group):
+    program = graph(lambda w, x: collectives.all_reduce(w * x, "sum", group) * w, ONES)
+    y, residuals = program.forward(*ONES)
+    torch.testing.assert_close(y, ONES[1])
+    torch.testing.assert_close(program.backward(residuals, torch.ones(2)), (2 * ONES[1], torch.ones(2)))
+
+
+@pytest.mark.parametrize("factor", [2j, 1 + 2j, 3.0])
+def test_complex_tensors_times_complex_numbers(factor):
+    args = tuple(torch.randn(3, dtype=torch.complex128, generator=torch.Generator().manual_seed(n)) for n in range(2))
+    fn = lambda w, x: w * x * factor + factor / w  # noqa: E731
+    program = graph(fn, args)
+    y, residuals = program.forward(*args)
+    inputs = [t.clone().requires_grad_() for t in args]
+    want = fn(*inputs)
+    torch.testing.assert_close(y, want.detach())
+    gy = torch.ones_like(y)
+    torch.testing.assert_close(program.backward(residuals, gy), torch.autograd.grad(want, inputs, gy))
