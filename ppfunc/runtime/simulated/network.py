@@ -14,7 +14,7 @@ from .faults import Fault, InjectedError, RankStopped, require_possible
 from .scheduler import Scheduler
 
 
-class Published(NamedTuple):
+class Verdict(NamedTuple):
     """A failure, and how many steps rank 0 had committed before it."""
 
     text: str
@@ -91,7 +91,7 @@ class Network:
         self.scheduler = Scheduler(seed)
         self.members = [Member() for _ in range(ranks)]
         self.trace: list[str] = []
-        self.published: list[Published] = []  # by generation
+        self.published: list[Verdict] = []  # by generation
         self.committed = 0  # steps, by rank 0
         self._pipes: dict[tuple[int, int, int, str], Pipe] = defaultdict(partial(Pipe, self.scheduler))
 
@@ -242,7 +242,7 @@ class Network:
         member = self.members[rank]
         generation = member.generation
         if generation == len(self.published):
-            self.published.append(Published(text, self.committed))
+            self.published.append(Verdict(text, self.committed))
             self.log(f"failure {generation} is published by rank {rank}")
             for peer in self.members:
                 self.soon(partial(self._hear, peer, generation + 1))
