@@ -66,6 +66,7 @@ __all__ = [
     "inductor",
     "innermost_transform",
     "is_wrapped",
+    "register_pytree_node",
     "require_batch",
     "require_spatial",
     "schema",

@@ -14,7 +14,7 @@ from .faults import Fault, InjectedError, RankStopped, require_possible
 from .scheduler import Scheduler
 
 
-class Published(NamedTuple):
+class Verdict(NamedTuple):
     """A failure, and how many steps rank 0 had committed before it."""
 
     text: str
@@ -91,7 +91,7 @@ class Network:
         self.scheduler = Scheduler(seed)
         self.members = [Member() for _ in range(ranks)]
         self.trace: list[str] = []
-        self.published: list[Published] = []  # by generation
+        self.published: list[Verdict] = []  # by generation
         self.committed = 0  # steps, by rank 0
         self._pipes: dict[tuple[int, int, int, str], Pipe] = defaultdict(partial(Pipe, self.scheduler))
 
@@ -147,7 +147,8 @@ class Network:
     def _lateness(self, rank: int) -> str:
         waits = self._waits(rank)
         told = "".join(f"; rank {waiting} waits for {text} of rank {peer}" for waiting, peer, text in waits)
-        deadlock = "; a deadlock" if waits[-1][1] in (waiting for waiting, _, _ in waits) else ""
+        circle = waits[-1][1] in (waiting for waiting, _, _ in waits)
+        deadlock = "; a deadlock" if circle and not self.scheduler.events else ""
         return f"rank {waits[0][1]} has not answered within {self.timeout:g} s{deadlock}{told}"
 
     def _waits(self, rank: int) -> list[tuple[int, int, str]]:
@@ -234,13 +235,15 @@ class Network:
         if len(self.published) > root.generation:
             raise LinkError(0, "failed", "a failure has been published")
         root.voted, root.settling, self.committed = step, True, step + 1
+        self.log(f"step {step} is committed")
 
     def publish(self, rank: int, text: str) -> str:
         """Publish a failure, and begin the next generation."""
         member = self.members[rank]
         generation = member.generation
         if generation == len(self.published):
-            self.published.append(Published(text, self.committed))
+            self.published.append(Verdict(text, self.committed))
+            self.log(f"failure {generation} is published by rank {rank}")
             for peer in self.members:
                 self.soon(partial(self._hear, peer, generation + 1))
         member.generation, member.voting = generation + 1, False

@@ -45,7 +45,7 @@ class Scheduler:
         self.now = 0.0  # seconds
         self.over = False  # whether only threads are left that wait for nothing but this
         self._tasks: list[_Task] = []
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self.events: list[tuple[float, int, Callable[[], None]]] = []  # those to come: when, number, what
         self._numbers = count()
         self._finished = threading.Semaphore(0)
 
@@ -86,7 +86,7 @@ class Scheduler:
 
     def after(self, seconds: float, event: Callable[[], None]) -> None:
         """Let an event happen in so many seconds."""
-        heapq.heappush(self._events, (self.now + seconds, next(self._numbers), event))
+        heapq.heappush(self.events, (self.now + seconds, next(self._numbers), event))
 
     def _hand_on(self) -> None:
         chosen = self._choose()
@@ -98,12 +98,12 @@ class Scheduler:
             ready = [task for task in alive if task.ready()]
             first = min(alive, key=lambda task: inf if task in ready else task.deadline)
             deadline = inf if first in ready else first.deadline
-            event_is_next = bool(self._events) and self._events[0][0] <= deadline
+            event_is_next = bool(self.events) and self.events[0][0] <= deadline
             if ready or event_is_next:
                 chosen = self.random.choice([*ready, *[None] * event_is_next])
                 if chosen is not None:
                     return chosen
-                self.now, _, event = heapq.heappop(self._events)
+                self.now, _, event = heapq.heappop(self.events)
                 event()
             elif deadline < inf:
                 self.now = deadline

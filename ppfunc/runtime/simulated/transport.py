@@ -9,7 +9,7 @@ from typing import Self
 import torch
 
 from ..control import Control
-from ..transport import Call, Failure, Link, LossPart, Transfer
+from ..transport import Call, Failure, Link, LossPart, Mode, Transfer
 from .links import SimulatedLinks
 from .network import Network
 from .wires import Wires
@@ -68,9 +68,9 @@ class SimulatedTransport:
     def begin(self, call: str, key: str | None, source: int) -> str:
         return self._control.begin(call, key, source)
 
-    def end(self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart]) -> torch.Tensor | None:
+    def end(self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart], mode: Mode = "mixed") -> torch.Tensor | None:
         try:
-            return self._control.end(losses, parts)
+            return self._control.end(losses, parts, mode)
         finally:
             self._links.settled()
 
