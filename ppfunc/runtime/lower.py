@@ -28,7 +28,7 @@ Key = tuple[int, int]  # (stage of the schedule, microbatch)
 
 
 class StepSpec(NamedTuple):
-    """What the caller wants of a step.
+    """The results that the caller wants of a step, and how they are formed.
 
     Args:
         name: of the function that made it, with what changes the program; compared between ranks.

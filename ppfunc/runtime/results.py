@@ -20,7 +20,7 @@ from .transport import Tag
 
 
 class Aux(NamedTuple):
-    """What stages of this process return beside the activation, by stage of the model.
+    """Collect the metrics and states that the stages of this process return, by stage of the model.
 
     Args:
         metrics: trees with a leading axis of the microbatches that this process ran; Microbatches, with None

@@ -21,6 +21,9 @@ import torch._dynamo
 # Operators as other operators, whose derivatives are exact to any order.
 from torch._decomp import decomposition_table as DECOMPOSITIONS
 
+# Leaves all torch.func transforms, within a `with`.
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as without_transforms
+
 # Types of dispatched operators: `OpOverload` has a schema, everything else is an operator on functions.
 from torch._ops import OpOverload
 
@@ -35,8 +38,8 @@ from torch._subclasses.fake_tensor import (
 
 # Raise torch's error for one value per channel, and for one per channel and sample.
 from torch.nn.functional import (
-    _verify_batch_size as require_batch,  # type: ignore[attr-defined]
-    _verify_spatial_size as require_spatial,  # type: ignore[attr-defined]
+    _verify_batch_size as require_batch,  # type: ignore[attr-defined]  # not in the stubs
+    _verify_spatial_size as require_spatial,  # type: ignore[attr-defined]  # not in the stubs
 )
 
 # Sees every operator below autograd; `supports_higher_order_operators` is an attribute of such modes.
@@ -44,7 +47,8 @@ from torch.nn.functional import (
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes as without_modes
 
 # The registry of classes that are nodes of trees: `(type, flatten_fn, unflatten_fn, flatten_with_keys_fn)` of each.
-from torch.utils._pytree import SUPPORTED_NODES as PYTREE_NODES
+# Makes a class such a node, for torch.func too.
+from torch.utils._pytree import SUPPORTED_NODES as PYTREE_NODES, register_pytree_node
 
 __all__ = [
     "BINDINGS",
@@ -59,6 +63,8 @@ __all__ = [
     "OpOverload",
     "TorchDispatchMode",
     "UnsupportedOperatorException",
+    "add_each",
+    "add_into_each",
     "awaited",
     "below_autograd",
     "binding",
@@ -73,6 +79,7 @@ __all__ = [
     "storage",
     "version",
     "without_modes",
+    "without_transforms",
 ]
 
 # Name of the logger that prints errors of fake evaluation with their whole traceback.
@@ -86,8 +93,10 @@ METHODS = torch._C.TensorBase
 innermost_transform = torch._C._functorch.peek_interpreter_stack
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
-# Copies a list of tensors into another in few kernels.
+# Copy and add lists of tensors in few kernels; the first two write into the first list.
 copy_each = torch._foreach_copy_
+add_into_each = torch._foreach_add_
+add_each = torch._foreach_add
 
 # Arguments, results and aliases of an operator; and the function that calls it without the checks of `OpOverload.__call__`.
 schema = attrgetter("_schema")
