@@ -44,6 +44,9 @@ from torch.utils._python_dispatch import _disable_current_modes as without_modes
 # The registry of classes that are nodes of trees: `(type, flatten_fn, unflatten_fn, flatten_with_keys_fn)` of each.
 from torch.utils._pytree import SUPPORTED_NODES as PYTREE_NODES
 
+# Makes a class a node of trees, for torch.func too.
+from torch.utils._pytree import register_pytree_node
+
 __all__ = [
     "BINDINGS",
     "DECOMPOSITIONS",
@@ -64,6 +67,7 @@ __all__ = [
     "inductor",
     "innermost_transform",
     "is_wrapped",
+    "register_pytree_node",
     "register_pytree_node",
     "require_batch",
     "require_spatial",
