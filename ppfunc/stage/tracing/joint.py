@@ -67,7 +67,7 @@ def trace(stage: DifferentiableStage, example: Example, known: Outline, name: st
         joint = _record(partial(_joint, stage), groups, name)
         if any(map(is_mutable, joint.graph.nodes)):
             joint = _record(partial(_without_effects, joint), groups, name)
-    _require_served(joint, known, name)
+    _require_pure(joint, known, name)
     return joint
 
 
@@ -116,7 +116,7 @@ def _without_effects(joint: Joint, record: Record, *groups: Leaves) -> Results:
     return outputs, gparams, gx
 
 
-def _require_served(joint: Joint, known: Outline, name: str) -> None:
+def _require_pure(joint: Joint, known: Outline, name: str) -> None:
     for node in joint.graph.nodes:
         if is_mutable(node):
             raise StageError(name, f"the effect of {node.target} cannot be removed from its trace", "use the functional engine")
