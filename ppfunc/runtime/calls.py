@@ -1,4 +1,4 @@
-"""Calls of stage programs: forward, backward, input and weight gradient, each a function of the buffers of a step.
+"""Make calls of stage programs: forward, backward, input and weight gradient, each a function of the buffers of a step.
 
 A forward pops its input from ``buffers.values`` and puts its output there; a backward pops gradients and puts
 gradients. Residuals are kept by (stage, microbatch), used once and dropped.

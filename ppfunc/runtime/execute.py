@@ -1,4 +1,4 @@
-"""Executing: the calls of a compiled step, with buffers made for this step alone."""
+"""Execute the calls of a compiled step, with buffers made for this step alone."""
 
 from __future__ import annotations
 

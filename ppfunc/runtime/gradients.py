@@ -1,4 +1,4 @@
-"""The parameter gradients of a stage over its microbatches: their sum, or one beside the other."""
+"""Accumulate the parameter gradients of a stage over its microbatches: their sum, or one beside the other."""
 
 from __future__ import annotations
 

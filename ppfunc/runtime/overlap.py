@@ -1,4 +1,4 @@
-"""How the forward and the backward of an ``OVERLAP_F_B`` run as one: interleaved in one program, or on two streams."""
+"""Run the forward and the backward of an ``OVERLAP_F_B`` as one: interleaved in one program, or on two streams."""
 
 from __future__ import annotations
 

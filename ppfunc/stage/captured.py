@@ -1,4 +1,4 @@
-"""Records the programs of a stage as CUDA graphs, once for every microbatch in flight, and replays them.
+"""Record the programs of a stage as CUDA graphs, once for every microbatch in flight, and replay them.
 
 A graph works in the memory in which it was recorded. That memory belongs to slots: a slot holds
 one microbatch from its forward to the end of its backward, so its residuals stay where they are,

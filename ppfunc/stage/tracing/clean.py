@@ -1,4 +1,4 @@
-"""Clean-ups of a joint trace that change no bit of any result."""
+"""Clean up a joint trace without changing a bit of any result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of a trace compiled by inductor, called without guards."""
+"""Compile parts of a trace by inductor, to be called without guards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cut: which operators of a joint trace belong to F, which to I, which to W."""
+"""Cut a joint trace into the operators of F, of I and of W."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Python functions made of parts of a trace: straight-line code on flat tuples, nothing else."""
+"""Write parts of a trace as Python functions: straight-line code on flat tuples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds torch's own bindings that call the operators of a program faster than operator objects do.
+"""Find torch's own bindings that call the operators of a program faster than operator objects do.
 
 They make a step of stages of width 64 faster by 1.18 to 1.23, at width 256 by nothing (``tests/benchmarks/stage_time.py``).
 """

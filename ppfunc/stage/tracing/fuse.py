@@ -1,4 +1,4 @@
-"""Fewer operators for the same bits: what tracing took apart is put together again."""
+"""Fuse operators that tracing took apart, where one gives the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two programs as one: the operators of a forward and of a backward in turn."""
+"""Interleave the operators of two programs, a forward and a backward, in one."""
 
 from __future__ import annotations
 

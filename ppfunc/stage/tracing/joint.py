@@ -1,4 +1,4 @@
-"""The joint trace: forward and backward of a stage as one graph of operators."""
+"""Trace forward and backward of a stage as one graph of operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ensembles: one pipeline that runs k models at once."""
+"""Run an ensemble of k models in one pipeline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Per-sample gradients: stages with a copy of the parameters for every sample, and what is done with the gradients."""
+"""Compute per-sample gradients by a copy of the parameters for every sample, and use them."""
 
 from __future__ import annotations
 
