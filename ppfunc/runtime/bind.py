@@ -94,7 +94,7 @@ def share_input_gradients(
 
 
 class _Binding(NamedTuple):
-    """What binding an instruction needs to know."""
+    """The context in which an instruction is bound."""
 
     schedule: Schedule
     stages: Mapping[Key, CompiledStage]

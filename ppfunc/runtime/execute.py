@@ -31,7 +31,7 @@ def execute(compiled: CompiledStep, buffers: Buffers) -> Buffers:
     """
     index = 0
     try:
-        for index, call in enumerate(compiled.calls):
+        for index, call in enumerate(compiled.calls):  # noqa: B007 - names the call that raised
             call(buffers)
     except BaseException as cause:
         place = compiled.places[index]
@@ -47,7 +47,7 @@ def fill(lowered: LoweredStep, arguments: StepArguments) -> Buffers:
     """
     if arguments.seed is None and lowered.drawing:
         raise ValueError(f"stage {lowered.drawing[0]} draws random numbers; pass seed=(seed, step) to the step, two integers")
-    schedule, form = lowered.schedule, lowered.form
+    schedule = lowered.schedule
     buffers = Buffers(params=dict(arguments.params), state=dict(arguments.state), seed=arguments.seed)
     for chain in schedule.chains:
         last = chain.stages[-1]

@@ -20,9 +20,9 @@ def transforming() -> bool:
 
 def transformed(tensor: torch.Tensor) -> bool:
     """Whether a transform wraps this tensor: it then has no memory to look at."""
-    return bool(is_wrapped(tensor))
+    return is_wrapped(tensor)
 
 
 def suspended() -> AbstractContextManager[object]:
-    """Within it, no transform is at work: for work that depends on shapes alone, such as building the program of a stage."""
+    """Within, no transform is at work: for what depends on shapes alone, such as building the program of a stage."""
     return without_transforms()

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from ppfunc.stage import LeafSignature
-from ppfunc.stage._torch import add_each, add_each_
+from ppfunc.stage._torch import add_each, add_into_each
 
 from .functorch import transforming
 from .ownership import Owned
@@ -65,7 +65,7 @@ class Sum:
         elif not present:
             pass
         elif self._is_own:
-            add_each_(self._total, present)
+            add_into_each(self._total, present)
         else:
             self._total, self._is_own = list(add_each(self._total, present)), True
 

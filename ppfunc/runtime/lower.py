@@ -28,7 +28,7 @@ Key = tuple[int, int]  # (stage of the schedule, microbatch)
 
 
 class StepSpec(NamedTuple):
-    """What the caller wants of a step.
+    """The results that the caller wants of a step, and how they are formed.
 
     Args:
         name: of the function that made it, with what changes the program; compared between ranks.
@@ -279,8 +279,8 @@ class _StageLowering:
         for path, leaf in zip(outputs.paths, outputs.leaves, strict=True):
             if not leaf.shape or leaf.shape[0] != self.form.rows:
                 raise ValueError(
-                    f"the output{path} of stage {self.model} is {leaf}, which has no axis of {self.form.rows} rows to join to those of the whole "
-                    f"batch; give the inputs as ppfunc.microbatch(inputs, m), to get the outputs of each microbatch"
+                    f"the output{path} of stage {self.model} is {leaf}, which has no axis of {self.form.rows} rows to join to "
+                    f"those of the whole batch; give the inputs as ppfunc.microbatch(inputs, m), to get the outputs of each microbatch"
                 )
 
     def _require_wanted(self, loss: Signature, metrics: Signature, state: Signature) -> None:

@@ -19,7 +19,7 @@ from .ownership import Owned
 
 
 class Aux(NamedTuple):
-    """What stages of this process return beside the activation, by stage of the model.
+    """Collect the metrics and states that the stages of this process return, by stage of the model.
 
     Args:
         metrics: trees with a leading axis of the microbatches that this process ran; Microbatches, with None

@@ -131,7 +131,7 @@ def _shared(function: StageFunction, key: tuple[Hashable, ...], make: Callable[[
 
 
 def _form(example: tuple[Any, ...]) -> Hashable:
-    """What an evaluation depends on of its example: signatures, and the types and strides of tensors."""
+    """The key of an evaluation: signatures of its example, and the types and strides of tensors."""
     tensors = [t for tree in example if not isinstance(tree, Signature) for t in tree_leaves(tree)]
     return tuple(map(Signature.of, example)), tuple((type(t), t.stride()) for t in tensors)
 

@@ -1,6 +1,7 @@
 """Private and unstable names of torch that the stages use, each with its purpose.
 
-Checked on torch 2.13 by running the tests, on 2.11 and 2.14 by their sources. ``tests/test_torch_names.py`` says which name is gone on another.
+Checked on torch 2.13 by running the tests, on 2.11 and 2.14 by their sources. ``tests/test_torch_names.py`` says which
+name is gone on another.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from typing import Any
 
 import torch
 
-# FakeTensorMode imports it when the first one is made, which takes a second. Here, ranks that wait for each other import it at the same time.
+# FakeTensorMode imports it when the first one is made, which takes a second. Imported here, ranks that wait for each
+# other import it at the same time.
 import torch._dynamo
-import torch._functorch.pyfunctorch
 
 # Operators as other operators, whose derivatives are exact to any order.
 from torch._decomp import decomposition_table as DECOMPOSITIONS
+
+# Leaves all torch.func transforms, within a `with`.
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as without_transforms
 
 # Types of dispatched operators: `OpOverload` has a schema, everything else is an operator on functions.
 from torch._ops import OpOverload
@@ -33,17 +37,18 @@ from torch._subclasses.fake_tensor import (
 )
 
 # Raise torch's error for one value per channel, and for one per channel and sample.
-from torch.nn.functional import _verify_batch_size as require_batch  # type: ignore[attr-defined]
-from torch.nn.functional import _verify_spatial_size as require_spatial  # type: ignore[attr-defined]
+from torch.nn.functional import (
+    _verify_batch_size as require_batch,  # type: ignore[attr-defined]  # not in the stubs
+    _verify_spatial_size as require_spatial,  # type: ignore[attr-defined]  # not in the stubs
+)
 
 # Sees every operator below autograd; `supports_higher_order_operators` is an attribute of such modes.
-from torch.utils._python_dispatch import TorchDispatchMode
-
 # Leaves all modes, to compute with values during a trace.
-from torch.utils._python_dispatch import _disable_current_modes as without_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes as without_modes
 
 # The registry of classes that are nodes of trees: `(type, flatten_fn, unflatten_fn, flatten_with_keys_fn)` of each.
-from torch.utils._pytree import SUPPORTED_NODES as PYTREE_NODES
+# Makes a class such a node, for torch.func too.
+from torch.utils._pytree import SUPPORTED_NODES as PYTREE_NODES, register_pytree_node
 
 # Makes a class a node of trees, for torch.func too.
 from torch.utils._pytree import register_pytree_node
@@ -62,7 +67,7 @@ __all__ = [
     "TorchDispatchMode",
     "UnsupportedOperatorException",
     "add_each",
-    "add_each_",
+    "add_into_each",
     "awaited",
     "below_autograd",
     "binding",
@@ -92,13 +97,10 @@ METHODS = torch._C.TensorBase
 innermost_transform = torch._C._functorch.peek_interpreter_stack
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
-# Within it, no torch.func transform is at work.
-without_transforms = torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack
-
-# Copies a list of tensors into another in few kernels; adds two lists, into new tensors or into the first.
+# Copy and add lists of tensors in few kernels; the first two write into the first list.
 copy_each = torch._foreach_copy_
+add_into_each = torch._foreach_add_
 add_each = torch._foreach_add
-add_each_ = torch._foreach_add_
 
 # Arguments, results and aliases of an operator; and the function that calls it without the checks of `OpOverload.__call__`.
 schema = attrgetter("_schema")

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from .abstract import Outline
-from .abstract import outline as outline_of
+from .abstract import Outline, outline as outline_of
 from .contiguous import contiguous
 from .differentiable import DifferentiableStage
 from .dry_run import require_gradient

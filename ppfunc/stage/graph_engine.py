@@ -9,8 +9,7 @@ from typing import Any, overload
 
 import torch
 
-from .abstract import Outline
-from .abstract import outline as outline_of
+from .abstract import Outline, outline as outline_of
 from .captured import captured
 from .differentiable import DifferentiableStage
 from .errors import StageError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import filterfalse
+from itertools import filterfalse, pairwise
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -175,9 +175,9 @@ def split_sequential(module: nn.Sequential | nn.ModuleList, boundaries: Sequence
         raise TypeError(f"got {type(module).__name__}, expected an nn.Sequential or an nn.ModuleList")
     if not isinstance(boundaries, Sequence):
         raise TypeError(f"boundaries: got {boundaries!r}, expected a list, such as [{boundaries!r}]")
-    edges = [0, *boundaries, len(module)]
-    if any(a > b for a, b in zip(edges, edges[1:], strict=False)):
+    ranges = list(pairwise([0, *boundaries, len(module)]))
+    if any(a > b for a, b in ranges):
         raise ValueError(
             f"got the boundaries {list(boundaries)}, expected ascending positions between 0 and {len(module)}"
         )
-    return [nn.Sequential(*(module[i] for i in range(a, b))) for a, b in zip(edges, edges[1:], strict=False)]
+    return [nn.Sequential(*(module[i] for i in range(a, b))) for a, b in ranges]

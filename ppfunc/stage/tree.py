@@ -91,9 +91,9 @@ _seen: set[Any] = set()
 def _adopt() -> None:
     """Register the classes that torch knows and optree does not."""
     for kind, node in list(PYTREE_NODES.items()):
-        if kind not in _seen and isinstance(kind, type) and not optree.is_structseq_class(kind):
-            if optree.register_pytree_node.get(kind, namespace=NAMESPACE) is None:
-                optree.register_pytree_node(kind, _flattener(node), _unflattener(node), path_entry_type=_NodeEntry, namespace=NAMESPACE)
+        known = kind in _seen or not isinstance(kind, type) or optree.is_structseq_class(kind)
+        if not known and optree.register_pytree_node.get(kind, namespace=NAMESPACE) is None:
+            optree.register_pytree_node(kind, _flattener(node), _unflattener(node), path_entry_type=_NodeEntry, namespace=NAMESPACE)
         _seen.add(kind)
 
 

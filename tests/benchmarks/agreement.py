@@ -31,7 +31,10 @@ from ppfunc.stage import LeafSignature
 
 MICROBATCHES = 8
 LATENCY = 10.0  # microseconds between two hosts, assumed
-CALL = "step function 1 (value_and_grad); 1f1b of 8 microbatches (0123456789abcdef); loss weights 0.125 each (01234567); seed None; autocast off; mode train"
+CALL = (
+    "step function 1 (value_and_grad); 1f1b of 8 microbatches (0123456789abcdef); loss weights 0.125 each (01234567); "
+    "seed None; autocast off; mode train"
+)
 
 
 def main() -> None:
@@ -127,7 +130,7 @@ def parts_of_a_step() -> dict[str, float]:
         clock("begin", lambda: root.begin(CALL, "key", 0))
         clock("line", lambda: child.begin(CALL, None, 0))
         child.links.vote(step)
-        clock("send", lambda: child.links.send(0, "tree", b"E" + _HEAD.pack(step, -1, -1) + losses))
+        clock("send", lambda step=step: child.links.send(0, "tree", b"E" + _HEAD.pack(step, -1, -1) + losses))
         clock("end", lambda: root.end({}, parts))
         clock("mark", lambda: child.links.recv(0, "tree"))
         child.links.commit(step)
@@ -143,7 +146,8 @@ def report(times: dict[str, float]) -> None:
     line, mark, send = times["line"], times["mark"], times["send"]
     print("\nparts, us: " + ", ".join(f"{name} {value:.0f}" for name, value in times.items()))
     print(
-        f"(h = {line:.0f} to take the line of a step, w = {mark:.0f} to take a mark, s = {send:.0f} to send; {LATENCY:g} of latency assumed)"
+        f"(h = {line:.0f} to take the line of a step, w = {mark:.0f} to take a mark, s = {send:.0f} to send; "
+        f"{LATENCY:g} of latency assumed)"
     )
     for ranks in (64, 256, 1024):
         hidden, open_ = added_by_1f1b(ranks, times), added_together(ranks, times)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ppfunc.parallel import Partition
 from ppfunc.stage.layers import params_of_layers, params_of_stages, stages_from_layers

@@ -242,7 +242,7 @@ def test_one_value_per_channel_is_refused_as_by_torch(norm, shape, kept):
     for call in (lambda: stage((), x), lambda: dual(stage)(((), None), (x, x))):
         with pytest.raises(ValueError, match="Expected more than 1 .*when training, got input size"):
             call()
-    assert mean is None or not mean.any() and bool((var == 1).all())
+    assert mean is None or (not mean.any() and bool((var == 1).all()))
 
 
 @every

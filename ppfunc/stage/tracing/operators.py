@@ -1,4 +1,4 @@
-"""What is known of the nodes of a trace: which give views, which draw random numbers."""
+"""Tell the nodes of a trace apart: calls, views, random operators, constants."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def root(node: Node) -> Node:
 
 
 def layout(node: Node) -> Any:
-    """What two views of one storage must share to be the same tensor; sparse ones never are, whose strides say nothing."""
+    """The key that is equal for views of one storage that are the same tensor; unique for sparse tensors, which have no strides."""
     t = node.meta["val"]
     if not is_dense(node):
         return node

@@ -1,4 +1,4 @@
-"""Rematerialisation: what of a forward is computed again in the backward instead of being kept."""
+"""Choose the results of a forward that the backward computes again instead of keeping them (rematerialisation)."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class _Network:
         self.demands = demands(joint)
 
     def repeated(self, price: float) -> set[Node]:
-        """What to compute again when a kept byte costs ``price`` units of work."""
+        """The nodes to compute again when a kept byte costs ``price`` units of work."""
         import networkx as nx  # takes as long to import as the rest of this package
         from networkx.algorithms.flow import boykov_kolmogorov
 
