@@ -61,6 +61,7 @@ __all__ = [
     "below_autograd",
     "binding",
     "copy_each",
+    "device_of",
     "inductor",
     "innermost_transform",
     "is_wrapped",
@@ -89,6 +90,10 @@ copy_each = torch._foreach_copy_
 # Arguments, results and aliases of an operator; and the function that calls it without the checks of `OpOverload.__call__`.
 schema = attrgetter("_schema")
 binding = attrgetter("_op")
+
+
+# The device of a tensor without values.
+device_of = attrgetter("fake_device")
 
 
 def version(tensor: torch.Tensor) -> int | None:
