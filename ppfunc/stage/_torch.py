@@ -31,18 +31,18 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
+# Raise torch's error for one value per channel, and for one per channel and sample.
+from torch.nn.functional import _verify_batch_size as require_batch  # type: ignore[attr-defined]
+from torch.nn.functional import _verify_spatial_size as require_spatial  # type: ignore[attr-defined]
+
 # Sees every operator below autograd; `supports_higher_order_operators` is an attribute of such modes.
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# The registry of classes that are nodes of trees: `(type, flatten_fn, unflatten_fn, flatten_with_keys_fn)` of each.
-from torch.utils._pytree import SUPPORTED_NODES as PYTREE_NODES
-
-# Raise torch's error for one value per channel, and for one per channel and sample.
-from torch.nn.functional import _verify_batch_size as require_batch
-from torch.nn.functional import _verify_spatial_size as require_spatial
-
 # Leaves all modes, to compute with values during a trace.
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
+
+# The registry of classes that are nodes of trees: `(type, flatten_fn, unflatten_fn, flatten_with_keys_fn)` of each.
+from torch.utils._pytree import SUPPORTED_NODES as PYTREE_NODES
 
 __all__ = [
     "BINDINGS",

@@ -12,9 +12,9 @@ import torch
 from .abstract import Outline
 from .abstract import outline as outline_of
 from .captured import captured
+from .differentiable import DifferentiableStage
 from .errors import StageError
 from .example import Example
-from .differentiable import DifferentiableStage
 from .program import Engine, FlatProgram, StageProgram, stage_program
 from .tracing.clean import clean
 from .tracing.compiled import without_onednn

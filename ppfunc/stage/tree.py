@@ -1,4 +1,4 @@
-"""Trees of tensors: flattened by optree, with the classes that are registered with it or with ``torch.utils._pytree``.
+"""Flatten trees of tensors, with the classes that are registered with optree or with ``torch.utils._pytree``.
 
 Everything in the package flattens by these functions, so that a class known in one place is known in all.
 Dictionaries are read in the order of their sorted keys, and ``None`` is a node without leaves.
@@ -57,7 +57,7 @@ def tree_map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
 
 
 def tree_paths(treedef: PyTreeSpec, name: str = "") -> tuple[str, ...]:
-    """How every leaf of a tree called ``name`` is reached.
+    """Paths of the leaves of a tree called ``name``.
 
     >>> tree_paths(tree_structure({"b": (1, None), "a": 2}), "x")
     ("x['a']", "x['b'][0]")
@@ -73,7 +73,9 @@ def is_registered(kind: type) -> bool:
 
 def rebuild(kind: type, metadata: Any, children: tuple[Any, ...]) -> Any:
     """The node of a registered class with these children."""
-    return optree.register_pytree_node.get(kind, namespace=NAMESPACE).unflatten_func(metadata, children)
+    entry = optree.register_pytree_node.get(kind, namespace=NAMESPACE)
+    assert entry is not None  # see is_registered
+    return entry.unflatten_func(metadata, children)
 
 
 class _Entry(optree.PyTreeEntry):

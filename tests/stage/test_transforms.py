@@ -73,7 +73,7 @@ def test_samples_and_models_side_by_side(engine, params):
     assert samples["qkv"].untyped_storage().data_ptr() == params["qkv"].untyped_storage().data_ptr()
     y, gparams, _ = run(engine(per_sample(attention_block), (samples, x)), samples, x, torch.cos)
     assert_near(y, attention_block(params, x))
-    assert_near(gparams, vmap(grad(lambda p, a: attention_block(p, a).sin().sum()), (None, 0))(params, x))
+    assert_near(gparams, vmap(grad(lambda p, a: attention_block(p, a[None]).sin().sum()), (None, 0))(params, x))
     first, second = ensemble([attention_block, attention_block], torch.sub)[0]
     models = optree.tree_map(lambda t: torch.stack([t, t / 2]), params)
     y, gparams, _ = run(engine(first, (models, x)), models, x, torch.cos)

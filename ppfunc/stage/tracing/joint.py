@@ -12,9 +12,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..abstract import Outline, without_values
 from ..contiguous import contiguous
+from ..differentiable import DifferentiableStage
 from ..errors import StageError
 from ..example import Example, Leaves
-from ..differentiable import DifferentiableStage
 from .operators import is_mutable, is_random
 from .record import Record
 

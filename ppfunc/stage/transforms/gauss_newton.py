@@ -73,7 +73,7 @@ def _inner(a: torch.Tensor, constant: torch.Tensor) -> torch.Tensor:
 
 
 def _hold(pairs: Any) -> Any:
-    """What a dual stage takes or returns, without gradients of the tangents."""
+    """Stop the gradients of the tangents that a dual stage takes or returns."""
     if isinstance(pairs, Received):
         return Received(_hold(pairs.x), {s: _hold(pair) for s, pair in pairs.skips.items()})
     if isinstance(pairs, Output):
