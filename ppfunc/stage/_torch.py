@@ -1,6 +1,7 @@
 """Private and unstable names of torch that the stages use, each with its purpose.
 
-Checked on torch 2.13 by running the tests, on 2.11 and 2.14 by their sources. ``tests/test_torch_names.py`` says which name is gone on another.
+Checked on torch 2.13 by running the tests, on 2.11 and 2.14 by their sources.
+``tests/test_torch_names.py`` says which name is gone on another.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-# FakeTensorMode imports it when the first one is made, which takes a second. Here, ranks that wait for each other import it at the same time.
+# FakeTensorMode imports it when the first one is made. It takes a second, which ranks that wait for each other would spend in turn.
 import torch._dynamo
 
 # Operators as other operators, whose derivatives are exact to any order.

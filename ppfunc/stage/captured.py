@@ -158,12 +158,12 @@ class _Lease:
         self.static.free.append(self.slot)
 
 
-def _fill(static: Leaves, given: Leaves) -> None:
+def _fill(static: Leaves | list[torch.Tensor], given: Leaves | list[torch.Tensor]) -> None:
     if static:
         copy_each(static, given)
 
 
-def _fresh(results: Gradients) -> Gradients:
+def _fresh(results: Any) -> Any:
     """Copies that belong to the caller."""
     sources = [t for t in results if t is not None]
     copies = [torch.empty_like(t) for t in sources]

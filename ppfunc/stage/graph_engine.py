@@ -1,11 +1,11 @@
-"""The graph engine: forward and backward traced once, cut by dependency, run as plain functions."""
+"""The graph engine: traces forward and backward once, cuts them by dependency, runs them as plain functions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast, overload
 
 import torch
 
@@ -24,6 +24,25 @@ from .tracing.joint import Joint, trace
 from .tracing.remat import Remat, cut_for
 
 
+@overload
+def graph(*, remat: Remat = "none", compile: bool = False, cuda_graphs: bool = False) -> Engine: ...
+
+
+@overload
+def graph(
+    fn: Callable[..., Any],
+    example: tuple[Any, ...],
+    *,
+    has_aux: bool = False,
+    name: str = "the stage",
+    device: torch.device | str | None = None,
+    outline: Outline | None = None,
+    remat: Remat = "none",
+    compile: bool = False,
+    cuda_graphs: bool = False,
+) -> StageProgram: ...
+
+
 def graph(
     fn: Callable[..., Any] | None = None,
     example: tuple[Any, ...] | None = None,
@@ -36,15 +55,15 @@ def graph(
     compile: bool = False,
     cuda_graphs: bool = False,
 ) -> StageProgram | Engine:
-    """An engine, the default one: traces forward and backward once, and runs what it cut from the trace.
+    """The default engine: trace forward and backward once, and cut the trace into programs.
 
     Numbers and tensors that the function reads from elsewhere are those of the moment in which it is traced.
     The programs are straight-line Python on flat tuples; their source is the docstring of the
     functions in ``program.flat``. Whole, or I and W apart, the backward gives the same bits; no
     operator is in two programs; parameters are not copied into the residuals. A program serves the
     shapes and dtypes of its example; for others the stage is traced again.
-    Every operator is traced by itself, a few milliseconds each, in a loop every time: a recurrent layer
-    over a thousand steps takes minutes to trace, where the functional and the eager engine start at once.
+    The function is called twice: once for the outline, once for the trace. A program is written, and compiled,
+    when it first runs. Tracing takes a fraction of a millisecond per operator, in a loop in every iteration.
 
     Args:
         fn, example, has_aux, name: as :class:`~ppfunc.stage.program.Engine`. Without ``fn``, the
@@ -76,11 +95,11 @@ def graph(
         return (mul_3, )
     <BLANKLINE>
     """
-    if (fn is None) != (example is None):
-        got = fn if example is None else "an example alone"
-        raise TypeError(f"graph got {got!r} and no example; its options have names, as in graph(remat='full') or graph(compile=True)")
-    if fn is None:
-        return partial(graph, remat=remat, compile=compile, cuda_graphs=cuda_graphs)
+    if fn is None or example is None:
+        if fn is not None or example is not None:
+            got = fn if example is None else "an example alone"
+            raise TypeError(f"graph got {got!r} and no example; its options have names, as in graph(remat='full') or graph(compile=True)")
+        return cast(Engine, partial(graph, remat=remat, compile=compile, cuda_graphs=cuda_graphs))
     seen = Example.of(example, device)
     if seen.subclasses:
         reason = f"its example has tensors of the types {', '.join(seen.subclasses)}, which are not traced"

@@ -1,4 +1,4 @@
-"""Parts of a trace compiled by inductor, called without guards."""
+"""Compiles parts of a trace by inductor, without guards."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ _OPTIONS = {"fallback_random": True}
 @contextmanager
 def without_onednn() -> Iterator[None]:
     """Traces recurrent layers as plain operators: inductor does not know how much those of oneDNN keep for their backward."""
-    before, torch.backends.mkldnn.enabled = torch.backends.mkldnn.enabled, False
+    mkldnn: Any = torch.backends.mkldnn  # its flags() sets other flags too
+    before, mkldnn.enabled = mkldnn.enabled, False
     try:
         yield
     finally:
-        torch.backends.mkldnn.enabled = before
+        mkldnn.enabled = before
 
 
 def compiled(
@@ -62,10 +63,10 @@ def _module(
     graph = Graph()
     copies = {n: graph.placeholder(n.name) for n in inputs}
     used = {a for n in part.body for a in n.all_input_nodes if a.op == "get_attr"}
-    copies |= {n: graph.get_attr(n.target) for n in used}
+    copies |= {n: graph.get_attr(str(n.target)) for n in used}
     for node in part.body:
         copies[node] = graph.node_copy(node, copies.__getitem__)
         copies[node].meta = {}  # of the mode of its trace
     graph.output(tuple(copies[n] for n in outputs))
     assert all(map(is_tensor, outputs))
-    return GraphModule({n.target: constants[n.target] for n in used}, graph)
+    return GraphModule({str(n.target): constants[str(n.target)] for n in used}, graph)

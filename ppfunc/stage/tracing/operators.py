@@ -1,4 +1,4 @@
-"""What is known of the nodes of a trace: which give views, which draw random numbers."""
+"""Tells views, draws and writes among the nodes of a trace."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def is_dense(node: Node) -> bool:
     return node.meta["val"].layout is torch.strided
 
 
-def is_random(node: Node) -> bool:
+def is_random(node: Any) -> bool:
     """Whether the node draws random numbers."""
     return isinstance(node.target, OpOverload) and draws(node.target, node.args, node.kwargs)
 
@@ -46,7 +46,7 @@ def is_mutable(node: Node) -> bool:
     return isinstance(node.target, OpOverload) and schema(node.target).is_mutable
 
 
-def base(node: Node) -> Node | None:
+def base(node: Any) -> Node | None:
     """The node of which ``node`` is a view, ``None`` if it is its own storage."""
     if is_element(node):
         return base(node.args[0])
@@ -55,7 +55,7 @@ def base(node: Node) -> Node | None:
 
 
 def is_view(target: OpOverload) -> bool:
-    """Whether all that the operator does is to look at its first argument in another way.
+    """Whether the operator only returns views of its first argument.
 
     >>> is_view(torch.ops.aten.t.default), is_view(torch.ops.aten.mm.default)
     (True, False)
@@ -72,7 +72,7 @@ def root(node: Node) -> Node:
 
 
 def layout(node: Node) -> Any:
-    """What two views of one storage must share to be the same tensor; sparse ones never are, whose strides say nothing."""
+    """A key equal for views of one storage that are the same tensor; unique for sparse tensors, which have no strides."""
     t = node.meta["val"]
     if not is_dense(node):
         return node

@@ -49,7 +49,8 @@ class Record(TorchDispatchMode):
 
     def __init__(self, stage: str, inputs: Iterable[tuple[torch.Tensor, str]]) -> None:
         super().__init__()
-        self.stage, self.graph, self.constants = stage, Graph(), {}
+        self.stage, self.graph = stage, Graph()
+        self.constants: dict[str, torch.Tensor] = {}
         self._nodes: dict[int, tuple[Node, torch.Tensor]] = {}  # by identity, which the tensor keeps while it is here
         self._doubtful: list[_Doubtful] = []
         self._in_forward = True

@@ -1,9 +1,9 @@
-"""Rematerialisation: what of a forward is computed again in the backward instead of being kept."""
+"""Rematerialisation: chooses what the backward computes again instead of keeping it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import optree
 import torch
@@ -51,7 +51,7 @@ def cut_for(joint: Joint, remat: Remat, name: str) -> Parts:
     return cut(joint, {n for n in _repeatable(joint) if is_call(root(n)) and remat(_operator(root(n)))})
 
 
-def _operator(node: Node) -> OpOverload:
+def _operator(node: Any) -> OpOverload:
     return node.args[0].target if is_element(node) else node.target
 
 
@@ -107,7 +107,7 @@ class _Network:
         self.demands = demands(joint)
 
     def repeated(self, price: float) -> set[Node]:
-        """What to compute again when a kept byte costs ``price`` units of work."""
+        """The nodes to compute again when a kept byte costs ``price`` units of work."""
         import networkx as nx  # takes as long to import as the rest of this package
         from networkx.algorithms.flow import boykov_kolmogorov
 
@@ -136,7 +136,7 @@ class _Network:
             network.add_edge((argument, "out"), (node, "in"))
 
 
-def _work(node: Node) -> float:
+def _work(node: Any) -> float:
     """Work of a call: its multiplications and additions, and for all others a few per number written."""
     if is_element(node) or base(node) is not None:
         return 0.0
