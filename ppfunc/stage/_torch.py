@@ -50,8 +50,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 # Makes a class such a node, for torch.func too.
 from torch.utils._pytree import SUPPORTED_NODES as PYTREE_NODES, register_pytree_node
 
-# Makes a class a node of trees, for torch.func too.
-from torch.utils._pytree import register_pytree_node
 
 __all__ = [
     "BINDINGS",
@@ -75,7 +73,6 @@ __all__ = [
     "inductor",
     "innermost_transform",
     "is_wrapped",
-    "register_pytree_node",
     "register_pytree_node",
     "require_batch",
     "require_spatial",

@@ -59,7 +59,7 @@ def find_call(node: Node) -> OperatorCall:
     return node.meta["call"]
 
 
-def _kind(value: Any, numbers: dict[Node, int]) -> Hashable:
+def _kind(value: Any, numbers: dict[Node, int]) -> Any:
     """All that the parser of a binding looks at: types, ranks, lengths of lists, and which arguments are the same."""
     if isinstance(value, Node):
         same, t = numbers.setdefault(value, len(numbers)), value.meta["val"]

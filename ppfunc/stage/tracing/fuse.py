@@ -1,9 +1,10 @@
-"""Fewer operators for the same bits: what tracing took apart is put together again."""
+"""Joins operators that tracing took apart: fewer calls for the same bits."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch.fx import Node
 
 from .joint import Joint
 from .operators import arguments, is_call, is_dense
@@ -21,7 +22,7 @@ def fuse(joint: Joint) -> None:
             _fuse_draw(node)
 
 
-def _fuse_linear(node: Node) -> None:
+def _fuse_linear(node: Any) -> None:
     """``addmm(b, x, w.t())`` and ``mm(x, w.t())`` are ``linear``, which is one call for all three."""
     if node.target is aten.addmm.default and not node.kwargs:
         bias, x, transposed = arguments(node)
@@ -37,7 +38,7 @@ def _fuse_linear(node: Node) -> None:
         node.target, node.args = aten.linear.default, (x, weight) if bias is None else (x, weight, bias)
 
 
-def _fuse_sum(node: Node) -> None:
+def _fuse_sum(node: Any) -> None:
     """``sum(x, dims, keepdim=True).view(...)`` without these dimensions is ``sum(x, dims)``."""
     if node.target not in _RESHAPES or not is_call(total := arguments(node)[0]):
         return
@@ -50,7 +51,7 @@ def _fuse_sum(node: Node) -> None:
         node.target, node.args = aten.sum.dim_IntList, (x, dims)
 
 
-def _fuse_draw(node: Node) -> None:
+def _fuse_draw(node: Any) -> None:
     """``bernoulli(empty_like(x), p)`` looks at nothing but the shape and the dtype: ``bernoulli(x, p)``."""
     if node.target is aten.bernoulli.p and is_call(empty := arguments(node)[0]) and empty.target is aten.empty_like.default:
         shape_of = arguments(empty)[0]

@@ -1,4 +1,4 @@
-"""Two programs as one: the operators of a forward and of a backward in turn."""
+"""Interleaves the operators of two programs in one."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from torch.fx import Graph, Node
 
 from .cut import Part
 from .emit import Recipe
-from .operators import constant_name
 
 
 def interleave(first: Recipe, second: Recipe) -> Recipe:
-    """The recipe of a function that takes the arguments of both and returns the results of both.
+    """Make the recipe of a function that takes the arguments of both and returns the results of both.
 
     Equivalent to: ``lambda *a: (*first(*a[:n]), *second(*a[n:]))``, the operators of each in their
     order and spread over those of the other.
@@ -31,7 +30,7 @@ def interleave(first: Recipe, second: Recipe) -> Recipe:
 
 
 def _copied(both: Graph, recipe: Recipe, constants: dict[str, torch.Tensor]) -> Part:
-    """The part in another graph, where its values have names of their own; its constants join the others."""
+    """Copy the part into another graph, and its constants into those of that graph."""
     part = recipe.part
     copies: dict[Node, Node] = {}
 
@@ -39,8 +38,8 @@ def _copied(both: Graph, recipe: Recipe, constants: dict[str, torch.Tensor]) -> 
         if node not in copies:
             copies[node] = both.node_copy(node, copy)
             if node.op == "get_attr":
-                copies[node].target = name = f"constant{len(constants)}"
-                constants[name] = recipe.constants[constant_name(node)]
+                name = f"constant{len(constants)}"
+                copies[node].target, constants[name] = name, recipe.constants[str(node.target)]
         return copies[node]
 
     return Part(
@@ -51,7 +50,7 @@ def _copied(both: Graph, recipe: Recipe, constants: dict[str, torch.Tensor]) -> 
 
 
 def _in_turn(one: Part, two: Part) -> Iterator[Node]:
-    """Both bodies as one, each operator as far on its way as those beside it are on theirs."""
+    """Merge both bodies: at each point the same share of both has run."""
     bodies = [
         [((n + 0.5) / len(part.body), which, n, node) for n, node in enumerate(part.body)]
         for which, part in enumerate((one, two))
