@@ -54,9 +54,6 @@ def _has_compiler() -> bool:
     return any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++"))))
 
 
-Job = tuple[str, str, tuple]
-
-
 class Processes:
     """Processes joined in one gloo group, each of which runs ``function(rank, size, *args)`` when asked.
 
@@ -75,6 +72,7 @@ class Processes:
             meeting = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
         pipes = [context.Pipe() for _ in range(size)]
         self._ends = [ours for ours, _ in pipes]
+        self._job = 0
         self.workers = [
             context.Process(target=_work, args=(rank, size, meeting, theirs), daemon=True)
             for rank, (_, theirs) in enumerate(pipes)
@@ -85,8 +83,9 @@ class Processes:
 
     def start(self, function: Callable[..., Any], *args: Any) -> None:
         """Ask every process to run ``function``."""
+        self._job += 1
         for end in self._ends:
-            end.send((function.__code__.co_filename, function.__name__, args))
+            end.send((self._job, function.__code__.co_filename, function.__name__, args))
 
     def answers(self, timeout: float = 60) -> list[Any]:
         """What each rank has returned; an exception as itself, None for a process that is gone."""
@@ -94,9 +93,11 @@ class Processes:
 
     def _answer(self, end: Connection, timeout: float) -> Any:
         try:
-            if not end.poll(timeout):
-                raise TimeoutError(f"a process did not answer within {timeout} s")
-            return end.recv()
+            while end.poll(timeout):
+                job, answer = end.recv()
+                if job == self._job:  # not a late one to an earlier test
+                    return answer
+            raise TimeoutError(f"a process did not answer within {timeout} s")
         except (EOFError, ConnectionResetError):
             return None
 
@@ -123,13 +124,15 @@ def _work(rank: int, size: int, meeting: str, end: Connection) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
     while True:
-        path, name, args = end.recv()
+        job, path, name, args = end.recv()
         try:
             answer = getattr(_module(path), name)(rank, size, *args)
         except Exception as error:
             error.add_note("".join(traceback.format_exception(error)))
             answer = error
-        end.send(answer)
+        except pytest.fail.Exception as error:  # that of pytest.raises, no Exception
+            answer = AssertionError("".join(traceback.format_exception(error)))
+        end.send((job, answer))
 
 
 _MODULES: dict[str, Any] = {}

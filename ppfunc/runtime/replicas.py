@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ppfunc.schedule import Instruction, Op, Schedule
-from ppfunc.stage import LeafSignature
+from ppfunc.stage import LeafSignature, Signature
 
 from .buffers import Buffers, Leaves
 from .errors import AgreementError
@@ -73,6 +73,30 @@ def links_of_replicas(schedule: Schedule) -> Iterator[Link]:
     home = schedule.placement
     for group in schedule.replicas:
         yield from (Link("R", home[a], home[b]) for a in group for b in group if home[a] != home[b])
+
+
+def shared_forms(schedule: Schedule, params: Mapping[int, Signature]) -> dict[int, Signature]:
+    """Of the parameters of a process, by stage of the model, those that other processes hold too."""
+    home, model = schedule.placement, schedule.model_stages
+    apart = {model[group[0]] for group in schedule.replicas if len({home[stage] for stage in group}) > 1}
+    return {stage: form for stage, form in params.items() if stage in apart}
+
+
+def require_same_forms(told: Sequence[Mapping[int, Signature]]) -> None:
+    """Raise where ranks hold parameters of one stage in different forms, whose gradients could not be summed.
+
+    Args:
+        told: by rank, what :func:`shared_forms` gives there.
+    """
+    first: dict[int, tuple[int, Signature]] = {}
+    for rank, forms in enumerate(told):
+        for stage, form in forms.items():
+            other, known = first.setdefault(stage, (rank, form))
+            if form != known:
+                raise AgreementError(
+                    f"the parameters of stage {stage} differ between the processes that hold it: rank {other} has {known}, "
+                    f"rank {rank} has {form}; give all the same"
+                )
 
 
 def digest(leaves: Leaves) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from ppfunc.stage import Signature
 from ppfunc.stage.tree import tree_leaves, tree_map, tree_structure
 
 from .arguments import StepArguments
-from .batch import Leaves, Microbatches
+from .batch import Microbatches
 from .buffers import Buffers
 from .execute import weights_of
 from .lower import BATCH, LoweredStage, LoweredStep

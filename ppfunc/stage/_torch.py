@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-# Operators as other operators, whose derivatives are exact to any order.
-from torch._decomp import decomposition_table as DECOMPOSITIONS
-
 # FakeTensorMode imports it when the first one is made, which takes a second. Here, ranks that wait for each other import it at the same time.
 import torch._dynamo
+
+# Operators as other operators, whose derivatives are exact to any order.
+from torch._decomp import decomposition_table as DECOMPOSITIONS
 
 # Types of dispatched operators: `OpOverload` has a schema, everything else is an operator on functions.
 from torch._ops import OpOverload
@@ -31,21 +31,21 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
+# Raise torch's error for one value per channel, and for one per channel and sample.
+from torch.nn.functional import _verify_batch_size as require_batch  # type: ignore[attr-defined]
+from torch.nn.functional import _verify_spatial_size as require_spatial  # type: ignore[attr-defined]
+
 # Sees every operator below autograd; `supports_higher_order_operators` is an attribute of such modes.
 from torch.utils._python_dispatch import TorchDispatchMode
+
+# Leaves all modes, to compute with values during a trace.
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
 # The registry of classes that are nodes of trees: `(type, flatten_fn, unflatten_fn, flatten_with_keys_fn)` of each.
 from torch.utils._pytree import SUPPORTED_NODES as PYTREE_NODES
 
 # Makes a class a node of trees, for torch.func too.
 from torch.utils._pytree import register_pytree_node
-
-# Raise torch's error for one value per channel, and for one per channel and sample.
-from torch.nn.functional import _verify_batch_size as require_batch
-from torch.nn.functional import _verify_spatial_size as require_spatial
-
-# Leaves all modes, to compute with values during a trace.
-from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
 __all__ = [
     "BINDINGS",
@@ -67,6 +67,7 @@ __all__ = [
     "inductor",
     "innermost_transform",
     "is_wrapped",
+    "register_pytree_node",
     "register_pytree_node",
     "require_batch",
     "require_spatial",

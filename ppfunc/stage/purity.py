@@ -1,4 +1,4 @@
-"""Purity of stages: refuse writes into memory that a call has not made, and reads of tensors without values."""
+"""Refuse writes into memory that a call has not made, and reads of tensors without values."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def _effects(func: Any) -> _Effects:
 
 
 def _flat(values: Any) -> Iterator[Any]:
-    """What is in arguments or results of operators, which nest tuples, lists and dictionaries alone."""
+    """Iterate over arguments or results of operators, which nest tuples, lists and dictionaries alone."""
     if isinstance(values, (tuple, list)):
         for value in values:
             yield from _flat(value)

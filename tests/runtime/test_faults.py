@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -177,7 +176,7 @@ def test_stages_that_do_not_fit_each_other_are_refused_by_name():
     params, inputs, targets = problem(2, 4)
     step = pp.value_and_grad([stage] * 2, squared, pp.gpipe(2, 4))
     params[1]["w"] = torch.ones(D + 1, D)
-    refused(r"stage 1: .*given x = float32\[3,4\]", step, params, inputs, targets, error=pp.StageError)
+    refused(r"stage 1: .*test_faults.py:\d+.*given params = {'w': float32\[5,4\]}, x = float32\[3,4\]", step, params, inputs, targets, error=pp.StageError)
     # Matrix products of different dtypes are found out only when they run.
     params[1]["w"] = torch.ones(D, D, dtype=torch.float64)
     refused(r"1F0.*float != double.*input was float32\[3,4\]", step, params, inputs, targets, error=pp.PipelineError)
@@ -232,39 +231,113 @@ def test_an_error_inside_a_step_says_where_it_was():
 
 
 def disagree(rank, ranks, kind):
-    transport = pp.P2P(timeout=60)
-    m = 4 if kind != "microbatches" or rank == 0 else 8
+    m = 8 if kind != "microbatches" or rank == 0 else 16
     schedule = pp.one_f_one_b(ranks, m) if kind == "schedule" and rank else pp.gpipe(ranks, m)
     params, inputs, targets = problem(ranks, m)
-    if kind == "shape" and rank:
-        inputs = inputs[: 2 * m]
     make = pp.evaluate if kind == "call" and rank else pp.value_and_grad
-    options = {"loss_weights": [0.1, 0.2, 0.3, 0.4]} if kind == "weights" and rank else {}
+    options = {"loss_weights": [0.1] * m} if kind == "weights" and rank else {}
     options |= {"per_microbatch": True} if kind == "apart" and rank else {}
-    step = partial(make([stage] * ranks, squared, schedule, transport, **options), seed=(7, rank if kind == "seed" else 0))
-    return caught(step, {rank: params[rank]}, inputs, targets)
+    options |= {"loss_shape": (2,)} if kind == "loss shape" and rank else {}
+    with pp.P2P(timeout=60) as transport:
+        step = make([stage] * ranks, squared, schedule, transport, **options)
+        return caught(step, {rank: params[rank]}, inputs, targets)
 
 
-@pytest.mark.parametrize("kind", ["microbatches", "schedule", "shape", "call", "weights", "apart", "seed"])
-def test_ranks_that_disagree_are_told_so(two, kind):
+MADE = ["microbatches", "schedule", "call", "weights", "apart", "loss shape"]
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_ranks_whose_step_functions_differ_are_told_so(two, kind):
     for name, text, seconds in two(disagree, kind):
         assert name == "AgreementError"
         assert "disagree" in text
-        assert kind != "shape" or ("float32[3,4]" in text and "float32[2,4]" in text)
-        assert kind != "seed" or ("seed (7, 0)" in text and "seed (7, 1)" in text)
         assert seconds < SOON
+
+
+def differ(rank, ranks, kind):
+    """The first and the third call of a step differ on the last rank; the second and the fourth are right."""
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(D, D), torch.nn.Dropout(0.5))
+    fn, params, _ = pp.stage_from_module(module)
+    _, inputs, targets = problem(ranks, 8)
+    other, held = rank == ranks - 1, {rank: params}
+    usual = {"seed": (7, 1), "loss_weights": [0.125] * 8}
+    with pp.P2P(timeout=60) as transport:
+        step = pp.value_and_grad([fn] * ranks, squared, pp.one_f_one_b(ranks, 8), transport)
+
+        def wrong():
+            match kind if other else "":
+                case "shape":
+                    return step(held, inputs[:16], targets, **usual)
+                case "form":
+                    return step(held, pp.microbatch(inputs, 8), targets, **usual)
+                case "dtype":
+                    return step(held, inputs.double(), targets, **usual)
+                case "weights":
+                    return step(held, inputs, targets, **(usual | {"loss_weights": [0.125] * 7 + [0.1250001]}))
+                case "no weights":
+                    return step(held, inputs, targets, seed=(7, 1))
+                case "seed":
+                    return step(held, inputs, targets, **(usual | {"seed": (7, 2)}))
+                case "no seed":
+                    return step(held, inputs, targets, loss_weights=usual["loss_weights"])
+                case "autocast":
+                    with torch.autocast("cpu", torch.bfloat16):
+                        return step(held, inputs, targets, **usual)
+                case "mode":
+                    module.eval()
+                    try:
+                        return step(held, inputs, targets, **usual)
+                    finally:
+                        module.train()
+            return step(held, inputs, targets, **usual)
+
+        failures, losses = [], []
+        for _ in range(2):
+            failures.append(caught(wrong))
+            loss, grads = step(held, inputs, targets, **usual)
+            losses.append((loss, grads[rank]))
+    assert torch.equal(losses[0][0], losses[1][0])
+    assert all(torch.equal(losses[0][1][name], losses[1][1][name]) for name in params)
+    return failures
+
+
+TOLD = {
+    "shape": ("float32[2,4]", "float32[3,4]"),
+    "form": ("as Microbatches", "with 3 rows each"),
+    "dtype": ("float64[3,4]", "float32[3,4]"),
+    "weights": ("rank {last} has loss weights [0.125", "rank 0 has loss weights [0.125"),
+    "no weights": ("loss weights 1/m each", "loss weights [0.125"),
+    "seed": ("seed (7, 2)", "seed (7, 1)"),
+    "no seed": ("seed None", "seed (7, 1)"),
+    "autocast": ("bfloat16", "autocast off"),
+    "mode": ("training on rank", "evaluation on rank {last}"),
+}
+
+
+@pytest.mark.parametrize("kind", TOLD)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_whose_calls_differ_are_told_so_at_every_step(request, ranks, kind):
+    for failures in request.getfixturevalue({2: "two", 4: "four"}[ranks])(differ, kind):
+        for name, text, seconds in failures:
+            assert name == "AgreementError", text
+            assert "disagree" in text
+            assert all(words.format(last=ranks - 1) in text for words in TOLD[kind]), text
+            assert seconds < SOON
 
 
 def skip(rank, ranks):
     params, inputs, targets = problem(ranks, 4)
-    step = pp.value_and_grad([stage] * ranks, squared, pp.gpipe(ranks, 4), pp.P2P(timeout=4))
-    step({rank: params[rank]}, inputs, targets)
-    if rank == 1:
-        return caught(step, {rank: params[rank]}, inputs, targets)
-    time.sleep(5)  # it lives, but does not come
-    return None
+    with pp.P2P(timeout=4) as transport:
+        step = pp.value_and_grad([stage] * ranks, squared, pp.gpipe(ranks, 4), transport)
+        step({rank: params[rank]}, inputs, targets)
+        if rank == 1:
+            return caught(step, {rank: params[rank]}, inputs, targets)
+        time.sleep(5)  # it lives, but does not come
+        return None
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named(two):
     name, text, _ = two(skip)[1]
     assert name == "PipelineError"
@@ -274,7 +347,8 @@ def test_a_rank_that_does_not_come_is_named(two):
 def long_name(rank, ranks):
     params, inputs, targets = problem(ranks, 4)
     schedule = replace(pp.gpipe(ranks, 4), name="é" * 400)
-    return caught(pp.value_and_grad([stage] * ranks, squared, schedule, pp.P2P(timeout=60)), {rank: params[rank]}, inputs, targets)
+    with pp.P2P(timeout=60) as transport:
+        return caught(pp.value_and_grad([stage] * ranks, squared, schedule, transport), {rank: params[rank]}, inputs, targets)
 
 
 def test_a_schedule_may_have_a_long_name(two):
@@ -282,14 +356,24 @@ def test_a_schedule_may_have_a_long_name(two):
 
 
 def wrong_size(rank, ranks):
-    params, inputs, targets = problem(3, 4)
-    return caught(pp.value_and_grad, [stage] * 3, squared, pp.gpipe(3, 4), pp.P2P(timeout=60))
+    """Every rank makes the same mistake, and goes on."""
+    params, inputs, targets = problem(ranks, 4)
+    with pp.P2P(timeout=60) as transport:
+        failures = [caught(pp.value_and_grad, [stage] * 3, squared, pp.gpipe(3, 4), transport) for _ in range(2)]
+        step = pp.value_and_grad([stage] * ranks, squared, pp.gpipe(ranks, 4), transport)
+        for _ in range(4):  # ranks that made the mistake later are heard of later
+            last = caught(step, {rank: params[rank]}, inputs, targets)
+            if last[0] is None:
+                return failures, last
+        return failures, last
 
 
 def test_a_schedule_for_another_number_of_ranks_is_refused(two):
-    for name, text, _ in two(wrong_size):
-        assert name == "ValueError"
-        assert "schedule is for 3 ranks, the process group has 2" in text
+    for failures, (last, text, _) in two(wrong_size):
+        assert last is None, text
+        for name, text, _ in failures:
+            assert name == "ValueError"
+            assert "schedule is for 3 ranks, the process group has 2" in text
 
 
 def fail_once(rank, ranks, kind):
@@ -301,20 +385,19 @@ def fail_once(rank, ranks, kind):
             raise ArithmeticError("armed")
         return stage(params, x)
 
-    transport = pp.P2P(timeout=60)
     params, inputs, targets = problem(ranks, 5)
-    stages = [stage] * (ranks - 1) + [last]
-    step = pp.value_and_grad(stages, squared, pp.one_f_one_b(ranks, 5), transport, engine=pp.functional)
-    loss, grads = step({rank: params[rank]}, inputs, targets)
+    stages, schedule = [stage] * (ranks - 1) + [last], pp.one_f_one_b(ranks, 5)
     here = rank == ranks - 1
-    armed[0] = here and kind == "stage"
-    given = None if here and kind == "argument" else targets
-    if kind == "first call":  # a fresh transport: nobody has met anybody yet
-        step = pp.value_and_grad(stages, squared, pp.one_f_one_b(ranks, 5), pp.P2P(timeout=60), engine=pp.functional)
-        given = None if here else targets
-    failure = caught(step, {rank: params[rank]}, inputs, given, loss_weights=[1.0] if here and kind == "weights" else None)
-    armed[0] = False
-    again, same = step({rank: params[rank]}, inputs, targets)
+    with pp.P2P(timeout=60) as transport, pp.P2P(timeout=60) as unused:
+        step = pp.value_and_grad(stages, squared, schedule, transport, engine=pp.functional)
+        loss, grads = step({rank: params[rank]}, inputs, targets)
+        armed[0] = here and kind == "stage"
+        given = None if here and kind in ("argument", "first call") else targets
+        # On a fresh transport nobody has met anybody yet.
+        failing = pp.value_and_grad(stages, squared, schedule, unused, engine=pp.functional) if kind == "first call" else step
+        failure = caught(failing, {rank: params[rank]}, inputs, given, loss_weights=[1.0] if here and kind == "weights" else None)
+        armed[0] = False
+        again, same = failing({rank: params[rank]}, inputs, targets)
     assert torch.equal(again, loss)
     assert torch.equal(same[rank]["w"], grads[rank]["w"])
     return failure
@@ -344,7 +427,8 @@ def run_until_killed(rank, ranks, victim):
             os.kill(os.getpid(), signal.SIGKILL)
         return stage(p, x)
 
-    step = pp.value_and_grad([slow] * ranks, squared, pp.one_f_one_b(ranks, 5), pp.P2P(timeout=60), engine=pp.functional)
+    transport = pp.P2P(timeout=60)
+    step = pp.value_and_grad([slow] * ranks, squared, pp.one_f_one_b(ranks, 5), transport, engine=pp.functional)
     while True:
         failure = caught(step, {rank: params[rank]}, inputs, targets)
         if failure[0]:

@@ -30,7 +30,7 @@ class Parts(NamedTuple):
     """The programs of a stage as parts of its joint trace.
 
     Args:
-        forward: ``(params, x, consts) -> (outputs, residuals)``.
+        forward: ``(params, x, extras) -> (outputs, residuals)``.
         backward: ``(residuals, gy) -> (gparams, gx)``.
         backward_input: ``(residuals, gy) -> (gx, rest)``.
         backward_weight: ``(rest,) -> (gparams,)``.
@@ -78,7 +78,7 @@ def cut(joint: Joint, again: Iterable[Node] = ()) -> Parts:
 
     return Parts(
         Part(
-            (joint.params, joint.x, joint.consts),
+            (joint.params, joint.x, joint.extras),
             tuple(n for n in joint.graph.nodes if n in early & calls),
             (joint.outputs, residuals),
         ),

@@ -1,4 +1,4 @@
-"""Functions of trees along a leading axis."""
+"""Map functions of trees along a leading axis."""
 
 from __future__ import annotations
 

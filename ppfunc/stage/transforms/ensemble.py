@@ -23,7 +23,7 @@ def ensemble(stages: Sequence[Stage], loss_fn: Loss, *, randomness: str = "error
         step = pp.value_and_grad(*pp.ensemble(stages, loss_fn), schedule, transport, loss_shape=(k,))
         losses, grads = step(params, inputs, targets)
 
-    Side inputs are seen by all models, an auxiliary loss becomes a tensor[k], metrics get the axis k.
+    Extras are seen by all models, an auxiliary loss becomes a tensor[k], metrics get the axis k.
 
     Args:
         stages: one per stage of the model, copies left out; without state, the first with parameters.

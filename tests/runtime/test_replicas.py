@@ -1,0 +1,192 @@
+"""Replicas of a stage: one set of parameters in several processes, compared at every step, with one gradient."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+import ppfunc as pp
+from ppfunc.schedule import chimera, remove_tail
+
+D = 4
+SOON = 2.0  # seconds; the timeouts of the transports below are far longer
+SCHEDULES = {
+    "dualpipe": lambda ranks: pp.dualpipe(ranks, 2 * ranks),
+    "chimera": lambda ranks: chimera(ranks, 2 * ranks),
+    "data_parallel": lambda ranks: remove_tail(pp.data_parallel(ranks, 2 * ranks)),
+}
+
+
+def stage(params, x):
+    return torch.tanh(x @ params["w"] + params["b"])
+
+
+def squared(y, target):
+    return (y - target).square().mean()
+
+
+def problem(schedule):
+    """Parameters by stage of the model, and a whole batch."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    params = {s: {"w": draw(D, D), "b": draw(D)} for s in set(schedule.model_stages)}
+    return params, draw(3 * schedule.microbatches, D), draw(3 * schedule.microbatches, D)
+
+
+def flipped(t):
+    """The tensor with the lowest bit of its last element flipped."""
+    bits = t.clone().view(torch.int32)
+    bits.view(-1)[-1] ^= 1
+    return bits.view(torch.float32)
+
+
+CHANGES = {
+    "transposed": lambda p: p | {"w": p["w"].T},
+    "transposed, contiguous": lambda p: p | {"w": p["w"].T.contiguous()},
+    "more by one": lambda p: p | {"w": p["w"] + 1},
+    "rows in another order": lambda p: p | {"w": p["w"][[1, 0, 2, 3]]},
+    "rows exchanged between leaves": lambda p: {"w": torch.cat([p["b"][None], p["w"][1:]]), "b": p["w"][0]},
+    "one bit": lambda p: p | {"b": flipped(p["b"])},
+    "another dtype": lambda p: p | {"b": p["b"].view(torch.int32)},
+    "another leaf": lambda p: p | {"c": torch.zeros(D)},
+    "another shape": lambda p: p | {"b": p["b"][None]},
+}
+
+
+def replicas_differ(rank, ranks, name, kind):
+    """The last rank changes the parameters of its last stage, at the first step and at the third; the others are right."""
+    schedule = SCHEDULES[name](ranks)
+    params, inputs, targets = problem(schedule)
+    held = {schedule.model_stages[s]: params[schedule.model_stages[s]] for s in schedule.stages_of(rank)}
+    changed = dict(held)
+    if rank == ranks - 1:
+        changed[max(held)] = CHANGES[kind](held[max(held)])
+    want, wanted = pp.value_and_grad([stage] * len(params), squared, schedule)(params, inputs, targets)
+    found = []
+    with pp.P2P(timeout=60) as transport:
+        step = pp.value_and_grad([stage] * len(params), squared, schedule, transport)
+        for given in (changed, held, changed, held):
+            start = time.perf_counter()
+            try:
+                loss, grads = step(given, inputs, targets)
+            except Exception as error:
+                found.append((type(error).__name__, str(error), time.perf_counter() - start))
+            else:
+                found.append(None)
+                assert torch.equal(loss, want)
+                assert all(torch.equal(grads[s][leaf], wanted[s][leaf]) for s in held for leaf in ("w", "b"))
+    return max(held), found
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_replicas_with_other_parameters_are_told_on_every_rank_and_the_next_step_is_right(two, kind):
+    check(two(replicas_differ, "dualpipe", kind))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("kind", ["transposed, contiguous", "one bit", "another leaf"])
+def test_replicas_in_four_processes_are_compared(four, name, kind):
+    check(four(replicas_differ, name, kind))
+
+
+def check(answers):
+    changed = answers[-1][0]
+    for _, (first, second, third, fourth) in answers:
+        assert second is fourth is None
+        for name, text, seconds in (first, third):
+            assert name == "AgreementError", text
+            assert f"parameters of stage {changed} differ between the processes that hold it" in text
+            assert seconds < SOON
+
+
+def same_bits(rank, ranks):
+    """Strides, a NaN of the same bits, and a tensor that is a view of another, are no difference."""
+    schedule = pp.dualpipe(ranks, 4)
+    params, inputs, targets = problem(schedule)
+    if rank:
+        params = {s: {"w": p["w"].T.contiguous().T, "b": torch.cat([p["b"], p["b"]])[D:]} for s, p in params.items()}
+    for p in params.values():
+        p["b"][0] = torch.nan
+    with pp.P2P(timeout=60) as transport:
+        loss, _ = pp.value_and_grad([stage] * ranks, squared, schedule, transport)(params, inputs, targets)
+    assert loss.isnan()
+
+
+def test_replicas_of_the_same_bits_are_the_same(two):
+    two(same_bits)
+
+
+def different_stages(rank, ranks):
+    """A function of another form on one rank: its gradients could not be added up."""
+    schedule = pp.dualpipe(ranks, 4)
+    params, inputs, targets = problem(schedule)
+    with pp.P2P(timeout=60) as transport:
+        step = pp.value_and_grad([stage, stage], squared, schedule, transport)
+        frozen = {s: {"w": p["w"], "b": (p["b"] * 100).int()} for s, p in params.items()} if rank else params
+        try:
+            step(frozen, inputs, targets)
+        except Exception as error:
+            return type(error).__name__, str(error)
+
+
+def test_replicas_with_another_number_of_gradients_are_told(two):
+    for name, text in two(different_stages):
+        assert name == "AgreementError", text
+        assert "parameters of stage 0 differ" in text
+
+
+def zero_and_minus_zero(rank, ranks):
+    """They are equal, but not the same bits: divisions by them differ."""
+    schedule = pp.dualpipe(ranks, 4)
+    params, inputs, targets = problem(schedule)
+    params[1]["b"] = torch.zeros(D) * (-1 if rank else 1)
+    with pp.P2P(timeout=60) as transport, pytest.raises(pp.AgreementError, match="parameters of stage 1 differ"):
+        pp.value_and_grad([stage, stage], squared, schedule, transport)(params, inputs, targets)
+
+
+def test_replicas_with_zeros_of_another_sign_are_told(two):
+    two(zero_and_minus_zero)
+
+
+def judged(rank, ranks, name):
+    """An evaluation compares them, too."""
+    schedule = SCHEDULES[name](ranks)
+    params, inputs, targets = problem(schedule)
+    held = {schedule.model_stages[s]: params[schedule.model_stages[s]] for s in schedule.stages_of(rank)}
+    wrong = {s: p | {"w": p["w"].T.contiguous()} for s, p in held.items()} if rank else held
+    with pp.P2P(timeout=60) as transport:
+        judge = pp.evaluate([stage] * len(params), squared, schedule, transport)
+        loss = judge(held, inputs, targets)
+        with pytest.raises(pp.AgreementError, match="parameters of stage . differ"):
+            judge(wrong, inputs, targets)
+        assert torch.equal(judge(held, inputs, targets), loss)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_an_evaluation_compares_replicas(two, name):
+    two(judged, name)
+
+
+def apart(rank, ranks, name):
+    """Gradients of each microbatch: every process has those of all."""
+    schedule = SCHEDULES[name](ranks)
+    params, inputs, targets = problem(schedule)
+    held = {schedule.model_stages[s]: params[schedule.model_stages[s]] for s in schedule.stages_of(rank)}
+    _, wanted = pp.value_and_grad([stage] * len(params), squared, schedule, per_microbatch=True)(params, inputs, targets)
+    with pp.P2P(timeout=60) as transport:
+        step = pp.value_and_grad([stage] * len(params), squared, schedule, transport, per_microbatch=True)
+        for _ in range(2):
+            _, grads = step(held, inputs, targets)
+            for s in held:
+                assert grads[s]["w"].shape == (schedule.microbatches, D, D)
+                assert torch.equal(grads[s]["w"], wanted[s]["w"])
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_gradients_of_each_microbatch_reach_every_replica(two, name):
+    two(apart, name)
