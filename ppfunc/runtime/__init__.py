@@ -30,13 +30,13 @@ from .step import StepFunction
 from .transport import Transport
 
 __all__ = [
+    "P2P",
     "AgreementError",
     "Aux",
     "CacheInfo",
     "InProcess",
     "Lowered",
     "Microbatches",
-    "P2P",
     "PipelineError",
     "ProcessGroups",
     "StepFunction",

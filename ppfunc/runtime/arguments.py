@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, NamedTuple
 
-import optree
 import torch
+from optree import PyTreeSpec
 
 from ppfunc.schedule import Schedule
 from ppfunc.stage import Signature
 from ppfunc.stage.signature import flatten
+from ppfunc.stage.tree import tree_flatten, tree_paths
 
-from .batch import Leaves, Microbatches, cut, paths_of, require_divisible
+from .batch import Leaves, Microbatches, cut, refuse_microbatches, require_divisible
 from .functorch import transformed
 
 LossWeights = Sequence[float] | torch.Tensor | None
@@ -44,7 +45,7 @@ class TreeForm:
         signature: of the tree, or, of a whole batch, of one microbatch.
     """
 
-    treedef: optree.PyTreeSpec
+    treedef: PyTreeSpec
     metadata: tuple[list[Any], ...]
     signature: Signature
 
@@ -189,16 +190,17 @@ def read_loss_weights(weights: LossWeights, microbatches: int) -> torch.Tensor |
 def _read_tree(tree: Any, form: TreeForm | None, name: str, microbatches: int) -> tuple[Leaves, TreeForm]:
     """The leaves of a tree, and its form: ``form`` itself where the tree has that."""
     if form is not None:
-        found, treedef = optree.tree_flatten(tree)
+        found, treedef = tree_flatten(tree, name)
         try:
             if treedef == form.treedef and _metadata(found) == form.metadata:
                 return tuple(found), form
         except (AttributeError, RuntimeError):
             pass  # a leaf is something else than a dense tensor, which flatten below refuses by name
     leaves, treedef = flatten(tree, name)
+    refuse_microbatches(treedef, name)
     example: Sequence[torch.Tensor] = leaves
     if microbatches:
-        require_divisible(leaves, paths_of(treedef), microbatches, name)
+        require_divisible(leaves, tree_paths(treedef), microbatches, name)
         example = [leaf[: leaf.shape[0] // microbatches] for leaf in leaves]
     return leaves, TreeForm(treedef, _metadata(leaves), Signature.of(treedef.unflatten(example), name))
 
@@ -245,7 +247,7 @@ def _require_values(trees: Mapping[str, TreeForm]) -> None:
     """Raise where a leaf has no values, or lives on another device than the others of its stage."""
     for name, form in trees.items():
         devices = form.metadata[4]
-        for path, device in zip(paths_of(form.treedef), devices, strict=True):
+        for path, device in zip(tree_paths(form.treedef), devices, strict=True):
             if device.type == "meta":
                 raise ValueError(
                     f"{name}{path}: got a tensor on the device meta, which has no values; materialise it, or call step.lower for shapes alone"

@@ -90,9 +90,12 @@ def warn_of_retraces(name: str, misses: int, arguments: StepArguments, last: Ste
     """Warn that a step function traces again and again, and say what changed."""
     before = {} if last is None else last.trees
     changed = [n for n, form in arguments.trees.items() if n not in before or before[n].key != form.key]
-    what = f"{changed[0]} is now {arguments.trees[changed[0]].signature}" if changed else "modules or autocast have another mode"
-    if changed and changed[0] in before:
-        what += f", it was {before[changed[0]].signature}"
+    what = "modules or autocast have another mode, or fewer arguments are given"
+    if changed:
+        now, then = arguments.trees[changed[0]], before.get(changed[0])
+        what = f"{changed[0]} is now {now.signature}"
+        what += "" if then is None else f", it was {then.signature}"
+        what += ", in memory of another type, layout or device" if then is not None and then.signature == now.signature else ""
     warnings.warn(
         f"{name} has been traced {misses} times, each for another form of its arguments: {what}; "
         f"pad batches to few shapes, or use the functional engine",

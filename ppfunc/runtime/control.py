@@ -16,7 +16,7 @@ import torch
 from ppfunc.stage import LeafSignature
 
 from .errors import AgreementError
-from .failures import LinkError, Published
+from .failures import FailureRecord, LinkError
 from .interrupts import hold_interrupts
 from .transport import Failure, LossPart, Mode
 
@@ -294,8 +294,8 @@ class Control:
         interrupts: list[BaseException] = []
         with hold_interrupts():
             try:
-                mine = _insist(interrupts, Published.of, failure, rank, self.links.suspect)
-                first = Published.read(_insist(interrupts, self.links.publish, mine.write()))
+                mine = _insist(interrupts, FailureRecord.of, failure, rank, self.links.suspect)
+                first = FailureRecord.read(_insist(interrupts, self.links.publish, mine.write()))
             finally:
                 self._tear_down()
                 if self._running.locked():

@@ -29,7 +29,7 @@ class LinkError(ConnectionError):
         super().__init__(reason)
 
 
-class Published(NamedTuple):
+class FailureRecord(NamedTuple):
     """A failure as it travels: what :class:`PipelineError` takes, and whether it is an AgreementError instead."""
 
     rank: int
@@ -40,7 +40,7 @@ class Published(NamedTuple):
     disagreement: bool
 
     @classmethod
-    def of(cls, failure: Failure, reporter: int, suspect: Callable[[int], int]) -> Published:
+    def of(cls, failure: Failure, reporter: int, suspect: Callable[[int], int]) -> FailureRecord:
         """A failure of rank ``reporter``; ``suspect`` finds the rank that holds up a late one."""
         cause, place = failure.cause, failure.instruction and str(failure.instruction)
         if not isinstance(cause, LinkError) or cause.kind == "failed":
@@ -53,7 +53,7 @@ class Published(NamedTuple):
         return cls(culprit, None, None, f"{cause.reason}{victim}{where}", reporter, False)
 
     @classmethod
-    def read(cls, text: str) -> Published:
+    def read(cls, text: str) -> FailureRecord:
         return cls(*json.loads(text))
 
     def write(self) -> str:
@@ -69,4 +69,4 @@ class Published(NamedTuple):
 
 def gone(peer: int, reporter: int) -> str:
     """The failure that a rank is gone, as it is published."""
-    return json.dumps(Published(peer, None, None, GONE, reporter, False))
+    return json.dumps(FailureRecord(peer, None, None, GONE, reporter, False))

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from ppfunc.stage import LeafSignature
+from ppfunc.stage._torch import add_each, add_each_
 
 from .functorch import transforming
 from .ownership import Owned
@@ -64,9 +65,9 @@ class Sum:
         elif not present:
             pass
         elif self._is_own:
-            torch._foreach_add_(self._total, present)
+            add_each_(self._total, present)
         else:
-            self._total, self._is_own = list(torch._foreach_add(self._total, present)), True
+            self._total, self._is_own = list(add_each(self._total, present)), True
 
     def _add_unlike(self, gradients: Given) -> None:
         """Add gradients that are absent in other places than those before."""

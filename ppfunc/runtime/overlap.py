@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 from weakref import WeakKeyDictionary
 
-import optree
 import torch
 
 from ppfunc.stage.tracing.emit import Recipe, emit
 from ppfunc.stage.tracing.interleave import interleave
+from ppfunc.stage.tree import tree_leaves
 
 Program = Callable[..., Any]
 
@@ -60,7 +60,7 @@ def two_streams() -> Overlapped:
     streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def together(forward: Program, arguments: tuple[Any, ...], backward: Program, others: tuple[Any, ...]) -> tuple[Any, Any]:
-        given = [t for t in optree.tree_leaves(cast(Any, (arguments, others))) if isinstance(t, torch.Tensor)]
+        given = [t for t in tree_leaves((arguments, others)) if isinstance(t, torch.Tensor)]
         device = next((t.device for t in given), torch.device("cpu"))
         if device.type != "cuda":
             raise ValueError(f"two_streams() got stages that compute on {device}; leave out overlapped= where there is no CUDA")
@@ -68,13 +68,13 @@ def two_streams() -> Overlapped:
             streams[device] = torch.cuda.Stream(device)
         here, beside = torch.cuda.current_stream(device), streams[device]
         beside.wait_stream(here)
-        for tensor in optree.tree_leaves(cast(Any, others)):
+        for tensor in tree_leaves(others):
             _used_on(beside, tensor)
         with torch.cuda.stream(beside):
             gradients = backward(*others)
         outputs = forward(*arguments)
         here.wait_stream(beside)
-        for tensor in optree.tree_leaves(gradients):
+        for tensor in tree_leaves(gradients):
             _used_on(here, tensor)
         return outputs, gradients
 

@@ -12,11 +12,11 @@ from types import CellType
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
-import optree
 import torch
 
 from ppfunc.stage import Engine, Loss, Outline, Signature, Stage, StageProgram, outline
 from ppfunc.stage.output import canonical
+from ppfunc.stage.tree import tree_leaves
 
 from .functorch import suspended
 from .rng import process_lock
@@ -132,7 +132,7 @@ def _shared(function: StageFunction, key: tuple[Hashable, ...], make: Callable[[
 
 def _form(example: tuple[Any, ...]) -> Hashable:
     """What an evaluation depends on of its example: signatures, and the types and strides of tensors."""
-    tensors = [t for tree in example if not isinstance(tree, Signature) for t in optree.tree_leaves(tree)]
+    tensors = [t for tree in example if not isinstance(tree, Signature) for t in tree_leaves(tree)]
     return tuple(map(Signature.of, example)), tuple((type(t), t.stride()) for t in tensors)
 
 

@@ -8,13 +8,13 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Generic, ParamSpec, TypeVar, cast
+from typing import Any, Generic, ParamSpec, TypeVar
 
-import optree
 import torch
 
 from ppfunc.schedule import Schedule
 from ppfunc.stage import Engine, Loss, Signature, Stage
+from ppfunc.stage.tree import tree_structure
 
 from .analysis import Lowered
 from .arguments import RawArguments, StepArguments, read_arguments
@@ -38,7 +38,7 @@ R = TypeVar("R")
 
 _KNOWN = "; run before: "
 _MODES = 3  # programs that are kept for other modes of the modules
-_LEAF = optree.tree_structure(cast(Any, 0))
+_LEAF = tree_structure(0)
 
 
 class StepFunction(Generic[P, R]):
@@ -97,6 +97,7 @@ class StepFunction(Generic[P, R]):
         buffers: Buffers | None = None
         failure: Failure | None = None
         error: BaseException | None = None
+        ended = False
         try:
             self._require_all_ranks_under_transforms()
             raw = self._prepare(*args, **kwargs)
@@ -110,8 +111,11 @@ class StepFunction(Generic[P, R]):
                 result = collect(compiled.lowered, arguments, buffers)
                 buffers = None
                 result = result._replace(loss=self.transport.end(losses, entry.parts, entry.mode()))
+                ended = True
             return self._finish(result, raw)
         except BaseException as raised:
+            if ended:  # on every rank: there is nothing to tell
+                raise
             failure = self._failure(raised, entry)
             error = self.transport.fail(failure)
             if error is failure.cause or not isinstance(failure.cause, Exception):
@@ -184,12 +188,17 @@ class StepFunction(Generic[P, R]):
         with self._lock:
             if (name, now) in self._agreed:
                 self._agreed.move_to_end((name, now))
-            entry = next((e for e in self._compiled.get(own, ()) if e.holds()), None)
-            if entry is not None:
-                self._hits += 1
-                self._compiled.move_to_end(own)
+            entry = self._found(own)
         entry = entry or self._build(arguments, name, own)
         self._last = Last(arguments._replace(params={}, state={}, inputs=(), targets=(), extras={}), name, now, entry)
+        return entry
+
+    def _found(self, own: tuple[Any, ...]) -> Entry | None:
+        """The compiled step of a key that holds for the modes of the modules, if there is one; under the lock."""
+        entry = next((e for e in self._compiled.get(own, ()) if e.holds()), None)
+        if entry is not None:
+            self._hits += 1
+            self._compiled.move_to_end(own)
         return entry
 
     def _build(self, arguments: StepArguments, name: str, own: tuple[Any, ...]) -> Entry:
@@ -210,6 +219,8 @@ class StepFunction(Generic[P, R]):
             self._building.active = False
         entry = Entry.of(compiled, agreed.parts)
         with self._lock:
+            if (built := self._found(own)) is not None:  # by another thread meanwhile
+                return built
             self._misses += 1
             keep(self._agreed, (name, own[-1]), agreed)
             keep(self._compiled, own, [*self._compiled.get(own, [])[-_MODES:], entry])

@@ -15,6 +15,7 @@ import torch
 
 # FakeTensorMode imports it when the first one is made, which takes a second. Here, ranks that wait for each other import it at the same time.
 import torch._dynamo
+import torch._functorch.pyfunctorch
 
 # Operators as other operators, whose derivatives are exact to any order.
 from torch._decomp import decomposition_table as DECOMPOSITIONS
@@ -44,6 +45,9 @@ from torch.utils._python_dispatch import _disable_current_modes as without_modes
 # The registry of classes that are nodes of trees: `(type, flatten_fn, unflatten_fn, flatten_with_keys_fn)` of each.
 from torch.utils._pytree import SUPPORTED_NODES as PYTREE_NODES
 
+# Makes a class a node of trees, for torch.func too.
+from torch.utils._pytree import register_pytree_node
+
 __all__ = [
     "BINDINGS",
     "DECOMPOSITIONS",
@@ -57,6 +61,8 @@ __all__ = [
     "OpOverload",
     "TorchDispatchMode",
     "UnsupportedOperatorException",
+    "add_each",
+    "add_each_",
     "awaited",
     "below_autograd",
     "binding",
@@ -64,12 +70,15 @@ __all__ = [
     "inductor",
     "innermost_transform",
     "is_wrapped",
+    "register_pytree_node",
+    "register_pytree_node",
     "require_batch",
     "require_spatial",
     "schema",
     "storage",
     "version",
     "without_modes",
+    "without_transforms",
 ]
 
 # Name of the logger that prints errors of fake evaluation with their whole traceback.
@@ -83,8 +92,13 @@ METHODS = torch._C.TensorBase
 innermost_transform = torch._C._functorch.peek_interpreter_stack
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
-# Copies a list of tensors into another in few kernels.
+# Within it, no torch.func transform is at work.
+without_transforms = torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack
+
+# Copies a list of tensors into another in few kernels; adds two lists, into new tensors or into the first.
 copy_each = torch._foreach_copy_
+add_each = torch._foreach_add
+add_each_ = torch._foreach_add_
 
 # Arguments, results and aliases of an operator; and the function that calls it without the checks of `OpOverload.__call__`.
 schema = attrgetter("_schema")

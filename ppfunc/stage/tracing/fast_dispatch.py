@@ -68,7 +68,7 @@ def _kind(value: Any, numbers: dict[Node, int]) -> Hashable:
         return ("tensor", same, t.dim(), t.dtype, t.device.type, t.is_conj(), t.is_neg())
     if isinstance(value, (list, tuple)):
         return (type(value), *(_kind(v, numbers) for v in value))
-    return value if isinstance(value, str) else type(value)
+    return (str, value) if isinstance(value, str) else (type(value),)
 
 
 def _find(node: Node) -> OperatorCall:

@@ -15,12 +15,13 @@ from ..contiguous import contiguous
 from ..differentiable import DifferentiableStage
 from ..errors import StageError
 from ..example import Example, Leaves
+from ..program import Gradients
 from .operators import is_mutable, is_random
 from .record import Record
 
 Nodes = tuple[Node, ...]
 Maybe = tuple[Node | None, ...]
-Results = tuple[tuple[torch.Tensor | None, ...], ...]
+Results = tuple[Leaves, Gradients, Gradients]  # outputs, gradients of the parameters and of x
 
 
 class Joint(NamedTuple):
@@ -84,8 +85,13 @@ def _record(fn: Callable[..., Results], groups: tuple[Leaves, ...], name: str) -
         place = record.place_of(str(error))
         reason = f"it runs, but its gradient cannot be traced ({type(error).__name__}: {first}{place})"
         raise StageError(name, reason, "use the eager engine") from error
-    groups_of_nodes = (tuple(map(record.node, group)) for group in (*groups, *results))
-    return Joint(record.graph, record.constants, *groups_of_nodes)
+
+    def maybe(gradients: Gradients) -> Maybe:
+        return tuple(None if t is None else record.node(t) for t in gradients)
+
+    outputs, gparams, gx = results
+    params, x, extras, gy, y = (tuple(map(record.node, leaves)) for leaves in (*groups, outputs))
+    return Joint(record.graph, record.constants, params, x, extras, gy, y, maybe(gparams), maybe(gx))
 
 
 def _joint(stage: DifferentiableStage, record: Record, params: Leaves, x: Leaves, extras: Leaves, gy: Leaves) -> Results:
@@ -106,7 +112,8 @@ def _without_effects(joint: Joint, record: Record, *groups: Leaves) -> Results:
     sizes = [len(nodes) for nodes in (joint.outputs, joint.gparams, joint.gx)]
     joint.graph.output([*joint.outputs, *joint.gparams, *joint.gx])
     results = iter(torch.func.functionalize(GraphModule(joint.constants, joint.graph))(*chain(*groups)))
-    return tuple(tuple(islice(results, size)) for size in sizes)
+    outputs, gparams, gx = (tuple(islice(results, size)) for size in sizes)
+    return outputs, gparams, gx
 
 
 def _require_served(joint: Joint, known: Outline, name: str) -> None:

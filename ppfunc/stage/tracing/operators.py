@@ -16,6 +16,17 @@ ELEMENT = operator.getitem
 """Target of the nodes that take one result of an operator with several."""
 
 
+def arguments(node: Node) -> tuple[Any, ...]:
+    """The arguments of a call; which types they have follows from the operator, and fx does not say."""
+    return node.args
+
+
+def constant_name(node: Node) -> str:
+    """The name of the constant that a ``get_attr`` node stands for."""
+    assert isinstance(node.target, str)
+    return node.target
+
+
 def is_call(node: Node) -> bool:
     """Whether the node calls an operator, or takes one of its results."""
     return node.op == "call_function"
@@ -49,7 +60,7 @@ def is_mutable(node: Node) -> bool:
 def base(node: Node) -> Node | None:
     """The node of which ``node`` is a view, ``None`` if it is its own storage."""
     if is_element(node):
-        return base(node.args[0])
+        return base(arguments(node)[0])
     viewed = isinstance(node.target, OpOverload) and is_view(node.target) and node.args[0]
     return viewed if isinstance(viewed, Node) else None  # it may be a complex number, which autograd conjugates as it does tensors
 

@@ -49,17 +49,16 @@ class Record(TorchDispatchMode):
 
     def __init__(self, stage: str, inputs: Iterable[tuple[torch.Tensor, str]]) -> None:
         super().__init__()
-        self.stage, self.graph, self.constants = stage, Graph(), {}
+        self.stage, self.graph = stage, Graph()
+        self.constants: dict[str, torch.Tensor] = {}
         self._nodes: dict[int, tuple[Node, torch.Tensor]] = {}  # by identity, which the tensor keeps while it is here
         self._doubtful: list[_Doubtful] = []
         self._in_forward = True
         for tensor, name in inputs:
             self._know(tensor, self.graph.placeholder(name))
 
-    def node(self, tensor: torch.Tensor | None) -> Node | None:
+    def node(self, tensor: torch.Tensor) -> Node:
         """The node of a tensor; a new constant for one that is not known."""
-        if tensor is None:
-            return None
         if id(tensor) not in self._nodes:
             if isinstance(tensor, FakeTensor):
                 raise NoValuesError(tensor).told(self.stage)
