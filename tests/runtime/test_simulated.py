@@ -227,7 +227,7 @@ def test_a_fault_at_any_operation(size, kind):
     counted, _ = run_ring(size, size, number=2)
     for rank, operations in enumerate(counted.operations):
         for at in range(rank % (size - 1), operations, size - 1):
-            network, outcomes = check_ring(size, size, [Fault(kind, rank, at, 1.0 if kind == "delay" else None)])
+            _, outcomes = check_ring(size, size, [Fault(kind, rank, at, 1.0 if kind == "delay" else None)])
             errors = [ended.error for outcome in outcomes if outcome.error is None for ended in outcome.value]
             failures = [error for error in errors if isinstance(error, pp.PipelineError)]
             if kind in ("raise", "kill", "freeze"):
