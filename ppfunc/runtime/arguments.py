@@ -125,7 +125,7 @@ def read_arguments(
     """Read the arguments of a call in a process that runs ``stages`` of the model.
 
     Args:
-        last: arguments of an earlier call; where these have the same form, ``form`` and ``trees`` are those, as objects.
+        last: arguments of an earlier call; where these have the same form, ``form`` is that object.
         abstract: whether trees may be signatures, and tensors without values.
 
     Raises:

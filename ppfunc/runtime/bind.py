@@ -15,21 +15,12 @@ from ppfunc.schedule import Instruction, Op, Schedule, linearize, parts_of, send
 from ppfunc.schedule.instruction import COMMUNICATION, SENDS
 from ppfunc.stage import LeafSignature, Signature
 
-from .buffers import Buffers, Key
-from .calls import CompiledStage, backward, backward_call, forward, forward_call, load, move_residuals, seeded, weight
+from .buffers import Buffers, Key, Tag
+from .calls import CompiledStage, Place, backward, backward_call, forward, forward_call, load, move_residuals, seeded, weight
 from .lower import BATCH
 from .overlap import Overlapped
 from .replicas import reduce_replicas
-from .transport import Call, DataTransport, Tag, Transfer
-
-
-class Place(NamedTuple):
-    """Where in the schedule a call comes from."""
-
-    rank: int
-    position: int
-    instruction: Instruction
-
+from .transport import Call, DataTransport, Transfer
 
 Calls = list[tuple[Call, Place]]
 
@@ -60,7 +51,7 @@ def bind(
     calls: Calls = []
     for rank, position in _order(schedule, ranks):
         calls += _step(binding, rank, position, completed.get(rank, {}).get(position, ()))
-    calls += reduce_replicas(schedule, stages, data, ranks, summed, Place)
+    calls += reduce_replicas(schedule, stages, data, ranks, summed)
     return calls
 
 

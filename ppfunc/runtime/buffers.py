@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from .gradients import Gradients
-from .transport import Tag
 
 Key = tuple[int, int]  # (stage of the schedule, microbatch)
 Leaves = tuple[torch.Tensor, ...]
+
+
+class Tag(NamedTuple):
+    """The name of a message, the same at both ends.
+
+    Args:
+        direction: ``"F"`` for activations, ``"B"`` for their gradients, ``"R"`` for sums over replicas.
+        source: the stage of the schedule that produces it, -1 for the batch.
+        destination: the stage that consumes it.
+        microbatch: the microbatch, -1 where it belongs to the whole stage.
+    """
+
+    direction: str
+    source: int
+    destination: int
+    microbatch: int
 
 
 @dataclass(slots=True)

@@ -12,13 +12,22 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ppfunc.schedule import Instruction
 from ppfunc.stage import FlatProgram, LeafSignature
 
-from .buffers import Buffers, Key, Leaves
+from .buffers import Buffers, Key, Leaves, Tag
 from .gradients import Absent, LeafGradients
 from .lower import BATCH
 from .rng import generator_of, process_lock
-from .transport import Call, Tag
+from .transport import Call
+
+
+class Place(NamedTuple):
+    """Where in the schedule a call comes from."""
+
+    rank: int
+    position: int
+    instruction: Instruction
 
 
 class Edge(NamedTuple):

@@ -16,7 +16,7 @@ import torch
 from ppfunc.stage import LeafSignature
 
 from .errors import AgreementError
-from .failures import LinkError, FailureRecord
+from .failures import FailureRecord, LinkError
 from .interrupts import hold_interrupts
 from .transport import Failure, LossPart, Mode
 

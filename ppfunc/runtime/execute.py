@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from .arguments import StepArguments
-from .buffers import Buffers
+from .buffers import Buffers, Tag
 from .compile import CompiledStep, new_gradients
 from .lower import BATCH, LoweredStep
-from .transport import Failure, Tag
+from .transport import Failure
 
 
 class StepFailed(Exception):

@@ -12,11 +12,10 @@ from ppfunc.stage.tree import tree_leaves, tree_map, tree_structure
 
 from .arguments import StepArguments
 from .batch import Microbatches
-from .buffers import Buffers
+from .buffers import Buffers, Tag
 from .execute import weights_of
 from .lower import BATCH, LoweredStage, LoweredStep
 from .ownership import Owned
-from .transport import Tag
 
 
 class Aux(NamedTuple):

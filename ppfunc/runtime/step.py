@@ -97,6 +97,7 @@ class StepFunction(Generic[P, R]):
         buffers: Buffers | None = None
         failure: Failure | None = None
         error: BaseException | None = None
+        ended = False
         try:
             self._require_all_ranks_under_transforms()
             raw = self._prepare(*args, **kwargs)
@@ -110,8 +111,11 @@ class StepFunction(Generic[P, R]):
                 result = collect(compiled.lowered, arguments, buffers)
                 buffers = None
                 result = result._replace(loss=self.transport.end(losses, entry.parts, entry.mode()))
+                ended = True
             return self._finish(result, raw)
         except BaseException as raised:
+            if ended:  # on every rank: there is nothing to tell
+                raise
             failure = self._failure(raised, entry)
             error = self.transport.fail(failure)
             if error is failure.cause or not isinstance(failure.cause, Exception):

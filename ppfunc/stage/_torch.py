@@ -69,6 +69,7 @@ __all__ = [
     "below_autograd",
     "binding",
     "copy_each",
+    "device_of",
     "inductor",
     "innermost_transform",
     "is_wrapped",
@@ -101,6 +102,10 @@ add_each = torch._foreach_add
 # Arguments, results and aliases of an operator; and the function that calls it without the checks of `OpOverload.__call__`.
 schema = attrgetter("_schema")
 binding = attrgetter("_op")
+
+
+# The device of a tensor without values.
+device_of = attrgetter("fake_device")
 
 
 def version(tensor: torch.Tensor) -> int | None:

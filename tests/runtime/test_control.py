@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 
 from ppfunc.runtime import _torch
-from ppfunc.runtime.buffers import Buffers
+from ppfunc.runtime.buffers import Buffers, Tag
 from ppfunc.runtime.control import Control, StepRunning
 from ppfunc.runtime.errors import AgreementError, PipelineError
 from ppfunc.runtime.failures import LinkError, gone
 from ppfunc.runtime.inprocess import InProcess
 from ppfunc.runtime.links import SocketLinks
 from ppfunc.runtime.p2p import P2P
-from ppfunc.runtime.transport import Failure, Link, LossPart, Tag, Transfer
+from ppfunc.runtime.transport import Failure, Link, LossPart, Transfer
 from ppfunc.schedule.formats.text import parse_instruction
 from ppfunc.stage import LeafSignature
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-from .._torch import FakeTensor, OpOverload, TorchDispatchMode, schema
+from .._torch import FakeTensor, OpOverload, TorchDispatchMode, device_of, schema
 from ..abstract import is_of_a_library
 from ..errors import StageError
 from ..purity import NoValuesError
@@ -74,7 +74,8 @@ class Record(TorchDispatchMode):
         if not isinstance(func, OpOverload):
             raise StageError(self.stage, f"it uses {func}, an operator on functions{_place()}", "use the functional engine")
         if func.namespace == "prim":
-            return func(*args, **kwargs)
+            # Autograd asks for the device of each gradient, more often than it calls operators.
+            return device_of(args[0]) if func is torch.ops.prim.device.default and types else func(*args, **kwargs)
         if func.namespace == "c10d":
             raise StageError(
                 self.stage,
