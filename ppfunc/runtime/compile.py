@@ -10,8 +10,8 @@ import torch
 from ppfunc.schedule import Schedule
 from ppfunc.stage import Engine, Signature, StageProgram
 
-from .bind import Place, bind, share_input_gradients
-from .calls import CompiledStage, Edge
+from .bind import bind, share_input_gradients
+from .calls import CompiledStage, Edge, Place
 from .gradients import Gradients, Stack, Sum
 from .lower import Key, LoweredStage, LoweredStep
 from .stage_programs import program_of

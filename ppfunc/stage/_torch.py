@@ -37,9 +37,9 @@ from torch._subclasses.fake_tensor import (
 )
 
 # Raise torch's error for one value per channel, and for one per channel and sample.
-from torch.nn.functional import (
-    _verify_batch_size as require_batch,  # type: ignore[attr-defined]  # not in the stubs
-    _verify_spatial_size as require_spatial,  # type: ignore[attr-defined]  # not in the stubs
+from torch.nn.functional import (  # type: ignore[attr-defined]  # not in the stubs
+    _verify_batch_size as require_batch,
+    _verify_spatial_size as require_spatial,
 )
 
 # Sees every operator below autograd; `supports_higher_order_operators` is an attribute of such modes.
@@ -70,6 +70,7 @@ __all__ = [
     "below_autograd",
     "binding",
     "copy_each",
+    "device_of",
     "inductor",
     "innermost_transform",
     "is_wrapped",
@@ -102,6 +103,9 @@ add_each = torch._foreach_add
 # Arguments, results and aliases of an operator; and the function that calls it without the checks of `OpOverload.__call__`.
 schema = attrgetter("_schema")
 binding = attrgetter("_op")
+
+# The device of a tensor without values.
+device_of = attrgetter("fake_device")
 
 
 def version(tensor: torch.Tensor) -> int | None:

@@ -14,7 +14,7 @@ from .._torch import OpOverload
 from ..errors import StageError
 from .cut import Parts, cut, demands, early_nodes, parameter_views, residual_bytes
 from .joint import Joint
-from .operators import base, is_call, is_dense, is_element, is_random, is_tensor, root
+from .operators import arguments, base, is_call, is_dense, is_element, is_random, is_tensor, root
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -60,7 +60,7 @@ def _repeatable(joint: Joint) -> set[Node]:
     return {
         n
         for n in early_nodes(joint)
-        if is_call(n) and not is_random(n) and not (is_element(n) and is_random(n.args[0]))
+        if is_call(n) and not is_random(n) and not (is_element(n) and is_random(arguments(n)[0]))
     }
 
 
