@@ -1,4 +1,4 @@
-"""Compiling: a lowered step becomes the programs of its stages and one flat list of calls."""
+"""Compile a lowered step: the programs of its stages and one flat list of calls."""
 
 from __future__ import annotations
 

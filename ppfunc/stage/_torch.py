@@ -37,19 +37,18 @@ from torch._subclasses.fake_tensor import (
 )
 
 # Raise torch's error for one value per channel, and for one per channel and sample.
-from torch.nn.functional import (  # type: ignore[attr-defined]  # not in the stubs
+from torch.nn.functional import (  # type: ignore[attr-defined]  # the stubs leave them out
     _verify_batch_size as require_batch,
     _verify_spatial_size as require_spatial,
 )
 
-# Sees every operator below autograd; `supports_higher_order_operators` is an attribute of such modes.
-# Leaves all modes, to compute with values during a trace.
+# Sees every operator below autograd; `supports_higher_order_operators` is an attribute of such modes. The second leaves
+# all modes, to compute with values during a trace.
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes as without_modes
 
-# The registry of classes that are nodes of trees: `(type, flatten_fn, unflatten_fn, flatten_with_keys_fn)` of each.
-# Makes a class such a node, for torch.func too.
+# The registry of classes that are nodes of trees: `(type, flatten_fn, unflatten_fn, flatten_with_keys_fn)` of each. The
+# second registers a class, for torch.func too.
 from torch.utils._pytree import SUPPORTED_NODES as PYTREE_NODES, register_pytree_node
-
 
 __all__ = [
     "BINDINGS",

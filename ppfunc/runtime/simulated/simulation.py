@@ -1,4 +1,4 @@
-"""Runs a function on every rank of a simulated network."""
+"""Run a function on every rank of a simulated network."""
 
 from __future__ import annotations
 
