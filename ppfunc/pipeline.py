@@ -220,7 +220,7 @@ def prove(schedule: Schedule) -> Schedule:
     if not schedule.lowered:
         # A receive is posted one compute early: its message crosses while the rank is busy.
         schedule = place_communication(schedule, lookahead=1)
-    if schedule.replicas and not schedule.forward_only and not schedule.ops & {Op.REDUCE_TIED, Op.REDUCE_GRAD}:
+    if schedule.replicas and not schedule.forward_only and Op.REDUCE_TIED not in schedule.ops:
         schedule = append_tail(schedule, reduce_grad=False, step=False)
     check(schedule)
     return schedule

@@ -274,6 +274,8 @@ def _require_some(trees: Any, name: str, stages: Sequence[int]) -> None:
 def _require_batches(raw: RawArguments, schedule: Schedule, stages: Sequence[int], with_targets: bool) -> None:
     model = schedule.model_stages
     ends = {"inputs": (raw.inputs, model[schedule.chains[0].stages[0]]), "targets": (raw.targets, model[schedule.chains[0].stages[-1]])}
+    if raw.targets is not None and not with_targets:
+        raise ValueError("targets: got a batch, but there is no loss function that would read it; give the loss function, or no targets")
     for name, (batch, stage) in ends.items():
         if batch is None and stage in stages and (with_targets or name == "inputs"):
             raise ValueError(f"{name}: got None, but this process runs stage {stage}, which needs them")

@@ -164,7 +164,7 @@ def _arrivals(binding: _Binding, place: Place, part: Instruction) -> Iterator[tu
 
 def _instruction(binding: _Binding, place: Place) -> Iterator[tuple[Call, Place]]:
     part = place.instruction
-    if part.op in (Op.REDUCE_TIED, Op.REDUCE_GRAD):
+    if part.op is Op.REDUCE_TIED:
         return  # sums over replicas end the program, see reduce_replicas
     key = _key(part)
     compiled = binding.stages[key]

@@ -168,12 +168,12 @@ def require_honoured(schedule: Schedule) -> None:
     mend = "take ppfunc.schedule.remove_tail(schedule), and do it in your own code"
     refused = {
         Op.STEP: f"a step returns gradients and runs no optimizer; {mend}",
+        Op.REDUCE_GRAD: f"there are no data parallel ranks to sum over; {mend}",
         Op.UNSHARD: "parameters are given whole; leave it out of the schedule",
         Op.RESHARD: "parameters are given whole; leave it out of the schedule",
     }
     if not schedule.replicas:
         refused[Op.REDUCE_TIED] = f"no stage of this schedule has replicas, and no tied parameters are declared; {mend}"
-        refused[Op.REDUCE_GRAD] = f"there are no data parallel ranks to sum over; {mend}"
     for op in (op for op in refused if op in schedule.ops):
         rank, position, instruction = next(
             (r, n, i) for r, program in enumerate(schedule.programs) for n, step in enumerate(program) for i in step if i.op is op

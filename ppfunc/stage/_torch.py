@@ -103,6 +103,9 @@ add_each = torch._foreach_add
 schema = attrgetter("_schema")
 binding = attrgetter("_op")
 
+# The device of a tensor without values.
+device_of = attrgetter("fake_device")
+
 
 # The device of a tensor without values.
 device_of = attrgetter("fake_device")

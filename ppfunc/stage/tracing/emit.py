@@ -20,7 +20,7 @@ _writing = threading.RLock()  # one thread at a time
 
 
 class Recipe(NamedTuple):
-    """The source of a function.
+    """All that a function is made of.
 
     Args:
         part: what to compute.
@@ -40,7 +40,7 @@ class Recipe(NamedTuple):
 
 
 def emit(recipe: Recipe) -> TracedFunction:
-    """Make a function of a part of a trace. It drops each value right after its last use.
+    """Make a function of a part of a trace. Every value is let go right after its last use.
 
     Returns:
         The function, which carries its ``recipe``; its docstring is its source.
@@ -182,7 +182,7 @@ class _Writer:
 
 
 def _last_uses(part: Part) -> dict[Node, Node | None]:
-    """The call that uses each value last; ``None`` for results."""
+    """By which call every value is used last; ``None`` for what is returned."""
     last: dict[Node, Node | None] = {}
     for node in part.body:
         for argument in node.all_input_nodes:

@@ -95,7 +95,7 @@ def _record(fn: Callable[..., Results], groups: tuple[Leaves, ...], name: str) -
 
 
 def _joint(stage: DifferentiableStage, record: Record, params: Leaves, x: Leaves, extras: Leaves, gy: Leaves) -> Results:
-    """Run the stage and its gradient: outputs, gradients of the parameters, gradients of ``x``."""
+    """Outputs, gradients of the parameters and of ``x``."""
     with torch.enable_grad():
         primals = tuple(tuple(t.detach().requires_grad_() for t in group) for group in stage.primals(params, x))
         y, outputs = stage.with_others(params, x, extras)(*primals)
@@ -107,7 +107,7 @@ def _joint(stage: DifferentiableStage, record: Record, params: Leaves, x: Leaves
 
 
 def _without_effects(joint: Joint, record: Record, *groups: Leaves) -> Results:
-    """Run the trace by operators that write into nothing."""
+    """The same results by operators that write into nothing."""
     record.end_of_forward()
     sizes = [len(nodes) for nodes in (joint.outputs, joint.gparams, joint.gx)]
     joint.graph.output([*joint.outputs, *joint.gparams, *joint.gx])

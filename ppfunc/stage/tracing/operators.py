@@ -66,7 +66,7 @@ def base(node: Node) -> Node | None:
 
 
 def is_view(target: OpOverload) -> bool:
-    """Whether the operator only returns views of its first argument.
+    """Whether all that the operator does is to look at its first argument in another way.
 
     >>> is_view(torch.ops.aten.t.default), is_view(torch.ops.aten.mm.default)
     (True, False)
@@ -83,7 +83,7 @@ def root(node: Node) -> Node:
 
 
 def layout(node: Node) -> Any:
-    """A key equal for views of one storage that are the same tensor; unique for sparse tensors, which have no strides."""
+    """The key that is equal for views of one storage that are the same tensor; unique for sparse tensors, which have no strides."""
     t = node.meta["val"]
     if not is_dense(node):
         return node
