@@ -250,7 +250,8 @@ def _require_values(trees: Mapping[str, TreeForm]) -> None:
         for path, device in zip(tree_paths(form.treedef), devices, strict=True):
             if device.type == "meta":
                 raise ValueError(
-                    f"{name}{path}: got a tensor on the device meta, which has no values; materialise it, or call step.lower for shapes alone"
+                    f"{name}{path}: got a tensor on the device meta, which has no values; "
+                    f"materialise it, or call step.lower for shapes alone"
                 )
             if device != devices[0] and name.startswith("params"):
                 raise ValueError(f"{name}{path}: got a tensor on {device}, others of this stage are on {devices[0]}; move all to one device")

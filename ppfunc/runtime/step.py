@@ -176,8 +176,8 @@ class StepFunction(Generic[P, R]):
         name, _, known = self.transport.begin(self._terms(arguments), mine, self._source).rpartition(_KNOWN)
         if known != self._has_run(name):
             raise AgreementError(
-                f"the ranks disagree on the step that begins: whether it has run with these shapes before, rank {self._source} says {known}, "
-                f"rank {self._ranks[0]} does not; every rank must call the same step function in the same order"
+                f"the ranks disagree on the step that begins: whether it has run with these shapes before, "
+                f"rank {self._source} says {known}, rank {self._ranks[0]} does not; every rank must call the same step function in the same order"
             )
         if self.transport.generation != self._generation:
             self._meet()
@@ -296,8 +296,8 @@ class StepFunction(Generic[P, R]):
         if now != before:
             stage = min(s for s in now.keys() | before.keys() if now.get(s) != before.get(s))
             raise ValueError(
-                f"stage {self.schedule.model_stages[stage]} now gives the losses {now.get(stage, 'none')} (one for each microbatch), the ranks "
-                f"agreed on {before.get(stage, 'none')}; {mend}"
+                f"stage {self.schedule.model_stages[stage]} now gives the losses {now.get(stage, 'none')} (one for each microbatch), "
+                f"the ranks agreed on {before.get(stage, 'none')}; {mend}"
             )
         for stage, form in shared_forms(self.schedule, lowered.form.params).items():
             if form != agreed.shared[stage]:
