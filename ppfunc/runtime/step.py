@@ -177,7 +177,8 @@ class StepFunction(Generic[P, R]):
         if known != self._has_run(name):
             raise AgreementError(
                 f"the ranks disagree on the step that begins: whether it has run with these shapes before, "
-                f"rank {self._source} says {known}, rank {self._ranks[0]} does not; every rank must call the same step function in the same order"
+                f"rank {self._source} says {known}, rank {self._ranks[0]} does not; "
+                f"every rank must call the same step function in the same order"
             )
         if self.transport.generation != self._generation:
             self._meet()
