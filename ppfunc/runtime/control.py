@@ -225,8 +225,9 @@ class Control:
                     gathered[stage], data = bytes(data[: part.leaf.nbytes]), data[part.leaf.nbytes :]
         if training >= 0 and evaluation >= 0:
             raise AgreementError(
-                f"the ranks disagree on the mode of their modules: training on rank {training}, evaluation on rank {evaluation}; "
-                f"call train() or eval() on every rank (where a stage is frozen on purpose, leave its outermost module in training mode)"
+                f"the ranks disagree on the mode of their modules: training on rank {training}, evaluation on rank "
+                f"{evaluation}; call train() or "
+                f"eval() on every rank (where a stage is frozen on purpose, leave its outermost module in training mode)"
             )
         return gathered, (training, evaluation)
 
