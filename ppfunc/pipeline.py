@@ -1,4 +1,4 @@
-"""The front door: a pipeline as an ordinary function from parameters and a batch to a loss and gradients."""
+"""Make a pipeline an ordinary function from parameters and a batch to a loss and gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The front door of the transforms: pipelines that compute other derivatives than the gradient of one loss."""
+"""Make pipelines that compute other derivatives than the gradient of one loss."""
 
 from __future__ import annotations
 

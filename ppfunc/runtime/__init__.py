@@ -26,6 +26,7 @@ from .mesh import ProcessGroups, device_mesh, topology_of_mesh
 from .overlap import interleaved, two_streams
 from .p2p import P2P
 from .results import Aux, StepResult
+from .simulated import Fault, Simulated
 from .step import StepFunction
 from .transport import Transport
 
@@ -34,11 +35,13 @@ __all__ = [
     "AgreementError",
     "Aux",
     "CacheInfo",
+    "Fault",
     "InProcess",
     "Lowered",
     "Microbatches",
     "PipelineError",
     "ProcessGroups",
+    "Simulated",
     "StepFunction",
     "StepResult",
     "StepSpec",

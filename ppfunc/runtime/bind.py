@@ -1,4 +1,4 @@
-"""Binding: the instructions of a process's ranks become one flat list of calls, with every lookup resolved.
+"""Bind the instructions of a process's ranks: one flat list of calls, with every lookup resolved.
 
 A call reads and writes the buffers of the running step: `calls.py` has those of stage programs, a transport those
 of messages, which post what is in ``buffers.values``, or put there what has arrived.

@@ -35,7 +35,7 @@ class Buffers:
 
     Args:
         params: leaves of the parameters, by stage of the model.
-        constants: leaves that are not differentiated (targets, extras), by (stage, microbatch).
+        extras: leaves that are not differentiated (targets, extras), by (stage, microbatch).
         state: leaves of the state, by stage of the model; each forward takes it and puts the new one there.
         cotangents: cotangent of the loss, which is the weight of the microbatch, by (stage, microbatch).
         values: messages between stages, by tag.
@@ -47,7 +47,7 @@ class Buffers:
     """
 
     params: dict[int, Leaves] = field(default_factory=dict)
-    constants: dict[Key, Leaves] = field(default_factory=dict)
+    extras: dict[Key, Leaves] = field(default_factory=dict)
     state: dict[int, Leaves] = field(default_factory=dict)
     cotangents: dict[Key, Leaves] = field(default_factory=dict)
     values: dict[Tag, Leaves] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Executing: the calls of a compiled step, with buffers made for this step alone."""
+"""Execute the calls of a compiled step, with buffers made for this step alone."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def fill(lowered: LoweredStep, arguments: StepArguments) -> Buffers:
             batches = [arguments.targets] if stage == last and arguments.targets else []
             batches += [arguments.extras[model]] if model in arguments.extras else []
             if batches:
-                buffers.constants.update(((stage, m), sum((tuple(b[m]) for b in batches), ())) for m in chain.microbatches)
+                buffers.extras.update(((stage, m), sum((tuple(b[m]) for b in batches), ())) for m in chain.microbatches)
             if stage in lowered.losses:
                 weights = weights_of(lowered, arguments, stage)
                 shape = lowered.losses[stage].leaf.shape[1:]

@@ -1,4 +1,4 @@
-"""Transforms of torch.func at work around a step: ``torch.func.grad``, ``vmap`` and the like over a whole pipeline."""
+"""Tell whether a transform of torch.func is at work around a step."""
 
 from __future__ import annotations
 

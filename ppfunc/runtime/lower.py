@@ -1,4 +1,4 @@
-"""Lowering: from stages, a loss and a schedule to what every instruction means for given shapes; values only.
+"""Lower stages, a loss and a schedule to what every instruction means for given shapes; values only.
 
 Stages are visited in the order of the data. Each is evaluated abstractly, once for every distinct input,
 which gives the signature of every edge. Nothing is traced, nothing runs, and no message is sent but the

@@ -1,4 +1,4 @@
-"""How the forward and the backward of an ``OVERLAP_F_B`` run as one: interleaved in one program, or on two streams."""
+"""Run the forward and the backward of an ``OVERLAP_F_B`` as one: interleaved in one program, or on two streams."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def interleaved() -> Overlapped:
     """
     merged: WeakKeyDictionary[Program, WeakKeyDictionary[Program, Program]] = WeakKeyDictionary()
 
-    def together(forward: Program, arguments: tuple[Any, ...], backward: Program, others: tuple[Any, ...]) -> tuple[Any, Any]:
+    def overlapped(forward: Program, arguments: tuple[Any, ...], backward: Program, others: tuple[Any, ...]) -> tuple[Any, Any]:
         known = merged.setdefault(forward, WeakKeyDictionary())
         if backward not in known:
             known[backward] = emit(interleave(_recipe(forward), _recipe(backward)))
         outputs, residuals, first, second = known[backward](*arguments, *others)
         return (outputs, residuals), (first, second)
 
-    return together
+    return overlapped
 
 
 def _recipe(program: Program) -> Recipe:
@@ -59,7 +59,7 @@ def two_streams() -> Overlapped:
     """
     streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def together(forward: Program, arguments: tuple[Any, ...], backward: Program, others: tuple[Any, ...]) -> tuple[Any, Any]:
+    def overlapped(forward: Program, arguments: tuple[Any, ...], backward: Program, others: tuple[Any, ...]) -> tuple[Any, Any]:
         given = [t for t in tree_leaves((arguments, others)) if isinstance(t, torch.Tensor)]
         device = next((t.device for t in given), torch.device("cpu"))
         if device.type != "cuda":
@@ -78,7 +78,7 @@ def two_streams() -> Overlapped:
             _used_on(here, tensor)
         return outputs, gradients
 
-    return together
+    return overlapped
 
 
 def _used_on(stream: torch.cuda.Stream, leaf: Any) -> None:

@@ -1,4 +1,4 @@
-"""Where the processes of one transport find each other: keys in the store of their process group."""
+"""Let the processes of one transport find each other: keys in the store of their process group."""
 
 from __future__ import annotations
 

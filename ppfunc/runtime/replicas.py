@@ -1,4 +1,4 @@
-"""Replicas of a stage: their gradients are summed, and their parameters compared where they live in several processes."""
+"""Sum the gradients of replicas of a stage, and compare their parameters where they live in several processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results: trees for the caller, made of the buffers of a step that has run."""
+"""Make trees for the caller of the buffers of a step that has run."""
 
 from __future__ import annotations
 

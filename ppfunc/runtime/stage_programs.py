@@ -1,4 +1,4 @@
-"""Abstract evaluations and programs of stages, shared by all steps that run the same function on the same forms.
+"""Keep abstract evaluations and programs of stages, for all steps that run the same function on the same forms.
 
 A program depends on the user's function, the loss folded into it, the form of the arguments, the engine, autocast
 and the mode (training or evaluation) of the modules that run in it. It is kept as long as the function lives.

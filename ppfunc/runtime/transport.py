@@ -11,7 +11,7 @@ import torch
 from ppfunc.schedule import Instruction
 from ppfunc.stage import LeafSignature
 
-from .buffers import Buffers
+from .buffers import Buffers, Tag
 
 LONGEST = 2000  # characters of a message of somebody else's that travel
 

@@ -37,19 +37,18 @@ from torch._subclasses.fake_tensor import (
 )
 
 # Raise torch's error for one value per channel, and for one per channel and sample.
-from torch.nn.functional import (
-    _verify_batch_size as require_batch,  # type: ignore[attr-defined]  # not in the stubs
-    _verify_spatial_size as require_spatial,  # type: ignore[attr-defined]  # not in the stubs
+from torch.nn.functional import (  # type: ignore[attr-defined]  # the stubs leave them out
+    _verify_batch_size as require_batch,
+    _verify_spatial_size as require_spatial,
 )
 
-# Sees every operator below autograd; `supports_higher_order_operators` is an attribute of such modes.
-# Leaves all modes, to compute with values during a trace.
+# Sees every operator below autograd; `supports_higher_order_operators` is an attribute of such modes. The second leaves
+# all modes, to compute with values during a trace.
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes as without_modes
 
-# The registry of classes that are nodes of trees: `(type, flatten_fn, unflatten_fn, flatten_with_keys_fn)` of each.
-# Makes a class such a node, for torch.func too.
+# The registry of classes that are nodes of trees: `(type, flatten_fn, unflatten_fn, flatten_with_keys_fn)` of each. The
+# second registers a class, for torch.func too.
 from torch.utils._pytree import SUPPORTED_NODES as PYTREE_NODES, register_pytree_node
-
 
 __all__ = [
     "BINDINGS",
@@ -70,6 +69,7 @@ __all__ = [
     "below_autograd",
     "binding",
     "copy_each",
+    "device_of",
     "inductor",
     "innermost_transform",
     "is_wrapped",
@@ -102,6 +102,9 @@ add_each = torch._foreach_add
 # Arguments, results and aliases of an operator; and the function that calls it without the checks of `OpOverload.__call__`.
 schema = attrgetter("_schema")
 binding = attrgetter("_op")
+
+# The device of a tensor without values.
+device_of = attrgetter("fake_device")
 
 
 def version(tensor: torch.Tensor) -> int | None:

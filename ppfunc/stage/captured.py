@@ -1,4 +1,4 @@
-"""Records the programs of a stage as CUDA graphs, once for every microbatch in flight, and replays them.
+"""Record the programs of a stage as CUDA graphs, once for every microbatch in flight, and replay them.
 
 A graph works in the memory in which it was recorded. That memory belongs to slots: a slot holds
 one microbatch from its forward to the end of its backward, so its residuals stay where they are,
@@ -163,8 +163,8 @@ def _fill(static: Leaves | list[torch.Tensor], given: Leaves | list[torch.Tensor
         copy_each(static, given)
 
 
-def _fresh(results: Any) -> Any:
-    """Copies that belong to the caller."""
+def _fresh(results: Gradients) -> tuple[Any, ...]:
+    """Copies that belong to the caller; ``None``, the absence of a gradient, stays."""
     sources = [t for t in results if t is not None]
     copies = [torch.empty_like(t) for t in sources]
     _fill(copies, sources)

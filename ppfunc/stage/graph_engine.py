@@ -1,4 +1,4 @@
-"""The graph engine: forward and backward traced once, cut by dependency, run as plain functions."""
+"""The engine that traces forward and backward once and cuts the trace by dependency: the default."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ def graph(
         if fn is not None or example is not None:
             got = f"{fn!r} and no example" if example is None else "an example and no function"
             raise TypeError(f"graph got {got}; its options have names, as in graph(remat='full') or graph(compile=True)")
-        if has_aux or device is not None or outline is not None:
-            raise TypeError("graph got has_aux, device or outline and no function; an engine gets these with the function")
+        if has_aux or name != "the stage" or device is not None or outline is not None:
+            raise TypeError("graph got has_aux, name, device or outline and no function; an engine gets these with the function")
         return partial(graph, remat=remat, compile=compile, cuda_graphs=cuda_graphs)
     seen = Example.of(example, device)
     if seen.subclasses:

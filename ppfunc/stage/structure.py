@@ -1,4 +1,4 @@
-"""Tree structures as JSON, without pickle and without importing anything that the data names.
+"""Write and read tree structures as JSON, without pickle and without importing anything that the data names.
 
 A structure is the list of its nodes, parents before children, so that its depth costs no recursion. A leaf
 is ``"*"``, ``None`` is ``null``, every other node is ``[kind, ..., keys or number of children]``.

@@ -524,3 +524,18 @@ def test_the_result_of_a_functional_collective_is_waited_for(kept, tmp_path):
         assert torch.equal(y.flatten(), torch.full((6,), 2.0)) and torch.equal(gw, torch.full((2, 2), 3.0))
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "words"),
+    [
+        ((torch.matmul,), {}, "matmul.*and no example"),
+        ((), {"example": (torch.ones(1), torch.ones(1))}, "an example and no function"),
+        ((), {"has_aux": True}, "no function"),
+        ((), {"name": "first"}, "no function"),
+        ((), {"device": "cpu", "remat": "full"}, "no function"),
+    ],
+)
+def test_options_of_a_call_are_not_taken_for_those_of_an_engine(args, options, words):
+    with pytest.raises(TypeError, match=words):
+        graph(*args, **options)

@@ -1,4 +1,4 @@
-"""Carries messages between simulated ranks: each takes a seeded time, and faults strike."""
+"""Carry messages between simulated ranks: each takes a seeded time, and faults strike."""
 
 from __future__ import annotations
 

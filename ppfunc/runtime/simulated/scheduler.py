@@ -1,4 +1,4 @@
-"""Runs threads one at a time, in an order and a virtual time that a seed decides."""
+"""Run threads one at a time, in an order and a virtual time that a seed decides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a function on every rank of a simulated network."""
+"""Run a function on every rank of a simulated network."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Simulated:
 
     @property
     def trace(self) -> tuple[str, ...]:
-        """What has happened so far: virtual time, rank and number of each operation; arrivals and faults."""
+        """The events so far: virtual time, rank and number of each operation; arrivals and faults."""
         return tuple(self._network.trace)
 
     @property

@@ -1,4 +1,4 @@
-"""Carries tensors over a simulated network, as gloo does: in order on each link, once both ends have posted."""
+"""Carry tensors over a simulated network, as gloo does: in order on each link, once both ends have posted."""
 
 from __future__ import annotations
 

@@ -83,8 +83,8 @@ def prove_columns(schedule: Schedule) -> bool | None:
     if waits is None or not _ends(waits):
         return None
     summed = schedule.replicas if Op.REDUCE_TIED in schedule.ops else ()
-    together = all(len({len(schedule.programs[schedule.placement[s]]) for s in group}) == 1 for group in summed)
-    return together and all(awaited <= step for todo in waits for step, _, awaited in todo)
+    aligned = all(len({len(schedule.programs[schedule.placement[s]]) for s in group}) == 1 for group in summed)
+    return aligned and all(awaited <= step for todo in waits for step, _, awaited in todo)
 
 
 def _columns(schedule: Schedule, rank: int) -> Columns | None:

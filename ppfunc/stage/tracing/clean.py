@@ -1,4 +1,4 @@
-"""Removes operators from a joint trace without changing a bit of any result."""
+"""Clean up a joint trace without changing a bit of any result."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _RESHAPES = {aten.view.default, aten._unsafe_view.default}
 
 
 def clean(joint: Joint) -> Joint:
-    """Remove needless copies, views of views, duplicates and dead operators.
+    """The joint trace without copies that nobody needs, views of views, duplicates and dead operators.
 
     Duplicates are merged within the forward and within the backward, never between them: what a
     stage chose to compute again in its backward (checkpointing) stays computed again.
@@ -33,7 +33,7 @@ def clean(joint: Joint) -> Joint:
 
 
 def _replace(joint: Joint, instead: dict[Node, Node]) -> Joint:
-    """Replace nodes by others, in the graph and in the lists of results."""
+    """Put other nodes in the place of nodes, in the graph and in the lists of results."""
 
     def final(node: Any) -> Any:
         while node in instead:
@@ -42,12 +42,12 @@ def _replace(joint: Joint, instead: dict[Node, Node]) -> Joint:
 
     for node in instead:
         node.replace_all_uses_with(final(node), propagate_meta=False)
-    results: Any = {f: tuple(map(final, getattr(joint, f))) for f in ("outputs", "gparams", "gx")}
-    return joint._replace(**results)
+    outputs, gparams, gx = (tuple(map(final, nodes)) for nodes in (joint.outputs, joint.gparams, joint.gx))
+    return joint._replace(outputs=outputs, gparams=gparams, gx=gx)
 
 
 def _forwarded(joint: Joint) -> dict[Node, Node]:
-    """Find nodes whose value is that of an earlier node: copies, and views that change nothing."""
+    """Nodes whose value is that of an earlier node: copies, and views that change nothing."""
     instead: dict[Node, Node] = {}
     for node in filter(is_call, joint.graph.nodes):
         if node.target in _COPIES and _same_layout(node, node.args[0]):
@@ -70,7 +70,7 @@ def _same_layout(node: Node, source: Node) -> bool:
 
 
 def _shorten_views(joint: Joint) -> None:
-    """Join reshapes of something contiguous."""
+    """A reshape of a reshape of something contiguous is one reshape."""
     for node in joint.graph.nodes:
         if is_call(node) and node.target in _RESHAPES:
             below = node.args[0]
@@ -80,7 +80,7 @@ def _shorten_views(joint: Joint) -> None:
 
 
 def _duplicates(joint: Joint, late: bool) -> dict[Node, Node]:
-    """Find nodes that repeat an earlier node of the same half."""
+    """Nodes that compute what an earlier node of the same half computes."""
     forward = ancestors(joint.outputs)
     instead: dict[Node, Node] = {}
     seen: dict[Hashable, Node] = {}

@@ -1,4 +1,4 @@
-"""Cuts a joint trace by dependency into the programs F, B, I and W."""
+"""Cut a joint trace into the operators of F, of I and of W."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Parts(NamedTuple):
 
     @property
     def residuals(self) -> Nodes:
-        """The nodes that the forward keeps for the backward."""
+        """The values that the forward keeps for the backward."""
         return self.backward.arguments[0]
 
 
@@ -89,19 +89,19 @@ def cut(joint: Joint, again: Iterable[Node] = ()) -> Parts:
 
 
 def early_nodes(joint: Joint) -> set[Node]:
-    """Nodes known before the backward begins: arguments, F and its random operators."""
+    """Everything that has to be there before a cotangent comes: arguments, F and its random operators."""
     given = {n for n in joint.graph.nodes if not is_call(n)}
     return given | _with_elements(ancestors([*joint.outputs, *filter(is_random, joint.graph.nodes)]))
 
 
 def parameter_views(joint: Joint) -> set[Node]:
-    """Calls that return views of parameters: cheaper to repeat than to keep."""
+    """Calls that only look at a parameter in another way: cheaper to repeat than to keep."""
     params = set(joint.params)
     return {n for n in joint.graph.nodes if is_call(n) and base(n) is not None and root(n) in params}
 
 
 def demands(joint: Joint) -> Nodes:
-    """The results of F, and the arguments, that the backward needs if nothing is computed again."""
+    """The results of F, and the arguments, that the backward needs as things stand."""
     late = {n for n in joint.graph.nodes if is_call(n)} - early_nodes(joint)
     results = [*joint.gparams, *joint.gx]
     return tuple(n for n in _needed(_closure(results, late), results) if n not in joint.gy)
@@ -124,13 +124,13 @@ def _with_elements(nodes: set[Node]) -> set[Node]:
 
 
 def _needed(body: set[Node], results: Iterable[Node | None]) -> Nodes:
-    """Nodes that ``body`` and ``results`` use and ``body`` does not compute, constants aside."""
+    """The nodes outside ``body`` that it or the results read, constants left aside, in the order of the trace."""
     used = [a for n in body for a in n.all_input_nodes] + [n for n in results if n is not None]
     return tuple(sorted({n for n in used if n not in body and n.op != "get_attr"}))
 
 
 def _in_order(body: set[Node], first: set[Node], results: tuple[Maybe, ...], order: dict[Node, int]) -> Iterator[Node]:
-    """Order ``body``: the calls of ``first`` as in the trace, every other one right before its first use."""
+    """The calls of ``first`` in the order of the trace, every other one right before it is needed."""
     done: set[Node] = set()
 
     def visit(node: Node) -> Iterator[Node]:
@@ -146,7 +146,7 @@ def _in_order(body: set[Node], first: set[Node], results: tuple[Maybe, ...], ord
 
 
 def residual_bytes(joint: Joint, residuals: Nodes, name: str) -> int:
-    """Count the bytes of the storages of ``residuals``, each once, without those of parameters.
+    """Bytes of the storages of ``residuals``, each counted once, those of parameters not at all.
 
     Raises:
         StageError: a sparse tensor is among them.

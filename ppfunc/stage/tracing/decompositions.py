@@ -1,4 +1,4 @@
-"""Replaces operators that write into their arguments, though their schemas do not say so, by some whose schemas do."""
+"""Replace operators that write into their arguments, though their schemas do not say so, by some whose schemas do."""
 
 from __future__ import annotations
 

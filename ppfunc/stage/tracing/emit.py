@@ -1,4 +1,4 @@
-"""Writes parts of a trace as Python functions: straight-line code on flat tuples."""
+"""Write parts of a trace as Python functions: straight-line code on flat tuples."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch.fx import Node
 from .compiled import compiled
 from .cut import Part
 from .fast_dispatch import find_call
-from .operators import is_element
+from .operators import arguments, constant_name, is_element
 
 _writing = threading.RLock()  # one thread at a time
 
 
 class Recipe(NamedTuple):
-    """The source of a function.
+    """All that a function is made of.
 
     Args:
         part: what to compute.
@@ -40,7 +40,7 @@ class Recipe(NamedTuple):
 
 
 def emit(recipe: Recipe) -> TracedFunction:
-    """Make a function of a part of a trace. It drops each value right after its last use.
+    """Make a function of a part of a trace. Every value is let go right after its last use.
 
     Returns:
         The function, which carries its ``recipe``; its docstring is its source.
@@ -62,7 +62,7 @@ class TracedFunction:
         return (self._function or self._written())(*arguments)
 
     @property
-    def __doc__(self) -> str | None:  # type: ignore[override]
+    def __doc__(self) -> str | None:  # type: ignore[override]  # written at the first call
         return self._written().__doc__
 
     def _written(self) -> Callable[..., Any]:
@@ -142,12 +142,13 @@ class _Writer:
         taken = "".join(self.bind(n) + ", " for n in outputs)
         self.lines.append(f"{taken}= {self.object(function, 'op')}({given})")
 
-    def expression(self, node: Any) -> str:
+    def expression(self, node: Node) -> str:
         """The call as source."""
         how = find_call(node)
-        given = [self.value(a) for a in node.args]
+        args = arguments(node)
+        given = [self.value(a) for a in args]
         if how.spread:
-            given[-1:] = map(self.value, node.args[-1])
+            given[-1:] = map(self.value, args[-1])
         named = [f"{k}={self.value(v)}" for k, v in node.kwargs.items()]
         if how.method:
             return f"{given[0]}.{how.method}({', '.join(given[1:] + named)})"
@@ -157,7 +158,7 @@ class _Writer:
         """An argument as source."""
         if isinstance(value, Node):
             if value.op == "get_attr":
-                return self.object(self.constants[str(value.target)], "const")
+                return self.object(self.constants[constant_name(value)], "const")
             return self.names[value]
         if isinstance(value, (list, tuple)):
             return f"({''.join(self.value(v) + ', ' for v in value)})"
@@ -181,7 +182,7 @@ class _Writer:
 
 
 def _last_uses(part: Part) -> dict[Node, Node | None]:
-    """The call that uses each value last; ``None`` for results."""
+    """By which call every value is used last; ``None`` for what is returned."""
     last: dict[Node, Node | None] = {}
     for node in part.body:
         for argument in node.all_input_nodes:

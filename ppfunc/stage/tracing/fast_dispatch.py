@@ -1,4 +1,4 @@
-"""Finds torch's own bindings that call the operators of a program faster than operator objects do.
+"""Find torch's own bindings that call the operators of a program faster than operator objects do.
 
 They make a step of stages of width 64 faster by 1.18 to 1.23, at width 256 by nothing (``tests/benchmarks/stage_time.py``).
 """
@@ -59,7 +59,7 @@ def find_call(node: Node) -> OperatorCall:
     return node.meta["call"]
 
 
-def _kind(value: Any, numbers: dict[Node, int]) -> Any:
+def _kind(value: Any, numbers: dict[Node, int]) -> Hashable:
     """All that the parser of a binding looks at: types, ranks, lengths of lists, and which arguments are the same."""
     if isinstance(value, Node):
         same, t = numbers.setdefault(value, len(numbers)), value.meta["val"]

@@ -1,10 +1,9 @@
-"""Joins operators that tracing took apart: fewer calls for the same bits."""
+"""Fuse operators that tracing took apart, where one gives the same bits."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from torch.fx import Node
 
 from .joint import Joint
 from .operators import arguments, is_call, is_dense
@@ -22,7 +21,7 @@ def fuse(joint: Joint) -> None:
             _fuse_draw(node)
 
 
-def _fuse_linear(node: Any) -> None:
+def _fuse_linear(node: Node) -> None:
     """``addmm(b, x, w.t())`` and ``mm(x, w.t())`` are ``linear``, which is one call for all three."""
     if node.target is aten.addmm.default and not node.kwargs:
         bias, x, transposed = arguments(node)
@@ -38,7 +37,7 @@ def _fuse_linear(node: Any) -> None:
         node.target, node.args = aten.linear.default, (x, weight) if bias is None else (x, weight, bias)
 
 
-def _fuse_sum(node: Any) -> None:
+def _fuse_sum(node: Node) -> None:
     """``sum(x, dims, keepdim=True).view(...)`` without these dimensions is ``sum(x, dims)``."""
     if node.target not in _RESHAPES or not is_call(total := arguments(node)[0]):
         return
@@ -51,7 +50,7 @@ def _fuse_sum(node: Any) -> None:
         node.target, node.args = aten.sum.dim_IntList, (x, dims)
 
 
-def _fuse_draw(node: Any) -> None:
+def _fuse_draw(node: Node) -> None:
     """``bernoulli(empty_like(x), p)`` looks at nothing but the shape and the dtype: ``bernoulli(x, p)``."""
     if node.target is aten.bernoulli.p and is_call(empty := arguments(node)[0]) and empty.target is aten.empty_like.default:
         shape_of = arguments(empty)[0]

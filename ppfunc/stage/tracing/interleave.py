@@ -1,4 +1,4 @@
-"""Interleaves the operators of two programs in one."""
+"""Interleave the operators of two programs, a forward and a backward, in one."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from torch.fx import Graph, Node
 
 from .cut import Part
 from .emit import Recipe
+from .operators import constant_name
 
 
 def interleave(first: Recipe, second: Recipe) -> Recipe:
-    """Make the recipe of a function that takes the arguments of both and returns the results of both.
+    """The recipe of a function that takes the arguments of both and returns the results of both.
 
     Equivalent to: ``lambda *a: (*first(*a[:n]), *second(*a[n:]))``, the operators of each in their
     order and spread over those of the other.
@@ -30,7 +31,7 @@ def interleave(first: Recipe, second: Recipe) -> Recipe:
 
 
 def _copied(both: Graph, recipe: Recipe, constants: dict[str, torch.Tensor]) -> Part:
-    """Copy the part into another graph, and its constants into those of that graph."""
+    """The part in another graph, where its values have names of their own; its constants join the others."""
     part = recipe.part
     copies: dict[Node, Node] = {}
 
@@ -38,8 +39,8 @@ def _copied(both: Graph, recipe: Recipe, constants: dict[str, torch.Tensor]) -> 
         if node not in copies:
             copies[node] = both.node_copy(node, copy)
             if node.op == "get_attr":
-                name = f"constant{len(constants)}"
-                copies[node].target, constants[name] = name, recipe.constants[str(node.target)]
+                copies[node].target = name = f"constant{len(constants)}"
+                constants[name] = recipe.constants[constant_name(node)]
         return copies[node]
 
     return Part(
@@ -50,7 +51,7 @@ def _copied(both: Graph, recipe: Recipe, constants: dict[str, torch.Tensor]) -> 
 
 
 def _in_turn(one: Part, two: Part) -> Iterator[Node]:
-    """Merge both bodies: at each point the same share of both has run."""
+    """Both bodies as one, each operator as far on its way as those beside it are on theirs."""
     bodies = [
         [((n + 0.5) / len(part.body), which, n, node) for n, node in enumerate(part.body)]
         for which, part in enumerate((one, two))

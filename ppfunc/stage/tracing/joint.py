@@ -1,11 +1,11 @@
-"""Traces forward and backward of a stage as one graph of operators."""
+"""Trace forward and backward of a stage as one graph of operators."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -15,12 +15,13 @@ from ..contiguous import contiguous
 from ..differentiable import DifferentiableStage
 from ..errors import StageError
 from ..example import Example, Leaves
+from ..program import Gradients
 from .operators import is_mutable, is_random
 from .record import Record
 
 Nodes = tuple[Node, ...]
 Maybe = tuple[Node | None, ...]
-Results = tuple[tuple[torch.Tensor | None, ...], ...]
+Results = tuple[Leaves, Gradients, Gradients]  # outputs, gradients of the parameters and of x
 
 
 class Joint(NamedTuple):
@@ -66,7 +67,7 @@ def trace(stage: DifferentiableStage, example: Example, known: Outline, name: st
         joint = _record(partial(_joint, stage), groups, name)
         if any(map(is_mutable, joint.graph.nodes)):
             joint = _record(partial(_without_effects, joint), groups, name)
-    _require_served(joint, known, name)
+    _require_pure(joint, known, name)
     return joint
 
 
@@ -84,12 +85,17 @@ def _record(fn: Callable[..., Results], groups: tuple[Leaves, ...], name: str) -
         place = record.place_of(str(error))
         reason = f"it runs, but its gradient cannot be traced ({type(error).__name__}: {first}{place})"
         raise StageError(name, reason, "use the eager engine") from error
-    groups_of_nodes: Any = (tuple(map(record.node, group)) for group in (*groups, *results))
-    return Joint(record.graph, record.constants, *groups_of_nodes)
+
+    def maybe(gradients: Gradients) -> Maybe:
+        return tuple(None if t is None else record.node(t) for t in gradients)
+
+    outputs, gparams, gx = results
+    params, x, extras, gy, y = (tuple(map(record.node, leaves)) for leaves in (*groups, outputs))
+    return Joint(record.graph, record.constants, params, x, extras, gy, y, maybe(gparams), maybe(gx))
 
 
 def _joint(stage: DifferentiableStage, record: Record, params: Leaves, x: Leaves, extras: Leaves, gy: Leaves) -> Results:
-    """Run the stage and its gradient: outputs, gradients of the parameters, gradients of ``x``."""
+    """Outputs, gradients of the parameters and of ``x``."""
     with torch.enable_grad():
         primals = tuple(tuple(t.detach().requires_grad_() for t in group) for group in stage.primals(params, x))
         y, outputs = stage.with_others(params, x, extras)(*primals)
@@ -101,15 +107,16 @@ def _joint(stage: DifferentiableStage, record: Record, params: Leaves, x: Leaves
 
 
 def _without_effects(joint: Joint, record: Record, *groups: Leaves) -> Results:
-    """Run the trace by operators that write into nothing."""
+    """The same results by operators that write into nothing."""
     record.end_of_forward()
     sizes = [len(nodes) for nodes in (joint.outputs, joint.gparams, joint.gx)]
     joint.graph.output([*joint.outputs, *joint.gparams, *joint.gx])
     results = iter(torch.func.functionalize(GraphModule(joint.constants, joint.graph))(*chain(*groups)))
-    return tuple(tuple(islice(results, size)) for size in sizes)
+    outputs, gparams, gx = (tuple(islice(results, size)) for size in sizes)
+    return outputs, gparams, gx
 
 
-def _require_served(joint: Joint, known: Outline, name: str) -> None:
+def _require_pure(joint: Joint, known: Outline, name: str) -> None:
     for node in joint.graph.nodes:
         if is_mutable(node):
             raise StageError(name, f"the effect of {node.target} cannot be removed from its trace", "use the functional engine")

@@ -1,4 +1,4 @@
-"""Records the operators that a function calls, as one graph."""
+"""Record the operators that a function calls, as one graph."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Rematerialisation: chooses what the backward computes again instead of keeping it."""
+"""Choose the results of a forward that the backward computes again instead of keeping them (rematerialisation)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import optree
 import torch
@@ -14,7 +14,7 @@ from .._torch import OpOverload
 from ..errors import StageError
 from .cut import Parts, cut, demands, early_nodes, parameter_views, residual_bytes
 from .joint import Joint
-from .operators import base, is_call, is_dense, is_element, is_random, is_tensor, root
+from .operators import arguments, base, is_call, is_dense, is_element, is_random, is_tensor, root
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -51,17 +51,16 @@ def cut_for(joint: Joint, remat: Remat, name: str) -> Parts:
     return cut(joint, {n for n in _repeatable(joint) if is_call(root(n)) and remat(_operator(root(n)))})
 
 
-def _operator(node: Any) -> OpOverload:
-    return node.args[0].target if is_element(node) else node.target
+def _operator(node: Node) -> OpOverload:
+    target = (arguments(node)[0] if is_element(node) else node).target
+    assert isinstance(target, OpOverload)
+    return target
 
 
 def _repeatable(joint: Joint) -> set[Node]:
     """The calls of F that may run again: all but the random ones and the results taken from them."""
-    return {
-        n
-        for n in early_nodes(joint)
-        if is_call(n) and not is_random(n) and not (is_element(n) and is_random(n.args[0]))
-    }
+    calls = filter(is_call, early_nodes(joint))
+    return {n for n in calls if not is_random(arguments(n)[0] if is_element(n) else n)}
 
 
 def _within(joint: Joint, budget: int, name: str) -> Parts:
@@ -136,11 +135,11 @@ class _Network:
             network.add_edge((argument, "out"), (node, "in"))
 
 
-def _work(node: Any) -> float:
+def _work(node: Node) -> float:
     """Work of a call: its multiplications and additions, and for all others a few per number written."""
     if is_element(node) or base(node) is not None:
         return 0.0
     written = sum(t.numel() for t in optree.tree_leaves(node.meta["val"]) if isinstance(t, torch.Tensor))
-    count = flop_registry.get(node.target.overloadpacket)
+    count = flop_registry.get(_operator(node).overloadpacket)
     shapes = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     return 8.0 * written + (count(*shapes[0], **shapes[1], out_val=node.meta["val"]) if count else 0)

@@ -1,4 +1,4 @@
-"""Forward mode: stages that carry, beside every value, its derivative along a direction."""
+"""Carry, beside every value of a stage, its derivative along a direction: forward mode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gauss-Newton-vector products: stages that hold their tangents, and a loss whose gradient is one."""
+"""Compute Gauss-Newton-vector products: stages that hold their tangents, and a loss whose gradient is one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tangents of trees: one per leaf that moves, None for a leaf that stays."""
+"""Read and push tangents of trees: one per leaf that moves, None for a leaf that stays."""
 
 from __future__ import annotations
 
