@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from dataclasses import replace
+from functools import partial
 
 import optree
 import pytest
@@ -237,10 +238,9 @@ def test_a_stage_that_calls_its_own_step_function_is_told_so(engine):
             ):
                 step(params, inputs, targets)
             continue
-        scale = other(params, inputs, targets)[0]
-        want, _ = reference(
-            [lambda p, x: dense(p, x) * scale, dense], squared, params, list(zip(inputs.chunk(2), targets.chunk(2), strict=True))
-        )
+        batches = list(zip(inputs.chunk(2), targets.chunk(2), strict=True))
+        scaled = partial(lambda scale, p, x: dense(p, x) * scale, other(params, inputs, targets)[0])
+        want, _ = reference([scaled, dense], squared, params, batches)
         torch.testing.assert_close(step(params, inputs, targets)[0], want)
 
 
@@ -391,3 +391,165 @@ def test_programs_of_another_autocast_are_not_taken():
             loss, _ = pp.value_and_grad([lambda p, x: x @ p["w"]] * 2, squared, pp.gpipe(2, 2))(params, inputs, targets)
         assert losses.setdefault(dtype, loss) == loss
     assert len(set(map(float, losses.values()))) == 3
+
+
+# -- engines ----------------------------------------------------------------------------------------------------
+
+
+def by_data(p, x):
+    p["w"].data.add_(1)
+    return dense(p, x)
+
+
+def by_detached(p, x):
+    p["w"].detach().add_(1)
+    return dense(p, x)
+
+
+def behind_a_condition(p, x):
+    if x.sum() > -1e9:
+        p["w"].detach().add_(1)
+    return dense(p, x)
+
+
+def by_out(p, x):
+    torch.add(p["w"].detach(), 1, out=p["w"].detach())
+    return dense(p, x)
+
+
+def into_a_view(p, x):
+    p["w"].detach()[0].zero_()
+    return dense(p, x)
+
+
+def into_the_input(p, x):
+    x.detach().mul_(2)
+    return dense(p, x)
+
+
+WRITING = (by_data, by_detached, behind_a_condition, by_out, into_a_view, into_the_input)
+
+
+@every_engine
+@pytest.mark.parametrize("stage", WRITING, ids=lambda fn: fn.__name__)
+def test_a_stage_that_writes_into_what_it_is_given_is_refused(stage, engine):
+    """The caller's parameters changed, and numbers depended on how often the stage ran; the advice was another engine."""
+    given = problem()
+    before = optree.tree_map(torch.clone, given)
+    with pytest.raises(
+        pp.StageError, match=r"stage 1: it is not pure: it writes into its argument (params\['w'\]|x).*work on a clone"
+    ) as caught:
+        pp.value_and_grad([dense, stage], squared, pp.gpipe(2, 2), engine=engine)(*given)
+    assert "engine" not in str(caught.value)
+    assert same_bits(given, before)
+
+
+@pytest.mark.parametrize("engine", [pp.functional, pp.eager], ids=["functional", "eager"])
+def test_a_stage_that_begins_to_write_later_is_refused_then(engine):
+    """Seen once, it was trusted for ever: versions are compared around each forward."""
+
+    def stage(p, x):
+        if x.sum() > 100:
+            p["w"].detach().add_(1)
+        return dense(p, x)
+
+    params, inputs, targets = problem()
+    step = pp.value_and_grad([stage, dense], squared, pp.gpipe(2, 2), engine=engine)
+    step(params, inputs, targets)
+    with pytest.raises(pp.PipelineError, match=r"writes into its argument params\['w'\]"):
+        step(params, inputs.abs() * 1000, targets)
+
+
+@every_engine
+def test_a_complex_tensor_times_a_complex_number(engine):
+    """AttributeError in the trace."""
+
+    def stage(params, x):
+        return ((x.to(torch.complex128) @ params["c"]) * (1 + 2j) / (2 - 1j) + 3j).abs()
+
+    params = {0: {"c": torch.complex(normal(D, D), normal(D, D, seed=1))}}
+    _, inputs, targets = problem()
+    loss, grads = pp.value_and_grad([stage], squared, pp.gpipe(1, 2), engine=engine)(params, inputs, targets)
+    want, wanted = reference([stage], squared, params, list(zip(inputs.chunk(2), targets.chunk(2), strict=True)))
+    torch.testing.assert_close(loss, want)
+    torch.testing.assert_close(grads, wanted)
+
+
+@pytest.fixture
+def alone():
+    """A process group of this process."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist
+    dist.destroy_process_group()
+
+
+def test_collectives_that_are_not_traced_are_refused_with_the_users_line(alone):
+    """A bare ``KeyError: 'val'``; where the operator has no derivative, a gradient of zero."""
+    from torch.distributed import _functional_collectives as functional
+
+    def in_place(p, x):
+        y = dense(p, x)
+        alone.all_reduce(y)
+        return y
+
+    def without_derivative(p, x):
+        return functional.broadcast(dense(p, x), 0, alone.group.WORLD)
+
+    for stage, told in [
+        (in_place, "the collective c10d.allreduce_"),
+        (without_derivative, r"_c10d_functional.broadcast.* has no derivative"),
+    ]:
+        with pytest.raises(pp.StageError, match=rf"stage 1: .*{told}") as caught:
+            pp.value_and_grad([dense, stage], squared, pp.gpipe(2, 2))(*problem())
+        assert __file__ in str(caught.value)
+
+
+@pytest.mark.parametrize("engine", [pp.graph, pp.eager], ids=["graph", "eager"])
+def test_a_stage_may_end_in_a_functional_collective(alone, engine):
+    """Its result was sent before it had come: memory that is not there."""
+    from torch.distributed import _functional_collectives as functional
+
+    def summed(p, x):
+        return functional.all_reduce(dense(p, x), "sum", alone.group.WORLD)
+
+    given = problem()
+    got = pp.value_and_grad([summed, dense], squared, pp.gpipe(2, 2), engine=engine)(*given)
+    torch.testing.assert_close(got, pp.value_and_grad([dense, dense], squared, pp.gpipe(2, 2))(*given))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # by torch, as it loads forward derivatives
+@pytest.mark.parametrize("kind", ["batch_norm", "instance_norm"])
+def test_a_norm_over_one_value_per_channel_raises_as_in_torch(kind):
+    """With forward derivatives it gave 0, and a division by zero in the derivative."""
+
+    def normed(params, x):
+        if kind == "batch_norm":
+            return torch.nn.functional.batch_norm(x, None, None, params["w"], training=True)
+        return torch.nn.functional.instance_norm(x[..., None], weight=params["w"]).squeeze(-1)
+
+    params, inputs, targets = {0: {"w": torch.ones(D, dtype=torch.float64)}}, normal(2, D), normal(2, D, seed=1)
+    with pytest.raises(ValueError, match="Expected more than 1") as caught:
+        normed(params[0], inputs[:1])
+    for make, tangents in ((pp.value_and_grad, ()), (pp.jvp, (params,)), (pp.hvp, (params,)), (pp.gnvp, (params,))):
+        with pytest.raises(pp.StageError, match=str(caught.value).split("(")[0]):
+            make([normed], squared, pp.gpipe(1, 2))(params, *tangents, inputs, targets)
+
+
+@torch.library.custom_op("ppfunc_bugs::transforms0", mutates_args=())
+def transforms0(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+transforms0.register_fake(torch.empty_like)
+torch.library.register_autograd("ppfunc_bugs::transforms0", lambda ctx, g: g * 2)
+
+
+@pytest.mark.parametrize("engine", [pp.graph, pp.eager], ids=["graph", "eager"])
+def test_an_operator_may_be_called_what_a_program_calls_its_own(engine):
+    """A name of the written program was taken for the operator's."""
+    given = problem()
+    got = pp.value_and_grad([lambda p, x: transforms0(dense(p, x)), dense], squared, pp.gpipe(2, 2), engine=engine)(*given)
+    want = pp.value_and_grad([lambda p, x: dense(p, x) * 2, dense], squared, pp.gpipe(2, 2), engine=engine)(*given)
+    torch.testing.assert_close(got, want)
