@@ -287,7 +287,7 @@ def test_classes_that_torch_knows_as_trees_are_trees_everywhere():
     inputs = Bag(normal(M * B, D, seed=2), normal(M * B, seed=3))
     step = pp.value_and_grad([stage] * 2, lambda y, t: squared(y.x, t) + y.y.sum(), SCHEDULE, argnums=(0, 1), has_aux=True)
     for _ in range(2):
-        (loss, aux), (grads, gx) = step(params, inputs, normal(M * B, D, seed=4))
+        (_, aux), (grads, gx) = step(params, inputs, normal(M * B, D, seed=4))
     assert {type(tree) for tree in (aux.metrics[0], grads[0], grads[1], gx)} == {Bag}
     assert gx.x.shape == inputs.x.shape
     assert aux.metrics[1].y.shape == (M,)
