@@ -45,7 +45,7 @@ def main() -> float:
         return loss_fn(model(params, x[None]), target[None])
 
     _, grads = step(params, inputs, targets)
-    want = torch.func.vmap(torch.func.grad(of_sample), (None, 0, 0))(params, inputs.flatten(0, 1), targets.flatten(0, 1))
+    want = torch.func.vmap(torch.func.grad(of_sample), (None, 0, 0))(params, inputs, targets)
     error = disagreement(optree.tree_map(lambda g: g.flatten(0, 1), grads), want)
     print(f"largest disagreement with torch.func.vmap of torch.func.grad of the whole model: {error:.1e}")
     return error

@@ -20,8 +20,8 @@ def main() -> float:
     schedule = pp.one_f_one_b(ranks=STAGES, microbatches=MICROBATCHES)
     step = pp.value_and_grad([stage] * STAGES, loss_fn, schedule, argnums=1)
 
-    loss, saliency = step(params, inputs, targets)  # saliency: [m, b, d], as the inputs
-    strongest = saliency.abs().mean((0, 1)).topk(3).indices.tolist()
+    loss, saliency = step(params, inputs, targets)  # saliency: [m b, d], as the inputs
+    strongest = saliency.abs().mean(0).topk(3).indices.tolist()
     print(f"loss {loss:.4f}; the features that it depends on most: {strongest}")
 
     # A step of the same small size in every feature, in the direction that hurts (Goodfellow et al., 2015).

@@ -32,9 +32,9 @@ def parameters(seed: int = 0) -> dict[int, dict[str, Tensor]]:
 
 
 def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, float64[m, b, d] each."""
+    """Inputs and targets, float64[m b, d] each."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(MICROBATCHES, BATCH, WIDTH, generator=generator, dtype=torch.float64)
+    x = torch.randn(MICROBATCHES * BATCH, WIDTH, generator=generator, dtype=torch.float64)
     return x, x.roll(1, -1).sin()
 
 
@@ -47,7 +47,7 @@ def model(params: dict[int, dict[str, Tensor]], x: Tensor) -> Tensor:
 
 def total_loss(x: Tensor, targets: Tensor) -> Callable[[dict[int, Any]], Tensor]:
     """The loss of the whole batch as a function of the parameters, without a pipeline."""
-    return lambda params: loss_fn(model(params, x.flatten(0, 1)), targets.flatten(0, 1))
+    return lambda params: loss_fn(model(params, x), targets)
 
 
 def disagreement(got: Any, want: Any) -> float:

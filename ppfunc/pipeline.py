@@ -1,4 +1,4 @@
-"""The front door: a pipeline as an ordinary function from parameters and a batch to a loss and gradients."""
+"""Make a pipeline an ordinary function from parameters and a batch to a loss and gradients."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def prove(schedule: Schedule) -> Schedule:
     if not schedule.lowered:
         # A receive is posted one compute early: its message crosses while the rank is busy.
         schedule = place_communication(schedule, lookahead=1)
-    if schedule.replicas and not schedule.forward_only and not schedule.ops & {Op.REDUCE_TIED, Op.REDUCE_GRAD}:
+    if schedule.replicas and not schedule.forward_only and Op.REDUCE_TIED not in schedule.ops:
         schedule = append_tail(schedule, reduce_grad=False, step=False)
     check(schedule)
     return schedule
@@ -286,19 +286,21 @@ def _require(stages: Any, loss_fn: Any, schedule: Any, engine: Any, spec: StepSp
         raise TypeError(f"stages: got {_short(stages)}, expected a list of functions, one per stage")
     for stage, fn in enumerate(stages):
         if isinstance(fn, torch.nn.Module | ModuleStage):
-            raise TypeError(f"stages[{stage}]: got {_short(fn)}, expected a function; take ppfunc.stage_from_module(module).fn, and its params")
+            mend = "take ppfunc.stage_from_module(module).fn, and its params"
+            raise TypeError(f"stages[{stage}]: got {_short(fn)}, expected a function; {mend}")
         if fn is not None and not callable(fn):
-            raise TypeError(f"stages[{stage}]: got {_short(fn)}, expected a function fn(params, x) -> y, or None for a stage of another process")
+            wanted = "a function fn(params, x) -> y, or None for a stage of another process"
+            raise TypeError(f"stages[{stage}]: got {_short(fn)}, expected {wanted}")
     expected = len(set(schedule.model_stages))
     if len(stages) != expected:
         raise ValueError(f"stages: got {len(stages)}, the schedule {schedule.name!r} has {expected}")
-    if loss_fn is None and "loss" in spec.wants or loss_fn is not None and not callable(loss_fn):
+    if (loss_fn is None and "loss" in spec.wants) or (loss_fn is not None and not callable(loss_fn)):
         raise TypeError(f"loss_fn: got {_short(loss_fn)}, expected a function loss(y, target) -> scalar")
     if not callable(engine):
         raise TypeError(f"engine: got {_short(engine)}, expected ppfunc.graph, ppfunc.functional or ppfunc.eager")
     if not isinstance(spec.loss_shape, tuple) or not all(isinstance(n, int) for n in spec.loss_shape):
         raise TypeError(f"loss_shape: got {_short(spec.loss_shape)}, expected a tuple of integers, such as (3,) for an ensemble of three")
-    overlapped = spec.overlapped
+    overlapped: Any = spec.overlapped
     if overlapped is not None and (not callable(overlapped) or overlapped in (interleaved, two_streams)):
         raise TypeError(f"overlapped: got {_short(overlapped)}, expected a function, such as ppfunc.interleaved() or ppfunc.two_streams()")
 

@@ -1,4 +1,4 @@
-"""The front door of the transforms: pipelines that compute other derivatives than the gradient of one loss."""
+"""Make pipelines that compute other derivatives than the gradient of one loss."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import optree
 import torch
 
 from ppfunc.pipeline import make_step
@@ -27,6 +26,7 @@ from ppfunc.stage.transforms import (
     sloping,
 )
 from ppfunc.stage.transforms.tangents import flatten_tangents
+from ppfunc.stage.tree import tree_flatten, tree_paths
 
 __all__ = ["gnvp", "hvp", "jvp", "per_sample_grad"]
 
@@ -305,7 +305,7 @@ def _unmoved(inputs: Any) -> Any:
 
 def _with_zeros(primal: Any, tangents: Any, name: str) -> Any:
     """The tangents with zeros for None where there could be a tangent."""
-    leaves, treedef = optree.tree_flatten(primal)
+    leaves, treedef = tree_flatten(primal)
     given = flatten_tangents(primal, tangents, name)
     return treedef.unflatten(
         torch.zeros_like(leaf) if tangent is None and differentiable(leaf.dtype) else tangent
@@ -318,22 +318,18 @@ def _require_samples(batch: Any, samples: int, microbatches: int, name: str) -> 
     trees = enumerate(batch) if isinstance(batch, Microbatches) else [(None, batch)]
     for index, tree in trees:
         wanted = samples * microbatches if index is None else samples
-        for accessor, leaf in zip(*_named(tree), strict=True):
+        leaves, treedef = tree_flatten(tree, name)
+        for path, leaf in zip(tree_paths(treedef), leaves, strict=True):
             if isinstance(leaf, torch.Tensor) and (leaf.ndim == 0 or leaf.shape[0] != wanted):
-                place = f"{name}{'' if index is None else f'[{index}]'}{accessor.codify('')}"
+                place = f"{name}{'' if index is None else f'[{index}]'}{path}"
                 raise ValueError(
                     f"{place}: got the shape {list(leaf.shape)}, expected {wanted} rows in axis 0, {samples} samples in each microbatch, "
                     f"as samples={samples} says; every leaf has them"
                 )
 
 
-def _named(tree: Any) -> tuple[list[Any], list[Any]]:
-    leaves, treedef = optree.tree_flatten(tree)
-    return optree.treespec_accessors(treedef), leaves
-
-
 def _complete(gradients: Any, params: Any) -> Any:
     """The gradients with zeros for the leaves that have none."""
-    leaves, treedef = optree.tree_flatten(params)
+    leaves, treedef = tree_flatten(params)
     given = treedef.flatten_up_to(gradients)
     return treedef.unflatten(torch.zeros_like(p) if g is None else g for p, g in zip(leaves, given, strict=True))

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import optree
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import ppfunc as pp
 

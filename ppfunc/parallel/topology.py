@@ -248,7 +248,7 @@ def prime_factors(number: int) -> tuple[int, ...]:
 @lru_cache(maxsize=64)
 def _coordinates(axes: tuple[str, ...]) -> Callable[[Iterable[int]], tuple[int, ...]]:
     """Define a named tuple with one field per axis; return its constructor from an iterable."""
-    return namedtuple("Coordinate", axes)._make  # type: ignore[attr-defined]
+    return namedtuple("Coordinate", axes)._make  # type: ignore[attr-defined]  # of names that are not literals
 
 
 def _named(coordinate: dict[str, int]) -> str:

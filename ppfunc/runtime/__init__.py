@@ -18,6 +18,7 @@ A transport is two protocols (`transport.py`), data and control, with three impl
 
 from .analysis import Lowered
 from .batch import Microbatches, microbatch
+from .cache import CacheInfo
 from .errors import AgreementError, PipelineError
 from .inprocess import InProcess
 from .lower import StepSpec, lower
@@ -25,19 +26,22 @@ from .mesh import ProcessGroups, device_mesh, topology_of_mesh
 from .overlap import interleaved, two_streams
 from .p2p import P2P
 from .results import Aux, StepResult
-from .step import CacheInfo, StepFunction
+from .simulated import Fault, Simulated
+from .step import StepFunction
 from .transport import Transport
 
 __all__ = [
+    "P2P",
     "AgreementError",
     "Aux",
     "CacheInfo",
+    "Fault",
     "InProcess",
     "Lowered",
     "Microbatches",
-    "P2P",
     "PipelineError",
     "ProcessGroups",
+    "Simulated",
     "StepFunction",
     "StepResult",
     "StepSpec",

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 _PROBE = 0x70706675  # a tag
 
@@ -14,7 +15,7 @@ _PROBE = 0x70706675  # a tag
 ProcessGroupGloo = dist.ProcessGroupGloo
 
 
-def ProcessGroupNCCL(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+def ProcessGroupNCCL(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     """An NCCL communicator of its own."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
@@ -31,7 +32,7 @@ def end_coalescing(group: Any) -> Any:
     return group._end_coalescing()
 
 
-def store_of(group: dist.ProcessGroup) -> dist.Store:
+def store_of(group: dist.ProcessGroup) -> Store:
     """The store through which the ranks of a group met."""
     return group.get_group_store()
 
@@ -44,9 +45,13 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 def backend_of(group: dist.ProcessGroup) -> str | None:
     """The backend of a group for the device that computes: a group may have one for each kind of device."""
-    by_device = dict(entry.split(":") for entry in str(dist.get_backend_config(group)).split(","))
+    by_device = _backends(group)
     backend = by_device.get("cuda") if torch.cuda.is_available() else None
     return backend or by_device.get("cpu") or by_device.get("cuda")
+
+
+def _backends(group: dist.ProcessGroup) -> dict[str, str]:
+    return dict(entry.split(":") for entry in str(dist.get_backend_config(group)).split(","))
 
 
 def alive(group: dist.ProcessGroup, peer: int) -> bool:
@@ -54,10 +59,11 @@ def alive(group: dist.ProcessGroup, peer: int) -> bool:
 
     gloo refuses to receive over a connection that has ended. Nothing is ever sent with this tag.
     """
-    if backend_of(group) != "gloo":
+    if _backends(group).get("cpu") != "gloo":
         return True
     try:
-        group._get_backend(torch.device("cpu")).recv([torch.empty(1)], peer, _PROBE)
+        backend: Any = group._get_backend(torch.device("cpu"))
+        backend.recv([torch.empty(1)], peer, _PROBE)
     except RuntimeError:
         return False
     return True

@@ -26,11 +26,11 @@ class Memory(NamedTuple):
     Args:
         params: the parameters of its stages.
         gradients: their sums.
-        batch: inputs and targets that this rank reads.
+        batch: inputs, targets and extras that this rank reads.
         residuals: what forwards keep for their backwards, at the peak of live microbatches; None where an
             engine cannot know it.
         messages: the largest activation and gradient that it sends and receives.
-        outputs: what is kept for the caller.
+        outputs: what is kept for the caller: losses, outputs, metrics, the last state.
     """
 
     params: int
@@ -149,8 +149,10 @@ def _memory(step: LoweredStep, programs: dict[Key, StageProgram], rank: int) -> 
     own = [(key, low) for key, low in step.stages.items() if key[0] in stages]
     batch = sum(low.received[0].nbytes for _, low in own if low.sources[0] == -1)
     batch += sum(form.targets[m].nbytes for (_, m), low in own if not low.sinks and form.targets) if form.targets else 0
+    batch += sum(form.extras[model][m].nbytes for (s, m), _ in own if (model := schedule.model_stages[s]) in form.extras)
     messages = [_message_bytes(step, i) for program in (schedule.programs[rank],) for s in program for i in s if i.op in COMMUNICATION]
     kept = sum(low.outputs.nbytes + low.metrics.nbytes + (low.loss.nbytes if low.loss else 0) for _, low in own)
+    kept += sum(form.state[model].nbytes for model in models if model in form.state)
     return Memory(params, gradients, batch, _residuals(schedule, programs, rank), max(messages, default=0), kept)
 
 

@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, NamedTuple
 
-import optree
 import torch
+from optree import PyTreeSpec
 
 from ppfunc.schedule import Schedule
 from ppfunc.stage import Signature
 from ppfunc.stage.signature import flatten
+from ppfunc.stage.tree import tree_flatten, tree_paths
 
-from .batch import Leaves, Microbatches, cut, paths_of, require_divisible
+from .batch import Leaves, Microbatches, cut, refuse_microbatches, require_divisible
 from .functorch import transformed
 
 LossWeights = Sequence[float] | torch.Tensor | None
@@ -44,7 +45,7 @@ class TreeForm:
         signature: of the tree, or, of a whole batch, of one microbatch.
     """
 
-    treedef: optree.PyTreeSpec
+    treedef: PyTreeSpec
     metadata: tuple[list[Any], ...]
     signature: Signature
 
@@ -63,6 +64,7 @@ class StepForm(NamedTuple):
         devices: where each stage computes.
         inputs, targets: signatures of the microbatches; None where this process was given none.
         rows: rows of a microbatch, where the inputs came as a whole batch; None where they came as Microbatches.
+        other_rows: likewise of targets and extras that came as whole batches, by name.
         extras: signatures of the microbatches.
     """
 
@@ -72,6 +74,7 @@ class StepForm(NamedTuple):
     inputs: tuple[Signature, ...] | None
     targets: tuple[Signature, ...] | None
     rows: int | None
+    other_rows: Mapping[str, int]
     extras: Mapping[int, tuple[Signature, ...]]
     state: Mapping[int, Signature]
 
@@ -122,7 +125,7 @@ def read_arguments(
     """Read the arguments of a call in a process that runs ``stages`` of the model.
 
     Args:
-        last: arguments of an earlier call; where these have the same form, ``form`` and ``trees`` are those, as objects.
+        last: arguments of an earlier call; where these have the same form, ``form`` is that object.
         abstract: whether trees may be signatures, and tensors without values.
 
     Raises:
@@ -174,6 +177,8 @@ def read_loss_weights(weights: LossWeights, microbatches: int) -> torch.Tensor |
     if weights is None:
         return None
     try:
+        if torch.is_tensor(weights) and weights.is_complex():
+            raise TypeError("complex weights")
         read = torch.as_tensor(weights, dtype=torch.float64)
     except (TypeError, ValueError) as error:
         raise TypeError(f"loss_weights: got {reprlib.repr(weights)}, expected one number for each of the {microbatches} microbatches") from error
@@ -185,16 +190,17 @@ def read_loss_weights(weights: LossWeights, microbatches: int) -> torch.Tensor |
 def _read_tree(tree: Any, form: TreeForm | None, name: str, microbatches: int) -> tuple[Leaves, TreeForm]:
     """The leaves of a tree, and its form: ``form`` itself where the tree has that."""
     if form is not None:
-        found, treedef = optree.tree_flatten(tree)
+        found, treedef = tree_flatten(tree, name)
         try:
             if treedef == form.treedef and _metadata(found) == form.metadata:
                 return tuple(found), form
         except (AttributeError, RuntimeError):
             pass  # a leaf is something else than a dense tensor, which flatten below refuses by name
     leaves, treedef = flatten(tree, name)
+    refuse_microbatches(treedef, name)
     example: Sequence[torch.Tensor] = leaves
     if microbatches:
-        require_divisible(leaves, paths_of(treedef), microbatches, name)
+        require_divisible(leaves, tree_paths(treedef), microbatches, name)
         example = [leaf[: leaf.shape[0] // microbatches] for leaf in leaves]
     return leaves, TreeForm(treedef, _metadata(leaves), Signature.of(treedef.unflatten(example), name))
 
@@ -226,6 +232,7 @@ def _form(trees: Mapping[str, TreeForm], stages: Sequence[int], microbatches: in
         batch("inputs"),
         batch("targets"),
         _rows(trees["inputs"]) if "inputs" in trees else None,
+        {name: _rows(trees[name]) for name in ("targets", *(f"extras[{s}]" for s in stages)) if name in trees},
         {s: found for s, found in extras.items() if found},
         {s: trees[f"state[{s}]"].signature.without_grad() for s in stages if f"state[{s}]" in trees},
     )
@@ -240,7 +247,7 @@ def _require_values(trees: Mapping[str, TreeForm]) -> None:
     """Raise where a leaf has no values, or lives on another device than the others of its stage."""
     for name, form in trees.items():
         devices = form.metadata[4]
-        for path, device in zip(paths_of(form.treedef), devices, strict=True):
+        for path, device in zip(tree_paths(form.treedef), devices, strict=True):
             if device.type == "meta":
                 raise ValueError(
                     f"{name}{path}: got a tensor on the device meta, which has no values; materialise it, or call step.lower for shapes alone"
@@ -267,6 +274,8 @@ def _require_some(trees: Any, name: str, stages: Sequence[int]) -> None:
 def _require_batches(raw: RawArguments, schedule: Schedule, stages: Sequence[int], with_targets: bool) -> None:
     model = schedule.model_stages
     ends = {"inputs": (raw.inputs, model[schedule.chains[0].stages[0]]), "targets": (raw.targets, model[schedule.chains[0].stages[-1]])}
+    if raw.targets is not None and not with_targets:
+        raise ValueError("targets: got a batch, but there is no loss function that would read it; give the loss function, or no targets")
     for name, (batch, stage) in ends.items():
         if batch is None and stage in stages and (with_targets or name == "inputs"):
             raise ValueError(f"{name}: got None, but this process runs stage {stage}, which needs them")

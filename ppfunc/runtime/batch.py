@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from numbers import Integral
 from typing import Any
 
-import optree
 import torch
 from einops import rearrange
+from optree import PyTreeSpec
 
 from ppfunc.stage import Signature
+from ppfunc.stage._torch import register_pytree_node
 from ppfunc.stage.signature import flatten
+from ppfunc.stage.tree import tree_map, tree_paths
 
 Leaves = tuple[torch.Tensor, ...]
 
@@ -19,7 +21,7 @@ Leaves = tuple[torch.Tensor, ...]
 class Microbatches:
     """The microbatches of one batch: a tree of tensors each, which may differ in structure and shape.
 
-    Made by :func:`microbatch`, or of any trees; a sequence, and a node of a pytree. A step that is given
+    Made by :func:`microbatch`, or of any trees; a sequence, and a node of torch's pytrees. A step that is given
     its inputs like this returns their gradients and its outputs like this.
 
     Args:
@@ -44,7 +46,8 @@ class Microbatches:
         return iter(self.trees)
 
     def __repr__(self) -> str:
-        return f"Microbatches({len(self.trees)} of {Signature.of(self.trees[0])})" if self.trees else "Microbatches([])"
+        forms = dict.fromkeys(str(Signature.of(tree)) for tree in self.trees)
+        return f"Microbatches({len(self.trees)} of {' and '.join(forms)})" if self.trees else "Microbatches([])"
 
     def map(self, function: Callable[[Any], Any]) -> Microbatches:
         """The results of a function of each microbatch."""
@@ -56,11 +59,14 @@ class Microbatches:
         >>> microbatch(torch.arange(4), 2).join()
         tensor([0, 1, 2, 3])
         """
-        return optree.tree_map(lambda *leaves: torch.cat(leaves), *self.trees)
+        return tree_map(lambda *leaves: torch.cat(leaves), *self.trees)
 
     def stack(self) -> Any:
         """One tree, the leaves of the microbatches beside each other in a new axis 0, ``[m, ...]``."""
-        return optree.tree_map(lambda *leaves: torch.stack(leaves), *self.trees)
+        return tree_map(lambda *leaves: torch.stack(leaves), *self.trees)
+
+
+register_pytree_node(Microbatches, lambda batch: (list(batch.trees), None), lambda trees, _: Microbatches(trees))
 
 
 def microbatch(batch: Any, microbatches: int) -> Microbatches:
@@ -82,13 +88,17 @@ def microbatch(batch: Any, microbatches: int) -> Microbatches:
     if microbatches < 1:
         raise ValueError(f"got {microbatches} microbatches, expected at least 1")
     leaves, treedef = flatten(batch, "batch")
-    require_divisible(leaves, paths_of(treedef), int(microbatches), "batch")
+    refuse_microbatches(treedef, "batch")
+    require_divisible(leaves, tree_paths(treedef), int(microbatches), "batch")
     return Microbatches(treedef.unflatten(row) for row in cut(leaves, int(microbatches)))
 
 
-def paths_of(treedef: optree.PyTreeSpec) -> tuple[str, ...]:
-    """How every leaf of a structure is reached, such as ``"['x'][0]"``."""
-    return tuple(accessor.codify("") for accessor in optree.treespec_accessors(treedef))
+def refuse_microbatches(treedef: PyTreeSpec, name: str) -> None:
+    """Raise TypeError where there are Microbatches within a tree, whose rows would be cut again."""
+    if treedef.type is Microbatches:
+        raise TypeError(f"{name}: got Microbatches within a tree; expected Microbatches of trees: Microbatches([tree, tree, ...])")
+    for child in treedef.children():
+        refuse_microbatches(child, name)
 
 
 def cut(leaves: Sequence[torch.Tensor], microbatches: int) -> list[Leaves]:

@@ -1,4 +1,4 @@
-"""Binding: the instructions of a process's ranks become one flat list of calls, with every lookup resolved.
+"""Bind the instructions of a process's ranks: one flat list of calls, with every lookup resolved.
 
 A call reads and writes the buffers of the running step: `calls.py` has those of stage programs, a transport those
 of messages, which post what is in ``buffers.values``, or put there what has arrived.
@@ -15,21 +15,12 @@ from ppfunc.schedule import Instruction, Op, Schedule, linearize, parts_of, send
 from ppfunc.schedule.instruction import COMMUNICATION, SENDS
 from ppfunc.stage import LeafSignature, Signature
 
-from .buffers import Buffers, Key
-from .calls import CompiledStage, backward, backward_call, forward, forward_call, load, move_residuals, seeded, weight
+from .buffers import Buffers, Key, Tag
+from .calls import CompiledStage, Place, backward, backward_call, forward, forward_call, load, move_residuals, seeded, weight
 from .lower import BATCH
 from .overlap import Overlapped
 from .replicas import reduce_replicas
-from .transport import Call, DataTransport, Tag, Transfer
-
-
-class Place(NamedTuple):
-    """Where in the schedule a call comes from."""
-
-    rank: int
-    position: int
-    instruction: Instruction
-
+from .transport import Call, DataTransport, Transfer
 
 Calls = list[tuple[Call, Place]]
 
@@ -60,7 +51,7 @@ def bind(
     calls: Calls = []
     for rank, position in _order(schedule, ranks):
         calls += _step(binding, rank, position, completed.get(rank, {}).get(position, ()))
-    calls += reduce_replicas(schedule, stages, data, ranks, summed, Place)
+    calls += reduce_replicas(schedule, stages, data, ranks, summed)
     return calls
 
 
@@ -103,7 +94,7 @@ def share_input_gradients(
 
 
 class _Binding(NamedTuple):
-    """What binding an instruction needs to know."""
+    """The context in which an instruction is bound."""
 
     schedule: Schedule
     stages: Mapping[Key, CompiledStage]
@@ -173,7 +164,7 @@ def _arrivals(binding: _Binding, place: Place, part: Instruction) -> Iterator[tu
 
 def _instruction(binding: _Binding, place: Place) -> Iterator[tuple[Call, Place]]:
     part = place.instruction
-    if part.op in (Op.REDUCE_TIED, Op.REDUCE_GRAD):
+    if part.op is Op.REDUCE_TIED:
         return  # sums over replicas end the program, see reduce_replicas
     key = _key(part)
     compiled = binding.stages[key]

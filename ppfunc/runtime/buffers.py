@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from .gradients import Gradients
-from .transport import Tag
 
 Key = tuple[int, int]  # (stage of the schedule, microbatch)
 Leaves = tuple[torch.Tensor, ...]
+
+
+class Tag(NamedTuple):
+    """The name of a message, the same at both ends.
+
+    Args:
+        direction: ``"F"`` for activations, ``"B"`` for their gradients, ``"R"`` for sums over replicas.
+        source: the stage of the schedule that produces it, -1 for the batch.
+        destination: the stage that consumes it.
+        microbatch: the microbatch, -1 where it belongs to the whole stage.
+    """
+
+    direction: str
+    source: int
+    destination: int
+    microbatch: int
 
 
 @dataclass(slots=True)
@@ -20,7 +35,7 @@ class Buffers:
 
     Args:
         params: leaves of the parameters, by stage of the model.
-        constants: leaves that are not differentiated (targets, extras), by (stage, microbatch).
+        extras: leaves that are not differentiated (targets, extras), by (stage, microbatch).
         state: leaves of the state, by stage of the model; each forward takes it and puts the new one there.
         cotangents: cotangent of the loss, which is the weight of the microbatch, by (stage, microbatch).
         values: messages between stages, by tag.
@@ -32,7 +47,7 @@ class Buffers:
     """
 
     params: dict[int, Leaves] = field(default_factory=dict)
-    constants: dict[Key, Leaves] = field(default_factory=dict)
+    extras: dict[Key, Leaves] = field(default_factory=dict)
     state: dict[int, Leaves] = field(default_factory=dict)
     cotangents: dict[Key, Leaves] = field(default_factory=dict)
     values: dict[Tag, Leaves] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Calls of stage programs: forward, backward, input and weight gradient, each a function of the buffers of a step.
+"""Make calls of stage programs: forward, backward, input and weight gradient, each a function of the buffers of a step.
 
 A forward pops its input from ``buffers.values`` and puts its output there; a backward pops gradients and puts
 gradients. Residuals are kept by (stage, microbatch), used once and dropped.
@@ -12,13 +12,22 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ppfunc.schedule import Instruction
 from ppfunc.stage import FlatProgram, LeafSignature
 
-from .buffers import Buffers, Key, Leaves
-from .gradients import Absent, Given
+from .buffers import Buffers, Key, Leaves, Tag
+from .gradients import Absent, LeafGradients
 from .lower import BATCH
 from .rng import generator_of, process_lock
-from .transport import Call, Tag
+from .transport import Call
+
+
+class Place(NamedTuple):
+    """Where in the schedule a call comes from."""
+
+    rank: int
+    position: int
+    instruction: Instruction
 
 
 class Edge(NamedTuple):
@@ -95,7 +104,7 @@ def forward_call(compiled: CompiledStage, key: Key, keep_residuals: bool) -> Pro
 
     def take(buffers: Buffers) -> tuple[Leaves, Leaves, Leaves]:
         x = tuple(t for tag in sources for t in buffers.values.pop(tag))
-        return buffers.params[model], x, buffers.constants.get(key, ()) + buffers.state.get(model, ())
+        return buffers.params[model], x, buffers.extras.get(key, ()) + buffers.state.get(model, ())
 
     def put(buffers: Buffers, result: tuple[Leaves, tuple[Any, ...]]) -> None:
         outputs, saved = result
@@ -122,7 +131,7 @@ def forward(compiled: CompiledStage, key: Key, keep_residuals: bool) -> Call:
     def run_forward(buffers: Buffers) -> None:
         values = buffers.values
         values[sink], buffers.residuals[key] = run(
-            buffers.params[model], values.pop(source), buffers.constants.get(key, ()) + buffers.state.get(model, ())
+            buffers.params[model], values.pop(source), buffers.extras.get(key, ()) + buffers.state.get(model, ())
         )
 
     return run_forward
@@ -161,8 +170,8 @@ def load(compiled: CompiledStage, key: Key) -> Call | None:
     def run_load(buffers: Buffers) -> None:
         if tag in buffers.values:
             buffers.values[tag] = tuple(t.to(device, non_blocking=True) for t in buffers.values[tag])
-        if key in buffers.constants:
-            buffers.constants[key] = tuple(t.to(device, non_blocking=True) for t in buffers.constants[key])
+        if key in buffers.extras:
+            buffers.extras[key] = tuple(t.to(device, non_blocking=True) for t in buffers.extras[key])
 
     return run_load
 
@@ -222,7 +231,7 @@ def _absent(program: Callable[..., Any]) -> Absent | None:
     return None if recipe is None else tuple(gradient is None for gradient in recipe.part.results[0])
 
 
-def _dense(gradients: Given, leaves: tuple[LeafSignature, ...], device: torch.device) -> Leaves:
+def _dense(gradients: LeafGradients, leaves: tuple[LeafSignature, ...], device: torch.device) -> Leaves:
     """Zeros where a gradient is structurally zero: the other end expects a tensor."""
     pairs = zip(gradients, leaves, strict=True)
     return tuple([torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) if g is None else g for g, leaf in pairs])

@@ -1,4 +1,4 @@
-"""Compiling: a lowered step becomes the programs of its stages and one flat list of calls."""
+"""Compile a lowered step: the programs of its stages and one flat list of calls."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from ppfunc.schedule import Schedule
 from ppfunc.stage import Engine, Signature, StageProgram
 
-from .bind import Place, bind, share_input_gradients
-from .calls import CompiledStage, Edge
+from .bind import bind, share_input_gradients
+from .calls import CompiledStage, Edge, Place
 from .gradients import Gradients, Stack, Sum
 from .lower import Key, LoweredStage, LoweredStep
 from .stage_programs import program_of

@@ -9,37 +9,22 @@ import threading
 from collections.abc import Callable, Mapping
 from functools import reduce
 from itertools import zip_longest
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
-from ppfunc.schedule.formats.text import parse_instruction
 from ppfunc.stage import LeafSignature
 
-from .errors import AgreementError, PipelineError
+from .errors import AgreementError
+from .failures import FailureRecord, LinkError
 from .interrupts import hold_interrupts
 from .transport import Failure, LossPart, Mode
 
-GONE = "its process is gone or out of reach, or it has closed its transport"
 _TREE, _KEY, _TEXT = "tree", "key", "text"  # channels
 _BEGIN, _SHAPES, _GATHER, _END = b"B", b"S", b"G", b"E"  # messages along the tree
 _CALLS = {_BEGIN: "begins a step", _SHAPES: "begins a step", _GATHER: "gathers texts", _END: "ends a step"}
 _HEAD = struct.Struct("<qii")  # of messages at the end of a step: steps ended; a rank in training mode, one in evaluation mode, or -1
-
-
-class LinkError(ConnectionError):
-    """A message cannot be had.
-
-    Args:
-        peer: the rank at the other end.
-        kind: ``"gone"`` where it can answer no more, ``"late"`` where it did not in time, ``"failed"`` where a failure has
-            been published.
-        reason: one sentence.
-    """
-
-    def __init__(self, peer: int, kind: str, reason: str) -> None:
-        self.peer, self.kind, self.reason = peer, kind, reason
-        super().__init__(reason)
+_LATER = 0.05  # seconds for a step that has ended on all ranks to return what its caller needs
 
 
 class Links(Protocol):
@@ -56,7 +41,9 @@ class Links(Protocol):
 
     rank: int
     size: int
-    generation: int
+
+    @property
+    def generation(self) -> int: ...
 
     def send(self, peer: int, channel: str, data: bytes) -> None:
         """Send a message of any length without waiting for the peer; one that is gone does not get it."""
@@ -136,6 +123,7 @@ class Control:
         self._parent = None if rank == 0 else (rank - 1) // 2
         self._children = [child for child in (2 * rank + 1, 2 * rank + 2) if child < size]
         self._running = threading.Lock()
+        self._interrupts: list[BaseException] = []  # of the last step's end
 
     @property
     def generation(self) -> int:
@@ -150,6 +138,9 @@ class Control:
                 "ranks: wait for the first, or make a P2P() for each thread, in the same order on every rank"
             )
         rank = self.links.rank
+        if self._interrupts:
+            interrupt, self._interrupts = self._interrupts[0], []
+            raise interrupt
         if key is None and rank == source:
             raise ValueError(f"inputs: got None on rank {rank}, which tells the others their shapes; give it the inputs")
         self.links.begin(self.ended)
@@ -215,16 +206,12 @@ class Control:
     ) -> torch.Tensor | None:
         """End a step, as in :class:`~ppfunc.runtime.transport.ControlTransport`; ``after`` gives the sum once all are at their ends."""
         gathered, modes = self._gather(losses, parts, mode)
-        interrupts: list[BaseException] = []
-        with hold_interrupts():
-            total = self._settle(gathered, parts, modes, interrupts)
+        with hold_interrupts(_LATER):
+            total = self._settle(gathered, parts, modes, self._interrupts)
             if after is not None:
                 total = after()
-        if interrupts:
-            raise interrupts[0]
-        # Not reached where an interrupt was held. The next step then finds that this rank did not get what the others got.
-        self.ended += 1
-        self._running.release()
+            self._running.release()
+        self.ended += 1  # not where a signal has acted at the exit: the next step then finds that this rank has got one less
         return total
 
     def _gather(
@@ -249,7 +236,8 @@ class Control:
     def _settle(
         self, gathered: dict[int, bytes], parts: Mapping[int, LossPart], modes: tuple[int, int], interrupts: list[BaseException]
     ) -> torch.Tensor | None:
-        """Learn the outcome and tell it. Interrupts are held: peers may have the same outcome already."""
+        """Learn the outcome and tell it. Interrupts wait for the next step, which then fails on all ranks: this one may have
+        ended on some already."""
         step, links = self.ended, self.links
         if self._parent is None:
             total = _total({stage: _tensor(gathered[stage], part.leaf.shape, part.leaf.dtype) for stage, part in parts.items()})
@@ -303,14 +291,17 @@ class Control:
         if isinstance(cause, StepRunning) and not cause.refused:
             cause.refused = True
             return cause
+        interrupts: list[BaseException] = []
         with hold_interrupts():
             try:
-                mine = _Told.of(failure, self.links)
-                first = _Told(*json.loads(self.links.publish(json.dumps(mine))))
+                mine = _insist(interrupts, FailureRecord.of, failure, rank, self.links.suspect)
+                first = FailureRecord.read(_insist(interrupts, self.links.publish, mine.write()))
             finally:
                 self._tear_down()
                 if self._running.locked():
                     self._running.release()
+        if interrupts:
+            raise interrupts[0] from cause
         if first == mine and failure.instruction is None and not isinstance(cause, LinkError):
             return cause
         return first.error(rank)
@@ -318,41 +309,6 @@ class Control:
     def close(self) -> None:
         """End all connections. Idempotent."""
         self.links.close()
-
-
-class _Told(NamedTuple):
-    """A failure as it travels: what :class:`PipelineError` takes, and whether it is an AgreementError instead."""
-
-    rank: int
-    position: int | None
-    instruction: str | None
-    reason: str
-    reporter: int
-    disagreement: bool
-
-    @classmethod
-    def of(cls, failure: Failure, links: Links) -> _Told:
-        cause, place = failure.cause, failure.instruction and str(failure.instruction)
-        if not isinstance(cause, LinkError) or cause.kind == "failed":
-            disagreement = isinstance(cause, AgreementError)
-            reason = str(cause) if disagreement else failure.reason
-            return cls(failure.rank, failure.position, place, reason, links.rank, disagreement)
-        culprit = links.suspect(cause.peer) if cause.kind == "late" else cause.peer
-        victim = "" if culprit == cause.peer else f", which waits for rank {culprit}"
-        where = "" if place is None else f" (rank {failure.rank} was at {place}, step {failure.position})"
-        return cls(culprit, None, None, f"{cause.reason}{victim}{where}", links.rank, False)
-
-    def error(self, rank: int) -> AgreementError | PipelineError:
-        """The error to raise on a rank."""
-        if self.disagreement:
-            return AgreementError(self.reason if rank == self.reporter else f"{self.reason} [found by rank {self.reporter}]")
-        instruction = None if self.instruction is None else parse_instruction(self.instruction)
-        return PipelineError(self.rank, self.position, instruction, self.reason, reported_by=rank)
-
-
-def gone(peer: int, reporter: int) -> str:
-    """The failure that a rank is gone, as it is published."""
-    return json.dumps(_Told(peer, None, None, GONE, reporter, False))
 
 
 def _insist(interrupts: list[BaseException], call: Callable[..., Any], *args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Signatures of edges between processes: told once per form of the batch, remembered, and read again."""
+"""Exchange the signatures of edges between processes: once per form of the batch, then remembered."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""Executing: the calls of a compiled step, with buffers made for this step alone."""
+"""Execute the calls of a compiled step, with buffers made for this step alone."""
 
 from __future__ import annotations
 
 import torch
 
 from .arguments import StepArguments
-from .buffers import Buffers
+from .buffers import Buffers, Tag
 from .compile import CompiledStep, new_gradients
 from .lower import BATCH, LoweredStep
-from .transport import Failure, Tag
+from .transport import Failure
 
 
 class StepFailed(Exception):
@@ -31,7 +31,7 @@ def execute(compiled: CompiledStep, buffers: Buffers) -> Buffers:
     """
     index = 0
     try:
-        for index, call in enumerate(compiled.calls):
+        for index, call in enumerate(compiled.calls):  # noqa: B007 - names the call that raised
             call(buffers)
     except BaseException as cause:
         place = compiled.places[index]
@@ -47,7 +47,7 @@ def fill(lowered: LoweredStep, arguments: StepArguments) -> Buffers:
     """
     if arguments.seed is None and lowered.drawing:
         raise ValueError(f"stage {lowered.drawing[0]} draws random numbers; pass seed=(seed, step) to the step, two integers")
-    schedule, form = lowered.schedule, lowered.form
+    schedule = lowered.schedule
     buffers = Buffers(params=dict(arguments.params), state=dict(arguments.state), seed=arguments.seed)
     for chain in schedule.chains:
         last = chain.stages[-1]
@@ -60,7 +60,7 @@ def fill(lowered: LoweredStep, arguments: StepArguments) -> Buffers:
             batches = [arguments.targets] if stage == last and arguments.targets else []
             batches += [arguments.extras[model]] if model in arguments.extras else []
             if batches:
-                buffers.constants.update(((stage, m), sum((tuple(b[m]) for b in batches), ())) for m in chain.microbatches)
+                buffers.extras.update(((stage, m), sum((tuple(b[m]) for b in batches), ())) for m in chain.microbatches)
             if stage in lowered.losses:
                 weights = weights_of(lowered, arguments, stage)
                 shape = lowered.losses[stage].leaf.shape[1:]

@@ -1,11 +1,12 @@
-"""Transforms of torch.func at work around a step: ``torch.func.grad``, ``vmap`` and the like over a whole pipeline."""
+"""Tell whether a transform of torch.func is at work around a step."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+from ppfunc.stage._torch import innermost_transform, is_wrapped, without_transforms
 
 
 def transforming() -> bool:
@@ -14,14 +15,14 @@ def transforming() -> bool:
     >>> torch.func.vmap(lambda x: x + transforming())(torch.zeros(1))
     tensor([1.])
     """
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return innermost_transform() is not None
 
 
 def transformed(tensor: torch.Tensor) -> bool:
     """Whether a transform wraps this tensor: it then has no memory to look at."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return is_wrapped(tensor)
 
 
 def suspended() -> AbstractContextManager[object]:
     """Within, no transform is at work: for what depends on shapes alone, such as building the program of a stage."""
-    return temporarily_clear_interpreter_stack()
+    return without_transforms()

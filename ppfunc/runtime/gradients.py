@@ -1,4 +1,4 @@
-"""The parameter gradients of a stage over its microbatches: their sum, or one beside the other."""
+"""Accumulate the parameter gradients of a stage over its microbatches: their sum, or one beside the other."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Protocol
 import torch
 
 from ppfunc.stage import LeafSignature
+from ppfunc.stage._torch import add_each, add_into_each
 
 from .functorch import transforming
 from .ownership import Owned
 
-Given = tuple[torch.Tensor | None, ...]  # one tensor of the parameter's shape and dtype per leaf, None for zero
+LeafGradients = tuple[torch.Tensor | None, ...]  # one tensor of the parameter's shape and dtype per leaf, None for zero
 Leaves = tuple[torch.Tensor, ...]
 Absent = tuple[bool, ...]  # of every leaf, whether its gradient is None
 
@@ -20,7 +21,7 @@ Absent = tuple[bool, ...]  # of every leaf, whether its gradient is None
 class Gradients(Protocol):
     """Takes the gradients of microbatches one after the other and makes one tree of them."""
 
-    def add(self, gradients: Given, microbatch: int, absent: Absent | None = None) -> None:
+    def add(self, gradients: LeafGradients, microbatch: int, absent: Absent | None = None) -> None:
         """Take the gradients of one microbatch; ``absent`` says which are None, where that is known beforehand."""
         ...
 
@@ -52,7 +53,7 @@ class Sum:
         self._total: list[torch.Tensor] = []  # the sums of those that are not absent
         self._is_own = False
 
-    def add(self, gradients: Given, microbatch: int, absent: Absent | None = None) -> None:
+    def add(self, gradients: LeafGradients, microbatch: int, absent: Absent | None = None) -> None:
         absent = tuple([g is None for g in gradients]) if absent is None else absent
         present = [g for g in gradients if g is not None] if False in absent else []
         if self._absent is None:
@@ -64,11 +65,11 @@ class Sum:
         elif not present:
             pass
         elif self._is_own:
-            torch._foreach_add_(self._total, present)
+            add_into_each(self._total, present)
         else:
-            self._total, self._is_own = list(torch._foreach_add(self._total, present)), True
+            self._total, self._is_own = list(add_each(self._total, present)), True
 
-    def _add_unlike(self, gradients: Given) -> None:
+    def _add_unlike(self, gradients: LeafGradients) -> None:
         """Add gradients that are absent in other places than those before."""
         rest = iter(self._total)
         before = [None if absent else next(rest) for absent in self._absent or ()]
@@ -101,10 +102,10 @@ class Stack:
     """
 
     def __init__(self, microbatches: int) -> None:
-        self._rows: list[Given | None] = [None] * microbatches
+        self._rows: list[LeafGradients | None] = [None] * microbatches
         self._merged = Sum()
 
-    def add(self, gradients: Given, microbatch: int, absent: Absent | None = None) -> None:
+    def add(self, gradients: LeafGradients, microbatch: int, absent: Absent | None = None) -> None:
         self._rows[microbatch] = gradients
 
     def merge(self, gradients: Leaves) -> None:
@@ -122,5 +123,5 @@ class Stack:
         return self._merged.take(tuple(leaf.expand(len(self._rows), *leaf.shape) for leaf in like), owned)
 
 
-def _stacked(column: Given, leaf: torch.Tensor) -> torch.Tensor:
+def _stacked(column: LeafGradients, leaf: torch.Tensor) -> torch.Tensor:
     return torch.stack([torch.zeros_like(leaf) if row is None else row for row in column])

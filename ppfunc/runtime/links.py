@@ -14,9 +14,9 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from .control import GONE, LinkError
+from .failures import GONE, LinkError
 from .rendezvous import Rendezvous
-from .sockets import Address, Stream, connect, hosts, listen, welcome
+from .sockets import Address, Connection, connect, hosts, listen, welcome
 
 _WATCHED = ("watch", "tree")  # channels of the tree, opened ahead of time
 _PATIENCE = 1.0  # seconds to wait for the ranks above to decide
@@ -48,7 +48,7 @@ class SocketLinks:
         self._parent = None if self.rank == 0 else (self.rank - 1) // 2
         self._children = [child for child in (2 * self.rank + 1, 2 * self.rank + 2) if child < self.size]
         self._neighbours = self._children if self._parent is None else [self._parent, *self._children]
-        self._streams: dict[tuple[int, str], Stream] = {}
+        self._streams: dict[tuple[int, str], Connection] = {}
         self._changed = threading.Condition(threading.RLock())  # guards what follows
         self._decided: dict[int, tuple[int, str]] = {}  # by generation: steps committed before, failure
         self._deferred: list[tuple[int, str]] = []  # failures that came between a vote and its outcome
@@ -64,7 +64,7 @@ class SocketLinks:
         for end in (self._woken, self._wake, self._noted, self._note):
             end.setblocking(False)
         for channel in _WATCHED:
-            self._streams |= {(neighbour, channel): Stream(neighbour, channel) for neighbour in self._neighbours}
+            self._streams |= {(neighbour, channel): Connection(neighbour, channel) for neighbour in self._neighbours}
         self._listener = listen()
         self._address = Address(hosts(), self._listener.getsockname()[1], secrets.token_hex(16))
         rendezvous.write(f"address/{self.rank}", json.dumps(self._address))
@@ -95,7 +95,7 @@ class SocketLinks:
             else:
                 self._sleep(stream, end)
 
-    def _problem(self, stream: Stream) -> LinkError | None:
+    def _problem(self, stream: Connection) -> LinkError | None:
         decided = self._decided.get(self.generation)
         if decided is not None and (self._voted is None or decided[0] <= self._voted):
             return LinkError(stream.peer, "failed", "a rank has failed")
@@ -103,7 +103,7 @@ class SocketLinks:
             return LinkError(stream.peer, "gone", GONE)
         return None
 
-    def _sleep(self, stream: Stream, end: float) -> None:
+    def _sleep(self, stream: Connection, end: float) -> None:
         """Wait until there is something to look at."""
         left = end - time.monotonic()
         if left <= 0:
@@ -117,17 +117,18 @@ class SocketLinks:
         with suppress(BlockingIOError):
             self._woken.recv(1 << 12)
 
-    def _stream(self, peer: int, channel: str) -> Stream:
+    def _stream(self, peer: int, channel: str) -> Connection:
         """A stream; the higher rank of a pair connects to the lower one."""
-        if (peer, channel) not in self._streams:
+        stream = self._streams.get((peer, channel))
+        if stream is None:
             with self._changed:
-                stream = self._streams.setdefault((peer, channel), Stream(peer, channel))
-            if peer < self.rank and channel not in _WATCHED:
-                self.waiting_on = peer
-                address = self._rendezvous.wait(f"address/{peer}", peer, self.check)
-                if not self._connect(stream, address):
-                    raise LinkError(peer, "gone", GONE)
-        return self._streams[peer, channel]
+                stream = self._streams.setdefault((peer, channel), Connection(peer, channel))
+        if stream.socket is None and peer < self.rank and channel not in _WATCHED:
+            self.waiting_on = peer
+            if not self._connect(stream, self._rendezvous.wait(f"address/{peer}", peer, self.check)):
+                raise LinkError(peer, "gone", GONE)
+            self.waiting_on = None
+        return stream
 
     # -- steps -----------------------------------------------------------------------------
 
@@ -263,7 +264,7 @@ class SocketLinks:
             pause = min(2 * pause, 0.05)
         self._let_go(greeting)
 
-    def _serve(self, fd: int, streams: Mapping[int, Stream], greeting: dict[int, socket.socket]) -> None:
+    def _serve(self, fd: int, streams: Mapping[int, Connection], greeting: dict[int, socket.socket]) -> None:
         """Do what a descriptor is ready for."""
         if fd == self._listener.fileno():
             connection, _ = self._listener.accept()
@@ -289,7 +290,7 @@ class SocketLinks:
                     self._tell(peer, "decided", generation, committed, failure)
         _ring(self._wake)
 
-    def _listen_to(self, stream: Stream) -> None:
+    def _listen_to(self, stream: Connection) -> None:
         with self._changed:
             while (message := stream.next(0)) is not None:
                 self._hear(stream.peer, *json.loads(message))
@@ -321,7 +322,7 @@ class SocketLinks:
                     return
             _ring(self._wake)
 
-    def _connect(self, stream: Stream, address: str) -> bool:
+    def _connect(self, stream: Connection, address: str) -> bool:
         connection = connect(Address(*json.loads(address)), self.rank, stream.channel)
         if connection is not None:
             stream.attach(connection)

@@ -1,4 +1,4 @@
-"""Lowering: from stages, a loss and a schedule to what every instruction means for given shapes; values only.
+"""Lower stages, a loss and a schedule to what every instruction means for given shapes; values only.
 
 Stages are visited in the order of the data. Each is evaluated abstractly, once for every distinct input,
 which gives the signature of every edge. Nothing is traced, nothing runs, and no message is sent but the
@@ -28,7 +28,7 @@ Key = tuple[int, int]  # (stage of the schedule, microbatch)
 
 
 class StepSpec(NamedTuple):
-    """What the caller wants of a step.
+    """The results that the caller wants of a step, and how they are formed.
 
     Args:
         name: of the function that made it, with what changes the program; compared between ranks.
@@ -137,6 +137,7 @@ def lower(
         StageError: a stage cannot be evaluated.
     """
     require_honoured(schedule)
+    _require_same_rows(form, schedule.microbatches)
     local = set(range(schedule.ranks) if ranks is None else ranks)
     home, model = schedule.placement, schedule.model_stages
     edges: dict[tuple[int, int], Sequence[Signature]] = {}
@@ -167,17 +168,27 @@ def require_honoured(schedule: Schedule) -> None:
     mend = "take ppfunc.schedule.remove_tail(schedule), and do it in your own code"
     refused = {
         Op.STEP: f"a step returns gradients and runs no optimizer; {mend}",
+        Op.REDUCE_GRAD: f"there are no data parallel ranks to sum over; {mend}",
         Op.UNSHARD: "parameters are given whole; leave it out of the schedule",
         Op.RESHARD: "parameters are given whole; leave it out of the schedule",
     }
     if not schedule.replicas:
         refused[Op.REDUCE_TIED] = f"no stage of this schedule has replicas, and no tied parameters are declared; {mend}"
-        refused[Op.REDUCE_GRAD] = f"there are no data parallel ranks to sum over; {mend}"
     for op in (op for op in refused if op in schedule.ops):
         rank, position, instruction = next(
             (r, n, i) for r, program in enumerate(schedule.programs) for n, step in enumerate(program) for i in step if i.op is op
         )
         raise ValueError(f"the schedule {schedule.name!r} has {instruction} (rank {rank}, step {position}), which nothing would honour: {refused[op]}")
+
+
+def _require_same_rows(form: StepForm, microbatches: int) -> None:
+    """Raise ValueError where targets or extras have other rows than the inputs: a loss might broadcast over them."""
+    for name, rows in form.other_rows.items():
+        if form.rows and rows and rows != form.rows:  # 0 of a batch without leaves
+            raise ValueError(
+                f"{name}: got {rows * microbatches} rows in axis 0, the inputs have {form.rows * microbatches}; expected the same rows, "
+                f"or ppfunc.microbatch({name}, {microbatches}) where it is meant"
+            )
 
 
 def stages_in_order(schedule: Schedule) -> Iterator[tuple[int, range]]:
@@ -268,8 +279,8 @@ class _StageLowering:
         for path, leaf in zip(outputs.paths, outputs.leaves, strict=True):
             if not leaf.shape or leaf.shape[0] != self.form.rows:
                 raise ValueError(
-                    f"the output{path} of stage {self.model} is {leaf}, which has no axis of {self.form.rows} rows to join to those of the whole "
-                    f"batch; give the inputs as ppfunc.microbatch(inputs, m), to get the outputs of each microbatch"
+                    f"the output{path} of stage {self.model} is {leaf}, which has no axis of {self.form.rows} rows to join to "
+                    f"those of the whole batch; give the inputs as ppfunc.microbatch(inputs, m), to get the outputs of each microbatch"
                 )
 
     def _require_wanted(self, loss: Signature, metrics: Signature, state: Signature) -> None:

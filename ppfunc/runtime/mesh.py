@@ -1,4 +1,4 @@
-"""Process groups and a DeviceMesh for a topology, made in the same order on every rank."""
+"""Make process groups and a DeviceMesh for a topology, in the same order on every rank."""
 
 from __future__ import annotations
 

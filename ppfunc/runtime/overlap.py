@@ -1,16 +1,16 @@
-"""How the forward and the backward of an ``OVERLAP_F_B`` run as one: interleaved in one program, or on two streams."""
+"""Run the forward and the backward of an ``OVERLAP_F_B`` as one: interleaved in one program, or on two streams."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 from weakref import WeakKeyDictionary
 
-import optree
 import torch
 
 from ppfunc.stage.tracing.emit import Recipe, emit
 from ppfunc.stage.tracing.interleave import interleave
+from ppfunc.stage.tree import tree_leaves
 
 Program = Callable[..., Any]
 
@@ -30,14 +30,14 @@ def interleaved() -> Overlapped:
     """
     merged: WeakKeyDictionary[Program, WeakKeyDictionary[Program, Program]] = WeakKeyDictionary()
 
-    def together(forward: Program, arguments: tuple[Any, ...], backward: Program, others: tuple[Any, ...]) -> tuple[Any, Any]:
+    def overlapped(forward: Program, arguments: tuple[Any, ...], backward: Program, others: tuple[Any, ...]) -> tuple[Any, Any]:
         known = merged.setdefault(forward, WeakKeyDictionary())
         if backward not in known:
             known[backward] = emit(interleave(_recipe(forward), _recipe(backward)))
         outputs, residuals, first, second = known[backward](*arguments, *others)
         return (outputs, residuals), (first, second)
 
-    return together
+    return overlapped
 
 
 def _recipe(program: Program) -> Recipe:
@@ -59,8 +59,8 @@ def two_streams() -> Overlapped:
     """
     streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def together(forward: Program, arguments: tuple[Any, ...], backward: Program, others: tuple[Any, ...]) -> tuple[Any, Any]:
-        given = [t for t in optree.tree_leaves(cast(Any, (arguments, others))) if isinstance(t, torch.Tensor)]
+    def overlapped(forward: Program, arguments: tuple[Any, ...], backward: Program, others: tuple[Any, ...]) -> tuple[Any, Any]:
+        given = [t for t in tree_leaves((arguments, others)) if isinstance(t, torch.Tensor)]
         device = next((t.device for t in given), torch.device("cpu"))
         if device.type != "cuda":
             raise ValueError(f"two_streams() got stages that compute on {device}; leave out overlapped= where there is no CUDA")
@@ -68,17 +68,17 @@ def two_streams() -> Overlapped:
             streams[device] = torch.cuda.Stream(device)
         here, beside = torch.cuda.current_stream(device), streams[device]
         beside.wait_stream(here)
-        for tensor in optree.tree_leaves(cast(Any, others)):
+        for tensor in tree_leaves(others):
             _used_on(beside, tensor)
         with torch.cuda.stream(beside):
             gradients = backward(*others)
         outputs = forward(*arguments)
         here.wait_stream(beside)
-        for tensor in optree.tree_leaves(gradients):
+        for tensor in tree_leaves(gradients):
             _used_on(here, tensor)
         return outputs, gradients
 
-    return together
+    return overlapped
 
 
 def _used_on(stream: torch.cuda.Stream, leaf: Any) -> None:

@@ -1,4 +1,4 @@
-"""Results that belong to the caller: memory that nothing else of a step, and no argument, uses."""
+"""Copy results whose memory anything else uses, so that they belong to the caller."""
 
 from __future__ import annotations
 

@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 from . import _torch
 from .buffers import Buffers
-from .control import GONE, Control, LinkError, gone
+from .control import Control
 from .errors import PipelineError
+from .failures import GONE, LinkError, gone
 from .links import SocketLinks, give_way
 from .rendezvous import Rendezvous
 from .transport import Call, Failure, Link, LossPart, Mode, Transfer
@@ -62,7 +63,8 @@ class P2P:
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError("P2P got no process group; call torch.distributed.init_process_group first, or use InProcess()")
         group = group if group is not None else dist.group.WORLD
-        if group is None or group is dist.GroupMember.NON_GROUP_MEMBER:
+        outside: Any = dist.GroupMember.NON_GROUP_MEMBER  # a number, or a group
+        if group is None or group is outside:
             raise RuntimeError("P2P got a process group of which this process is not a member")
         self._user_group = group
         try:
@@ -253,6 +255,8 @@ class P2P:
         tag, peer, links = transfer.tag, transfer.peer, self._links
 
         def wait(buffers: Buffers) -> list[torch.Tensor]:
+            works: list[Any]
+            tensors: list[torch.Tensor]
             works, tensors = buffers.pending.pop(tag)
             links.waiting_on = peer
             try:

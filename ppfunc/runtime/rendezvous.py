@@ -1,4 +1,4 @@
-"""Where the processes of one transport find each other: keys in the store of their process group."""
+"""Let the processes of one transport find each other: keys in the store of their process group."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from . import _torch
-from .control import LinkError
+from .failures import LinkError
 
 
 class Rendezvous:
@@ -43,7 +44,7 @@ class Rendezvous:
         with self._within_reach():
             # The n-th transport that each rank makes over a group is the same transport.
             number = store.add(f"ppfunc/transports/{self.rank}", 1)
-            self._store = dist.PrefixStore(f"ppfunc/{number}", store)
+            self._store = PrefixStore(f"ppfunc/{number}", store)
         self._written: list[list[str]] = [[]]  # keys of communicators, by generation
 
     def write(self, key: str, text: str) -> None:
@@ -77,7 +78,7 @@ class Rendezvous:
         self._written[-1] += [f"{name}/{self.rank}", f"{name}/0/{place}"]  # the second one by gloo
         self.write(f"{name}/{self.rank}", "")
         self.wait(f"{name}/{peer}", peer, check)  # what follows cannot be ended from outside: not before the peer is there
-        store, timeout = dist.PrefixStore(name, self._store), timedelta(seconds=self.timeout)
+        store, timeout = PrefixStore(name, self._store), timedelta(seconds=self.timeout)
         with self._within_reach():
             if self.backend == "gloo":
                 return _torch.ProcessGroupGloo(store, place, 2, timeout)

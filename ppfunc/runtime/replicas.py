@@ -1,25 +1,22 @@
-"""Replicas of a stage: their gradients are summed, and their parameters compared where they live in several processes."""
+"""Sum the gradients of replicas of a stage, and compare their parameters where they live in several processes."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ppfunc.schedule import Instruction, Op, Schedule
 from ppfunc.stage import LeafSignature, Signature
 
-from .buffers import Buffers, Leaves
+from .buffers import Buffers, Leaves, Tag
+from .calls import CompiledStage, Place
 from .errors import AgreementError
 from .ownership import Owned
-from .transport import Call, DataTransport, Link, Tag, Transfer
-
-if TYPE_CHECKING:
-    from .bind import Place
-    from .calls import CompiledStage
+from .transport import Call, DataTransport, Link, Transfer
 
 _DIGEST = LeafSignature((32,), torch.uint8, False)
 
@@ -30,7 +27,6 @@ def reduce_replicas(
     data: DataTransport,
     ranks: Sequence[int],
     summed: Callable[[LeafSignature], LeafSignature],
-    place_of: Callable[[int, int, Instruction], Place],
 ) -> Iterator[tuple[Call, Place]]:
     """Sum the gradients of the replicas of each stage, in the order of the stages, wherever one lives.
 
@@ -41,7 +37,6 @@ def reduce_replicas(
 
     Args:
         schedule, stages, data, ranks, summed: as of :func:`ppfunc.runtime.bind.bind`.
-        place_of: makes the place of a call.
     """
     home, training = schedule.placement, not schedule.forward_only
     local = [(group, [s for s in group if home[s] in ranks]) for group in schedule.replicas]
@@ -54,7 +49,7 @@ def reduce_replicas(
         compiled = next(c for (s, _), c in stages.items() if s == here[0])
         gradients = tuple(summed(leaf) for leaf in compiled.params if leaf.grad) if training else ()
         apart = [s for s in group if s not in here]
-        place = place_of(home[here[0]], len(schedule.programs[home[here[0]]]) - 1, Instruction(Op.REDUCE_TIED, here[0]))
+        place = Place(home[here[0]], len(schedule.programs[home[here[0]]]) - 1, Instruction(Op.REDUCE_TIED, here[0]))
         for stage in here:
             publish.append((_publish(compiled, stage, apart, training), place))
         for other in apart:
@@ -65,7 +60,7 @@ def reduce_replicas(
         if training or apart:
             collect.append((_collect(compiled.model, here, group, training), place))
     yield from publish
-    yield from _moved(batches, data, schedule, place_of, collect)
+    yield from _moved(batches, data, schedule, collect)
 
 
 def links_of_replicas(schedule: Schedule) -> Iterator[Link]:
@@ -114,14 +109,13 @@ def _moved(
     batches: Mapping[int, list[Transfer]],
     data: DataTransport,
     schedule: Schedule,
-    place_of: Callable[[int, int, Instruction], Place],
     collect: list[tuple[Call, Place]],
 ) -> Iterator[tuple[Call, Place]]:
     """Post all messages, wait for those that arrive, run ``collect``, wait for those that were sent."""
 
     def placed(rank: int, transfer: Transfer, call: Call | None) -> list[tuple[Call, Place]]:
         stage = transfer.tag.source if transfer.outgoing else transfer.tag.destination
-        place = place_of(rank, len(schedule.programs[rank]) - 1, Instruction(Op.REDUCE_TIED, stage))
+        place = Place(rank, len(schedule.programs[rank]) - 1, Instruction(Op.REDUCE_TIED, stage))
         return [] if call is None else [(call, place)]
 
     for rank, batch in batches.items():

@@ -1,26 +1,25 @@
-"""Results: trees for the caller, made of the buffers of a step that has run."""
+"""Make trees for the caller of the buffers of a step that has run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import optree
 import torch
 
 from ppfunc.stage import Signature
+from ppfunc.stage.tree import tree_leaves, tree_map, tree_structure
 
 from .arguments import StepArguments
-from .batch import Leaves, Microbatches
-from .buffers import Buffers
+from .batch import Microbatches
+from .buffers import Buffers, Tag
 from .execute import weights_of
 from .lower import BATCH, LoweredStage, LoweredStep
 from .ownership import Owned
-from .transport import Tag
 
 
 class Aux(NamedTuple):
-    """What stages of this process return beside the activation, by stage of the model.
+    """Collect the metrics and states that the stages of this process return, by stage of the model.
 
     Args:
         metrics: trees with a leading axis of the microbatches that this process ran; Microbatches, with None
@@ -125,7 +124,7 @@ def _in_form_of_inputs(rows: list[Any], lowered: LoweredStep, owned: Owned) -> A
     """One tree, joined along axis 0, where the inputs were a whole batch; else Microbatches."""
     if lowered.form.rows is not None:
         return Microbatches(rows).join()
-    return Microbatches(optree.tree_map(owned, row) for row in rows)
+    return Microbatches(tree_map(owned, row) for row in rows)
 
 
 def _aux(lowered: LoweredStep, buffers: Buffers, owned: Owned) -> Aux:
@@ -155,9 +154,9 @@ def _kept(lowered: LoweredStep, buffers: Buffers, stage: int, which: Callable[[L
 
 def _stacked(rows: list[Any], owned: Owned) -> Any:
     """One tree with a leading axis; Microbatches where the trees differ in structure, shape or dtype."""
-    first, *others = ((optree.tree_structure(row), [(t.shape, t.dtype) for t in optree.tree_leaves(row)]) for row in rows)
+    first, *others = ((tree_structure(row), [(t.shape, t.dtype) for t in tree_leaves(row)]) for row in rows)
     if any(other != first for other in others):
-        return Microbatches(optree.tree_map(owned, row) for row in rows)
+        return Microbatches(tree_map(owned, row) for row in rows)
     return Microbatches(rows).stack()
 
 

@@ -1,4 +1,4 @@
-"""Random generators of the process: seeded for one stage at a time, restored after the step."""
+"""Seed the random generators of the process for one stage at a time, and restore them after the step."""
 
 from __future__ import annotations
 

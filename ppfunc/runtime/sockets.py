@@ -30,7 +30,7 @@ class Address(NamedTuple):
     token: str
 
 
-class Stream:
+class Connection:
     """One connection, or what is to be sent over it once it is there."""
 
     def __init__(self, peer: int, channel: str) -> None:

@@ -1,4 +1,4 @@
-"""Abstract evaluations and programs of stages, shared by all steps that run the same function on the same forms.
+"""Keep abstract evaluations and programs of stages, for all steps that run the same function on the same forms.
 
 A program depends on the user's function, the loss folded into it, the form of the arguments, the engine, autocast
 and the mode (training or evaluation) of the modules that run in it. It is kept as long as the function lives.
@@ -12,11 +12,11 @@ from types import CellType
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
-import optree
 import torch
 
 from ppfunc.stage import Engine, Loss, Outline, Signature, Stage, StageProgram, outline
 from ppfunc.stage.output import canonical
+from ppfunc.stage.tree import tree_leaves
 
 from .functorch import suspended
 from .rng import process_lock
@@ -131,8 +131,8 @@ def _shared(function: StageFunction, key: tuple[Hashable, ...], make: Callable[[
 
 
 def _form(example: tuple[Any, ...]) -> Hashable:
-    """What an evaluation depends on of its example: signatures, and the types and strides of tensors."""
-    tensors = [t for tree in example if not isinstance(tree, Signature) for t in optree.tree_leaves(tree)]
+    """The key of an evaluation: signatures of its example, and the types and strides of tensors."""
+    tensors = [t for tree in example if not isinstance(tree, Signature) for t in tree_leaves(tree)]
     return tuple(map(Signature.of, example)), tuple((type(t), t.stride()) for t in tensors)
 
 

@@ -5,22 +5,22 @@ from __future__ import annotations
 import json
 import platform
 import threading
-import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, Generic, ParamSpec, TypeVar
 
-import optree
 import torch
 
 from ppfunc.schedule import Schedule
-from ppfunc.stage import Engine, Loss, Outline, Signature, Stage
+from ppfunc.stage import Engine, Loss, Signature, Stage
+from ppfunc.stage.tree import tree_structure
 
 from .analysis import Lowered
 from .arguments import RawArguments, StepArguments, read_arguments
 from .buffers import Buffers
-from .compile import CompiledStep, compile_step
+from .cache import CACHE_SIZE, RETRACES, Agreed, CacheInfo, Entry, Last, keep, warn_of_retraces
+from .compile import compile_step
 from .errors import AgreementError, describe_inputs
 from .exchange import Edges, Negotiation, Replay
 from .execute import StepFailed, execute, fill
@@ -29,68 +29,16 @@ from .lower import Exchange, LoweredStep, StepSpec, lower
 from .replicas import links_of_replicas, require_same_forms, shared_forms
 from .results import StepResult, collect, weighted_losses
 from .rng import preserve_rng
-from .stage_programs import autocast, forget, modes
+from .stage_programs import autocast, forget
 from .terms import batch_name, call_terms, rows_of
-from .transport import Failure, Link, LossPart, Mode, Transport
+from .transport import Failure, Link, LossPart, Transport
 
 P = ParamSpec("P")
 R = TypeVar("R")
-V = TypeVar("V")
 
-CACHE_SIZE = 32
-"""Most forms of arguments for which one step function keeps compiled programs."""
-_RETRACES = 8  # so many forms are unusual enough for a warning
 _KNOWN = "; run before: "
-_LEAF = optree.tree_structure(cast(Any, 0))
-
-
-class CacheInfo(NamedTuple):
-    """Use of the cache of a step function, as of ``functools.lru_cache``."""
-
-    hits: int
-    misses: int
-    maxsize: int
-    currsize: int
-
-
-class _Agreed(NamedTuple):
-    """Facts that the ranks agreed on for one form of the batch.
-
-    Args:
-        edges: the signatures on edges to and from other processes.
-        parts: the form of the losses of all ranks.
-        shared: signatures of the parameters that other processes hold too.
-    """
-
-    edges: Edges
-    parts: dict[int, LossPart]
-    shared: Mapping[int, Signature]
-
-
-class _Entry(NamedTuple):
-    """A compiled step, the modes of its modules for which it holds, and the form of the losses of all ranks."""
-
-    compiled: CompiledStep
-    modes: tuple[tuple[Outline, tuple[bool, ...]], ...]
-    parts: dict[int, LossPart]
-
-    def holds(self) -> bool:
-        """Whether every module that ran in it is in the mode in which it was traced."""
-        return all(modes(outline) == before for outline, before in self.modes)
-
-    def mode(self) -> Mode:
-        """The mode of all of them."""
-        found = {mode for _, every in self.modes for mode in every}
-        return "mixed" if len(found) != 1 else "training" if found.pop() else "evaluation"
-
-
-class _Last(NamedTuple):
-    """The last call: its arguments, the name of its batch, autocast, and what it ran."""
-
-    arguments: StepArguments
-    name: str
-    autocast: tuple[Any, ...]
-    entry: _Entry
+_MODES = 3  # programs that are kept for other modes of the modules
+_LEAF = tree_structure(0)
 
 
 class StepFunction(Generic[P, R]):
@@ -125,9 +73,9 @@ class StepFunction(Generic[P, R]):
         self._lock = threading.Lock()
         self._building = threading.local()
         self._generation: int | None = None
-        self._agreed: OrderedDict[tuple[Any, ...], _Agreed] = OrderedDict()
-        self._compiled: OrderedDict[tuple[Any, ...], list[_Entry]] = OrderedDict()
-        self._last: _Last | None = None
+        self._agreed: OrderedDict[tuple[Any, ...], Agreed] = OrderedDict()
+        self._compiled: OrderedDict[tuple[Any, ...], list[Entry]] = OrderedDict()
+        self._last: Last | None = None
         self._hits = self._misses = 0
 
     def __repr__(self) -> str:
@@ -145,10 +93,11 @@ class StepFunction(Generic[P, R]):
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
                 return self(*args, **kwargs)
-        entry: _Entry | None = None
+        entry: Entry | None = None
         buffers: Buffers | None = None
         failure: Failure | None = None
         error: BaseException | None = None
+        ended = False
         try:
             self._require_all_ranks_under_transforms()
             raw = self._prepare(*args, **kwargs)
@@ -162,8 +111,11 @@ class StepFunction(Generic[P, R]):
                 result = collect(compiled.lowered, arguments, buffers)
                 buffers = None
                 result = result._replace(loss=self.transport.end(losses, entry.parts, entry.mode()))
+                ended = True
             return self._finish(result, raw)
         except BaseException as raised:
+            if ended:  # on every rank: there is nothing to tell
+                raise
             failure = self._failure(raised, entry)
             error = self.transport.fail(failure)
             if error is failure.cause or not isinstance(failure.cause, Exception):
@@ -212,7 +164,7 @@ class StepFunction(Generic[P, R]):
         last = None if self._last is None or abstract else self._last.arguments
         return read_arguments(raw, self.schedule, self._local, self._loss_fn is not None, last, abstract=abstract)
 
-    def _ready(self, arguments: StepArguments) -> _Entry:
+    def _ready(self, arguments: StepArguments) -> Entry:
         """The compiled step for these arguments; worked out with the peers where the form of the batch is new."""
         last, now = self._last, autocast()
         if last is not None and (last.arguments.form is not arguments.form or last.autocast != now):
@@ -236,15 +188,20 @@ class StepFunction(Generic[P, R]):
         with self._lock:
             if (name, now) in self._agreed:
                 self._agreed.move_to_end((name, now))
-            entry = next((e for e in self._compiled.get(own, ()) if e.holds()), None)
-            if entry is not None:
-                self._hits += 1
-                self._compiled.move_to_end(own)
+            entry = self._found(own)
         entry = entry or self._build(arguments, name, own)
-        self._last = _Last(arguments._replace(params={}, state={}, inputs=(), targets=(), extras={}), name, now, entry)
+        self._last = Last(arguments._replace(params={}, state={}, inputs=(), targets=(), extras={}), name, now, entry)
         return entry
 
-    def _build(self, arguments: StepArguments, name: str, own: tuple[Any, ...]) -> _Entry:
+    def _found(self, own: tuple[Any, ...]) -> Entry | None:
+        """The compiled step of a key that holds for the modes of the modules, if there is one; under the lock."""
+        entry = next((e for e in self._compiled.get(own, ()) if e.holds()), None)
+        if entry is not None:
+            self._hits += 1
+            self._compiled.move_to_end(own)
+        return entry
+
+    def _build(self, arguments: StepArguments, name: str, own: tuple[Any, ...]) -> Entry:
         """Lower and compile."""
         if getattr(self._building, "active", False):
             raise RuntimeError(f"a stage calls the step function that it is part of ({self!r}); call a function of its own from a stage")
@@ -260,13 +217,15 @@ class StepFunction(Generic[P, R]):
                 self._require_agreed(lowered, agreed)
         finally:
             self._building.active = False
-        outlines = {id(low.outline): low.outline for low in lowered.stages.values()}.values()
-        entry = _Entry(compiled, tuple((outline, modes(outline)) for outline in outlines), agreed.parts)
+        entry = Entry.of(compiled, agreed.parts)
         with self._lock:
+            if (built := self._found(own)) is not None:  # by another thread meanwhile
+                return built
             self._misses += 1
-            _keep(self._agreed, (name, own[-1]), agreed)
-            _keep(self._compiled, own, [*(e for e in self._compiled.get(own, ()) if len(e.modes) < CACHE_SIZE), entry])
-        self._warn_of_retraces(arguments)
+            keep(self._agreed, (name, own[-1]), agreed)
+            keep(self._compiled, own, [*self._compiled.get(own, [])[-_MODES:], entry])
+        if self._misses == RETRACES:
+            warn_of_retraces(self.spec.name, self._misses, arguments, self._last and self._last.arguments)
         return entry
 
     def _lower(self, arguments: StepArguments, name: str, exchange: Exchange) -> LoweredStep:
@@ -278,24 +237,10 @@ class StepFunction(Generic[P, R]):
             ranks=self._ranks, exchange=exchange, example=arguments.example,
         )  # fmt: skip
 
-    def _failure(self, raised: BaseException, entry: _Entry | None) -> Failure:
+    def _failure(self, raised: BaseException, entry: Entry | None) -> Failure:
         if not isinstance(raised, StepFailed) or entry is None:
             return Failure(self._ranks[0], None, None, raised)
         return raised.failure._replace(context=describe_inputs(raised.failure, entry.compiled.lowered))
-
-    def _warn_of_retraces(self, arguments: StepArguments) -> None:
-        if self._misses != _RETRACES:
-            return
-        before = {} if self._last is None else self._last.arguments.trees
-        changed = [n for n, form in arguments.trees.items() if n not in before or before[n].key != form.key]
-        what = f"{changed[0]} is now {arguments.trees[changed[0]].signature}" if changed else "modules or autocast have another mode"
-        if changed and changed[0] in before:
-            what += f", it was {before[changed[0]].signature}"
-        warnings.warn(
-            f"{self.spec.name} has been traced {self._misses} times, each for another form of its arguments: {what}; "
-            f"pad batches to few shapes, or use the functional engine",
-            stacklevel=5,
-        )
 
     # -- agreement -------------------------------------------------------------------------
 
@@ -329,7 +274,7 @@ class StepFunction(Generic[P, R]):
         self.transport.connect(links_of(self.schedule))
         self._generation = self.transport.generation
 
-    def _agree(self, lowered: LoweredStep, edges: Edges) -> _Agreed:
+    def _agree(self, lowered: LoweredStep, edges: Edges) -> Agreed:
         """Tell the form of the losses, and that of the parameters that other processes hold too."""
         losses = {stage: [part.rank, Signature(_LEAF, (part.leaf,)).to_json()] for stage, part in lowered.losses.items()}
         shared = shared_forms(self.schedule, lowered.form.params)
@@ -342,9 +287,9 @@ class StepFunction(Generic[P, R]):
         if not parts and "loss" in self.spec.wants:
             raise ValueError("no stage has returned a loss")
         require_same_forms(told)
-        return _Agreed(edges, dict(sorted(parts.items())), shared)
+        return Agreed(edges, dict(sorted(parts.items())), shared)
 
-    def _require_agreed(self, lowered: LoweredStep, agreed: _Agreed) -> None:
+    def _require_agreed(self, lowered: LoweredStep, agreed: Agreed) -> None:
         """Raise where losses or parameters of this process have another form than the ranks agreed on."""
         mend = "make a new step function for parameters of other dtypes or shapes"
         now, before = ({s: part.leaf for s, part in found.items() if part.rank in self._ranks} for found in (lowered.losses, agreed.parts))
@@ -377,14 +322,6 @@ def links_of(schedule: Schedule) -> Iterator[Link]:
         if not schedule.forward_only:
             yield Link("B", home[b], home[a])
     yield from links_of_replicas(schedule)
-
-
-def _keep(cache: OrderedDict[tuple[Any, ...], V], key: tuple[Any, ...], value: V) -> None:
-    """Add to a bounded cache; the least recently used entry goes."""
-    cache[key] = value
-    cache.move_to_end(key)
-    while len(cache) > CACHE_SIZE:
-        cache.popitem(last=False)
 
 
 def _generators(arguments: StepArguments) -> AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""Terms that ranks compare when a step begins: texts, the same on every rank that was given the same."""
+"""Describe, as texts, what ranks compare when a step begins: the same on every rank that was given the same."""
 
 from __future__ import annotations
 

@@ -4,36 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Self
+from typing import Literal, NamedTuple, Protocol, Self
 
 import torch
 
 from ppfunc.schedule import Instruction
 from ppfunc.stage import LeafSignature
 
-if TYPE_CHECKING:
-    from .buffers import Buffers
+from .buffers import Buffers, Tag
 
 LONGEST = 2000  # characters of a message of somebody else's that travel
 
-Call = Callable[["Buffers"], None]
+Call = Callable[[Buffers], None]
 """One entry of a compiled program: reads and writes the buffers of the running step, and nothing else."""
-
-
-class Tag(NamedTuple):
-    """The name of a message, the same at both ends.
-
-    Args:
-        direction: ``"F"`` for activations, ``"B"`` for their gradients, ``"R"`` for sums over replicas.
-        source: the stage of the schedule that produces it, -1 for the batch.
-        destination: the stage that consumes it.
-        microbatch: the microbatch, -1 where it belongs to the whole stage.
-    """
-
-    direction: str
-    source: int
-    destination: int
-    microbatch: int
 
 
 class Link(NamedTuple):

@@ -6,10 +6,11 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Rational, Real
-from typing import Any, Self
+from typing import Any, Literal, Self, get_args, overload
 
 Number = Any  # int, float or Fraction; nothing is converted
 PerStage = Number | Sequence[Number] | Mapping[int, Number]
+_Optional = Literal["backward", "overlapped", "bandwidth"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -61,8 +62,14 @@ class Costs:
         given = ((field.name, getattr(self, field.name)) for field in fields(self))
         return f"Costs({', '.join(f'{name}={reprlib.repr(value)}' for name, value in given if value is not getattr(Costs, name))})"
 
+    @overload
+    def of(self, name: _Optional, stage: int) -> Number | None: ...
+
+    @overload
+    def of(self, name: str, stage: int) -> Number: ...
+
     def of(self, name: str, stage: int) -> Number | None:
-        """Return the value ``name`` for ``stage``."""
+        """Return the value ``name`` for ``stage``; None where a value is left out that may be."""
         value = getattr(self, name)
         if isinstance(value, Mapping):
             return value.get(stage, getattr(type(self), name))
@@ -97,7 +104,7 @@ class Costs:
 
     def message_of(self, stage: int) -> Number:
         """Return the time from the end of a producer in ``stage`` until another rank has its product."""
-        latency, size, bandwidth = (self.of(n, stage) for n in ("communication", "bytes", "bandwidth"))
+        latency, size, bandwidth = self.of("communication", stage), self.of("bytes", stage), self.of("bandwidth", stage)
         if not size or bandwidth is None:
             return latency
         if isinstance(size, Rational) and isinstance(bandwidth, Rational):
@@ -114,13 +121,13 @@ def _values(value: Any) -> Sequence[Any]:
 
 
 def _require(name: str, value: Any) -> None:
-    if value is None and name in ("backward", "overlapped", "bandwidth"):
+    if value is None and name in get_args(_Optional):
         return
     if not isinstance(value, Real) or isinstance(value, bool):
         raise ValueError(f"{name} is {value!r}, expected a number")
-    if not 0 <= value < float("inf"):
+    if value < 0 or not value < float("inf"):
         raise ValueError(f"{name} is {value}, expected a finite number of at least 0")
     if name == "bandwidth" and value == 0:
         raise ValueError("bandwidth is 0, expected more; leave it out for messages that take no time per byte")
-    if name == "weight_share" and value > 1:
+    if name == "weight_share" and not value <= 1:
         raise ValueError(f"weight_share is {value}, expected at most 1")

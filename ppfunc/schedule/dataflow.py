@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .instruction import Instruction, Op
+from .instruction import Instruction, Op, microbatch_of
 from .schedule import Schedule
 
 # Distance from a stage's output to what an instruction produces; W produces nothing that others consume.
@@ -65,16 +65,16 @@ def dataflow(schedule: Schedule) -> Dataflow:
 def products(flow: Dataflow, instruction: Instruction) -> tuple[int, ...]:
     """Return the values that a compute instruction produces: none for W, two for an overlapped pair."""
     return tuple(
-        flow.output(part.stage, part.microbatch) + PRODUCT[part.op]
+        flow.output(part.stage, microbatch_of(part)) + product
         for part in instruction.parts or (instruction,)
-        if PRODUCT[part.op] is not None
+        if (product := PRODUCT[part.op]) is not None
     )
 
 
 def consumed(flow: Dataflow, instruction: Instruction) -> tuple[tuple[int, int, int], ...]:
     """Return the inputs of a compute instruction: ``(value, stage of origin, consuming stage)`` of each."""
     return tuple(
-        (flow.output(part.stage, part.microbatch) + distance, origin, part.stage)
+        (flow.output(part.stage, microbatch_of(part)) + distance, origin, part.stage)
         for part in instruction.parts or (instruction,)
         for distance, origin in flow.needs[part.op][part.stage]
     )

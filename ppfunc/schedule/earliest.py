@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from .dataflow import PRODUCT, Dataflow, consumed, dataflow
 from .errors import ScheduleError, cycle_text, schedule_error, text_of
-from .instruction import COMPUTE, Instruction, Op
+from .instruction import COMPUTE, Instruction, Op, microbatch_of
 from .proof.structure import check_structure
 from .schedule import Schedule
 
@@ -103,9 +103,11 @@ def _advance(
     for at in range(len(ends), len(sequence)):
         instruction = sequence[at]
         parts = instruction[5]
-        start, made = free, ()
+        start: Time = free
+        made: tuple[int, ...] = ()
         for part in parts or (instruction,):
             op, stage, microbatch, _, _, _ = part
+            assert microbatch is not None
             length, product, inputs = rows[op][stage]
             output = 2 * (stage * microbatches + microbatch)
             for distance, late in inputs:
@@ -158,7 +160,7 @@ def _makers(schedule: Schedule, flow: Dataflow) -> dict[int, tuple[int, tuple[in
             for part in instruction.parts or (instruction,):
                 product = PRODUCT[part.op]
                 if product is not None:
-                    value = flow.output(part.stage, part.microbatch) + product
+                    value = flow.output(part.stage, microbatch_of(part)) + product
                     makers.setdefault(value, (rank, (step, place)))
     return makers
 

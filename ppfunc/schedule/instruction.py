@@ -86,6 +86,20 @@ def overlap(forward: Instruction, backward: Instruction) -> Instruction:
     return Instruction(Op.OVERLAP_F_B, forward.stage, forward.microbatch, parts=(forward, backward))
 
 
+def microbatch_of(instruction: Instruction) -> int:
+    """Return the microbatch of an instruction that belongs to one.
+
+    Raises:
+        ValueError: an instruction of a whole stage.
+
+    >>> microbatch_of(Instruction(Op.F, 0, 3))
+    3
+    """
+    if instruction.microbatch is None:
+        raise ValueError(f"got {instruction}, expected an instruction of one microbatch")
+    return instruction.microbatch
+
+
 def parts_of(instruction: Instruction) -> tuple[Instruction, ...]:
     """Return the elementary instructions in order: the parts of an overlapped pair, else itself."""
     return instruction.parts or (instruction,)

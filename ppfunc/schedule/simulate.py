@@ -8,9 +8,9 @@ from functools import cache
 from itertools import compress
 from operator import sub
 
-from .earliest import Time, EarliestTimes, earliest
 from .costs import Costs, Number
 from .dataflow import dataflow
+from .earliest import EarliestTimes, Time, earliest
 from .errors import schedule_error
 from .instruction import COMMUNICATION, COMPUTE, Op
 from .proof.buffers import HELD
@@ -189,6 +189,7 @@ def _all_instructions(schedule: Schedule, costs: Costs, times: EarliestTimes) ->
                     begins.append(start)
                     stops.append(now)
                 elif op in COMMUNICATION:
+                    assert instruction[2] is not None
                     value, delay = carried.get((op, instruction[1], instruction[3]), (0, None))
                     made = done.get(value + 2 * instruction[2])
                     if delay is None or made is None:

@@ -1,6 +1,7 @@
 """Private and unstable names of torch that the stages use, each with its purpose.
 
-Checked on torch 2.13 by running the tests, on 2.11 and 2.14 by their sources. ``tests/test_torch_names.py`` says which name is gone on another.
+Checked on torch 2.13 by running the tests, on 2.11 and 2.14 by their sources. ``tests/test_torch_names.py`` says which
+name is gone on another.
 """
 
 from __future__ import annotations
@@ -13,11 +14,15 @@ from typing import Any
 
 import torch
 
+# FakeTensorMode imports it when the first one is made, which takes a second. Imported here, ranks that wait for each
+# other import it at the same time.
+import torch._dynamo
+
 # Operators as other operators, whose derivatives are exact to any order.
 from torch._decomp import decomposition_table as DECOMPOSITIONS
 
-# FakeTensorMode imports it when the first one is made, which takes a second. Here, ranks that wait for each other import it at the same time.
-import torch._dynamo
+# Leaves all torch.func transforms, within a `with`.
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as without_transforms
 
 # Types of dispatched operators: `OpOverload` has a schema, everything else is an operator on functions.
 from torch._ops import OpOverload
@@ -31,18 +36,19 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-# Sees every operator below autograd; `supports_higher_order_operators` is an attribute of such modes.
-from torch.utils._python_dispatch import TorchDispatchMode
-
-# The registry of classes that are nodes of trees: `(type, flatten_fn, unflatten_fn, flatten_with_keys_fn)` of each.
-from torch.utils._pytree import SUPPORTED_NODES as PYTREE_NODES
-
 # Raise torch's error for one value per channel, and for one per channel and sample.
-from torch.nn.functional import _verify_batch_size as require_batch
-from torch.nn.functional import _verify_spatial_size as require_spatial
+from torch.nn.functional import (  # type: ignore[attr-defined]  # the stubs leave them out
+    _verify_batch_size as require_batch,
+    _verify_spatial_size as require_spatial,
+)
 
-# Leaves all modes, to compute with values during a trace.
-from torch.utils._python_dispatch import _disable_current_modes as without_modes
+# Sees every operator below autograd; `supports_higher_order_operators` is an attribute of such modes. The second leaves
+# all modes, to compute with values during a trace.
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes as without_modes
+
+# The registry of classes that are nodes of trees: `(type, flatten_fn, unflatten_fn, flatten_with_keys_fn)` of each. The
+# second registers a class, for torch.func too.
+from torch.utils._pytree import SUPPORTED_NODES as PYTREE_NODES, register_pytree_node
 
 __all__ = [
     "BINDINGS",
@@ -57,19 +63,24 @@ __all__ = [
     "OpOverload",
     "TorchDispatchMode",
     "UnsupportedOperatorException",
+    "add_each",
+    "add_into_each",
     "awaited",
     "below_autograd",
     "binding",
     "copy_each",
+    "device_of",
     "inductor",
     "innermost_transform",
     "is_wrapped",
+    "register_pytree_node",
     "require_batch",
     "require_spatial",
     "schema",
     "storage",
     "version",
     "without_modes",
+    "without_transforms",
 ]
 
 # Name of the logger that prints errors of fake evaluation with their whole traceback.
@@ -83,12 +94,17 @@ METHODS = torch._C.TensorBase
 innermost_transform = torch._C._functorch.peek_interpreter_stack
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
-# Copies a list of tensors into another in few kernels.
+# Copy and add lists of tensors in few kernels; the first two write into the first list.
 copy_each = torch._foreach_copy_
+add_into_each = torch._foreach_add_
+add_each = torch._foreach_add
 
 # Arguments, results and aliases of an operator; and the function that calls it without the checks of `OpOverload.__call__`.
 schema = attrgetter("_schema")
 binding = attrgetter("_op")
+
+# The device of a tensor without values.
+device_of = attrgetter("fake_device")
 
 
 def version(tensor: torch.Tensor) -> int | None:

@@ -1,4 +1,4 @@
-"""Abstract evaluation: what a stage returns and how it behaves, learned without computing anything."""
+"""Evaluate stages without values, to learn their outputs and effects."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from ._torch import (
 )
 from .errors import StageError
 from .example import Example, Leaves, split_aux, stand_ins
+from .purity import Evaluation, Generators, NoValuesError, Purity, require_values
 from .signature import LeafSignature, Signature, differentiable
 from .tree import tree_flatten
-from .purity import Evaluation, Generators, NoValuesError, Purity, require_values
 
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
@@ -158,7 +158,7 @@ def without_values() -> Iterator[None]:
 
 
 def data_dependence(error: Exception) -> str:
-    """In plain words, why a stage could not be evaluated without values."""
+    """Say why a stage could not be evaluated without values."""
     operator, line = getattr(error, "func", None) or (error.args[0] if error.args else error), place(error)
     if isinstance(error, UnsupportedOperatorException):
         what = f"what its operator {operator}{line and f', called{line},'} returns is not known without values"

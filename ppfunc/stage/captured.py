@@ -1,4 +1,4 @@
-"""CUDA graphs: the programs of a stage recorded once for every microbatch in flight, and replayed.
+"""Record the programs of a stage as CUDA graphs, once for every microbatch in flight, and replay them.
 
 A graph works in the memory in which it was recorded. That memory belongs to slots: a slot holds
 one microbatch from its forward to the end of its backward, so its residuals stay where they are,
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from ._torch import copy_each, innermost_transform, version
 from .example import Example, Leaves
 from .program import FlatProgram, Gradients
-from .signature import LeafSignature, Signature
+from .signature import Signature
 
 # Runs a function in memory that stays, and returns its results with what runs it again in the same memory.
 Record = Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]
@@ -61,10 +61,8 @@ def captured(
 ) -> FlatProgram:
     """The same program, each of its functions recorded when it first runs in a slot, and from then on replayed.
 
-    Arguments are copied into the memory of the slot and results out of it, so that both belong to
-    whom they belong to without recording; residuals stay in it and are handed around as the lease
-    of the slot, which ends with its last reference. Parameters are copied when they are others than
-    those of the call before.
+    Inputs are copied in and outputs out, so ownership is unchanged. Residuals stay in the slot; the returned lease
+    frees it when dropped. Parameters are copied when they are not those of an earlier call, unchanged.
 
     Args:
         flat: whose shapes do not depend on values.
@@ -72,33 +70,39 @@ def captured(
         y: signature of the output, for the cotangents.
         recorder: makes what records in one slot.
     """
-    lend = _Homes(example, y, recorder).lend
+    copies: list[_StaticParams] = []  # several where stages share the program
+
+    def lend(params: Leaves) -> _Lease:
+        static = next((s for s in copies if s.holds(params)), None)
+        if static is None:
+            static = next((s for s in copies if not s.lent), None)
+            if static is None:
+                copies.append(static := _StaticParams(example.make()[0]))
+            static.fill(params)
+        return _Lease(static, static.free.pop() if static.free else _Slot(example, y, recorder(example.device)))
 
     def forward(params: Leaves, x: Leaves, extras: Leaves) -> tuple[Leaves, tuple[Any, ...]]:
         _refuse_transforms()
         lease = lend(params)
         slot = lease.slot
         _fill(slot.x + slot.extras, x + extras)
-        outputs, _ = slot.run("forward", flat.forward, lease.home.params, slot.x, slot.extras)
+        outputs, _ = slot.run("forward", flat.forward, lease.static.params, slot.x, slot.extras)
         return _fresh(outputs), (lease,)
 
-    def backward(residuals: tuple[Any, ...], gy: Leaves) -> tuple[Gradients, Gradients]:
-        (lease,) = residuals
-        slot = lease.slot
+    def backward(residuals: tuple[_Lease], gy: Leaves) -> tuple[Gradients, Gradients]:
+        slot = residuals[0].slot
         _fill(slot.gy, gy)
         gparams, gx = slot.run("backward", flat.backward, slot.results["forward"][1], slot.gy)
         return _fresh(gparams), _fresh(gx)
 
-    def backward_input(residuals: tuple[Any, ...], gy: Leaves) -> tuple[Gradients, tuple[Any, ...]]:
-        (lease,) = residuals
-        slot = lease.slot
+    def backward_input(residuals: tuple[_Lease], gy: Leaves) -> tuple[Gradients, tuple[_Lease]]:
+        slot = residuals[0].slot
         _fill(slot.gy, gy)
         gx, _ = slot.run("backward_input", flat.backward_input, slot.results["forward"][1], slot.gy)
-        return _fresh(gx), (lease,)
+        return _fresh(gx), residuals
 
-    def backward_weight(rest: tuple[Any, ...]) -> Gradients:
-        (lease,) = rest
-        slot = lease.slot
+    def backward_weight(rest: tuple[_Lease]) -> Gradients:
+        slot = rest[0].slot
         return _fresh(slot.run("backward_weight", flat.backward_weight, slot.results["backward_input"][1]))
 
     return FlatProgram(forward, backward, backward_input, backward_weight)
@@ -108,11 +112,10 @@ class _Slot:
     """The memory of one microbatch in flight, and what was recorded in it."""
 
     def __init__(self, example: Example, y: Signature, record: Record) -> None:
-        def empty(leaves: Sequence[LeafSignature]) -> Leaves:
-            return tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device=example.device) for leaf in leaves)
-
-        self.x, self.extras = empty(example.x.leaves), empty(example.extra_leaves)
-        self.gy = empty([leaf for leaf in y.leaves if leaf.grad])
+        groups = (example.x.leaves, example.extra_leaves, [leaf for leaf in y.leaves if leaf.grad])
+        self.x, self.extras, self.gy = (
+            tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device=example.device) for leaf in leaves) for leaves in groups
+        )
         self.record = record
         self.results: dict[str, Any] = {}
         self._replays: dict[str, Callable[[], None]] = {}
@@ -125,13 +128,11 @@ class _Slot:
         return self.results[name]
 
 
-class _Home:
+class _StaticParams:
     """A copy of parameters, and the slots whose recordings read it."""
 
     def __init__(self, params: Leaves) -> None:
-        self.params = params
-        self.free: list[_Slot] = []
-        self.lent = 0
+        self.params, self.free, self.lent = params, list[_Slot](), 0
         self._copied: list[tuple[weakref.ref[torch.Tensor], int | None]] = []
 
     def holds(self, params: Leaves) -> bool:
@@ -148,46 +149,22 @@ class _Home:
 class _Lease:
     """A slot in use; it is free again with the end of the last reference to this."""
 
-    def __init__(self, home: _Home, slot: _Slot) -> None:
-        self.home, self.slot = home, slot
-        home.lent += 1
+    def __init__(self, static: _StaticParams, slot: _Slot) -> None:
+        self.static, self.slot = static, slot
+        static.lent += 1
 
     def __del__(self) -> None:
-        self.home.lent -= 1
-        self.home.free.append(self.slot)
+        self.static.lent -= 1
+        self.static.free.append(self.slot)
 
 
-class _Homes:
-    """One home for every stage that shares the program; which stage has which does not matter."""
-
-    def __init__(self, example: Example, y: Signature, recorder: Callable[[torch.device], Record]) -> None:
-        self.example, self.y, self.recorder = example, y, recorder
-        self.homes: list[_Home] = []  # the one that was used last comes last
-
-    def lend(self, params: Leaves) -> _Lease:
-        """A free slot of the home of these parameters."""
-        home = next((h for h in self.homes if h.holds(params)), None)
-        if home is None:
-            home = next((h for h in self.homes if not h.lent), None) or self._new_home()
-            home.fill(params)
-        self.homes.remove(home)
-        self.homes.append(home)
-        slot = home.free.pop() if home.free else _Slot(self.example, self.y, self.recorder(self.example.device))
-        return _Lease(home, slot)
-
-    def _new_home(self) -> _Home:
-        home = _Home(self.example.make()[0])
-        self.homes.append(home)
-        return home
-
-
-def _fill(static: Leaves, given: Leaves) -> None:
+def _fill(static: Leaves | list[torch.Tensor], given: Leaves | list[torch.Tensor]) -> None:
     if static:
         copy_each(static, given)
 
 
-def _fresh(results: Gradients) -> Gradients:
-    """Copies that belong to the caller."""
+def _fresh(results: Gradients) -> tuple[Any, ...]:
+    """Copies that belong to the caller; ``None``, the absence of a gradient, stays."""
     sources = [t for t in results if t is not None]
     copies = [torch.empty_like(t) for t in sources]
     _fill(copies, sources)

@@ -1,4 +1,4 @@
-"""A stage as a function of those leaves alone that are differentiated."""
+"""Reduce a stage to a function of its differentiable leaves, which engines differentiate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A dry run of a stage program: engines that do not trace find out whether it can be differentiated."""
+"""Run a stage program once, to find out whether it can be differentiated."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from .program import FlatProgram
 def require_gradient(
     flat: FlatProgram, known: Outline, seen: Example, example: tuple[Any, ...], *, name: str, by: str, instead: str
 ) -> Outline:
-    """Run forward and backward once, abstractly if that is how the outline was learned and no value is asked for.
+    """Run forward and backward once: without values if the outline is known and no value is asked for, else on zeros.
 
     Args:
         flat: the program.
-        known: what is known of the stage, which runs.
+        known: the outline of the stage.
         seen, example: its example.
         name: of the stage.
         by: what differentiates it.
-        instead: what to do if that refuses.
+        instead: the advice if that refuses.
 
     Returns:
-        What is known of it then: a stage that asked for a value may take another path than the one seen.
+        The outline; no longer known where the stage asked for a value and may take another path than the one seen.
 
     Raises:
         StageError: it refuses.

@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
-from .abstract import Outline
-from .abstract import outline as outline_of
+from .abstract import Outline, outline as outline_of
 from .contiguous import contiguous
-from .example import Example, Leaves
 from .differentiable import DifferentiableStage
-from .program import FlatProgram, Gradients, StageProgram, stage_program
 from .dry_run import require_gradient
+from .example import Example, Leaves
+from .program import FlatProgram, Gradients, StageProgram, stage_program
 
 
 def eager(

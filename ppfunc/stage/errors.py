@@ -1,10 +1,10 @@
-"""The error of a stage that cannot be served as it is written."""
+"""Name the stage, the reason and the mend where a stage cannot be served as it is written."""
 
 from __future__ import annotations
 
 
 class StageError(RuntimeError):
-    """A stage that an engine cannot serve: which one, why, and what to do instead.
+    """Raised for a stage that an engine cannot serve: which one, why, and the mend.
 
     Args:
         stage: name of the stage, such as ``"stage 3"``.

@@ -1,4 +1,4 @@
-"""The example that an engine builds a program for: what goes into a stage, without the values."""
+"""Describe the arguments of a stage without their values: the example that an engine builds a program for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Leaves = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """What goes into a stage: hashable, so that programs can be kept by it.
+    """The arguments of a stage without their values: hashable, a key for programs.
 
     Args:
         params: signature of the parameters.
@@ -60,12 +60,12 @@ class Example:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """How errors call the arguments."""
+        """Names of the arguments in errors."""
         return _names(2 + len(self.extras))
 
     @property
     def paths(self) -> list[str]:
-        """How every leaf of all arguments is reached, such as ``"params['w']"``."""
+        """Paths of the leaves of all arguments, such as ``"params['w']"``."""
         trees = zip(self.names, (self.params, self.x, *self.extras), strict=True)
         return [name + path for name, signature in trees for path in signature.paths]
 
@@ -128,7 +128,7 @@ def _zeros(tree: Any, device: torch.device) -> Leaves:
 def split_aux(
     out: Any, has_aux: bool, stage: str
 ) -> tuple[tuple[Any, PyTreeSpec], tuple[Any, PyTreeSpec]]:
-    """What a stage returned, as ``(leaves, structure)`` of ``y`` and of ``aux`` (``None`` without it).
+    """Flatten the return value of a stage to ``(leaves, structure)`` of ``y`` and of ``aux`` (``None`` without it).
 
     Raises:
         TypeError: with ``has_aux``, not a pair; or a leaf is not a tensor.

@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
-from .abstract import Outline
-from .abstract import outline as outline_of
+from .abstract import Outline, outline as outline_of
 from .contiguous import contiguous
-from .example import Example, Leaves
 from .differentiable import DifferentiableStage
-from .program import FlatProgram, Gradients, StageProgram, stage_program
 from .dry_run import require_gradient
+from .example import Example, Leaves
+from .program import FlatProgram, Gradients, StageProgram, stage_program
 
 
 def functional(
@@ -61,7 +60,8 @@ def _flat(stage: DifferentiableStage) -> FlatProgram:
             if not (stage.y_at and any(primals)):
                 return run(*primals)[1], (stage.no_gradients,)
             with torch.enable_grad():  # some operators keep what their backward needs only where it is on below the transform, too
-                _, pull, outputs = torch.func.vjp(run, *primals, has_aux=True)
+                pulled: tuple[Any, ...] = torch.func.vjp(run, *primals, has_aux=True)
+            _, pull, outputs = pulled
             return outputs, (pull,)
 
     def backward(residuals: tuple[Any, ...], gy: Leaves) -> tuple[Gradients, Gradients]:

@@ -1,20 +1,19 @@
-"""The graph engine: forward and backward traced once, cut by dependency, run as plain functions."""
+"""The engine that traces forward and backward once and cuts the trace by dependency: the default."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, overload
 
 import torch
 
-from .abstract import Outline
-from .abstract import outline as outline_of
+from .abstract import Outline, outline as outline_of
 from .captured import captured
+from .differentiable import DifferentiableStage
 from .errors import StageError
 from .example import Example
-from .differentiable import DifferentiableStage
 from .program import Engine, FlatProgram, StageProgram, stage_program
 from .tracing.clean import clean
 from .tracing.compiled import without_onednn
@@ -22,6 +21,25 @@ from .tracing.cut import Part, Parts, residual_bytes
 from .tracing.emit import Recipe, emit
 from .tracing.joint import Joint, trace
 from .tracing.remat import Remat, cut_for
+
+
+@overload
+def graph(
+    fn: Callable[..., Any],
+    example: tuple[Any, ...],
+    *,
+    has_aux: bool = False,
+    name: str = "the stage",
+    device: torch.device | str | None = None,
+    outline: Outline | None = None,
+    remat: Remat = "none",
+    compile: bool = False,
+    cuda_graphs: bool = False,
+) -> StageProgram: ...
+
+
+@overload
+def graph(*, remat: Remat = "none", compile: bool = False, cuda_graphs: bool = False) -> Engine: ...
 
 
 def graph(
@@ -76,10 +94,12 @@ def graph(
         return (mul_3, )
     <BLANKLINE>
     """
-    if (fn is None) != (example is None):
-        got = fn if example is None else "an example alone"
-        raise TypeError(f"graph got {got!r} and no example; its options have names, as in graph(remat='full') or graph(compile=True)")
-    if fn is None:
+    if fn is None or example is None:
+        if fn is not None or example is not None:
+            got = f"{fn!r} and no example" if example is None else "an example and no function"
+            raise TypeError(f"graph got {got}; its options have names, as in graph(remat='full') or graph(compile=True)")
+        if has_aux or name != "the stage" or device is not None or outline is not None:
+            raise TypeError("graph got has_aux, name, device or outline and no function; an engine gets these with the function")
         return partial(graph, remat=remat, compile=compile, cuda_graphs=cuda_graphs)
     seen = Example.of(example, device)
     if seen.subclasses:

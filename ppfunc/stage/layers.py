@@ -1,4 +1,4 @@
-"""Stages made of a list of layers and a partition of it."""
+"""Make stages of a list of layers and a partition of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Layer = Callable[..., Any]
 
 
 def stages_from_layers(layers: Sequence[Layer], partition: Partition) -> list[Layer]:
-    """One stage function per stage of the partition, that runs its layers one after the other.
+    """Make one stage function per stage of the partition, which runs its layers one after the other.
 
     Equivalent to, for the stage with layers ``start..end-1``::
 
@@ -23,13 +23,13 @@ def stages_from_layers(layers: Sequence[Layer], partition: Partition) -> list[La
 
     Args:
         layers: pure functions ``layer(params, x, *extras) -> y``, in order.
-        partition: which stage has which layers.
+        partition: the layers of each stage.
 
     Returns:
         Stages whose ``params`` is the tuple of the params of their layers, see `params_of_stages`.
 
     Raises:
-        ValueError: where the partition is for another number of layers.
+        ValueError: the partition is for another number of layers.
 
     >>> stages = stages_from_layers([lambda p, x: p + x, lambda p, x: p * x, lambda p, x: x - p], Partition((0, 2, 3)))
     >>> stages[1]((1,), stages[0]((2, 3), 4))
@@ -39,11 +39,11 @@ def stages_from_layers(layers: Sequence[Layer], partition: Partition) -> list[La
 
 
 def params_of_stages(params: Sequence[Any], partition: Partition) -> dict[int, tuple[Any, ...]]:
-    """The params of layers, as the params of the stages that they make up.
+    """Group the params of layers by stage.
 
     Args:
         params: one tree per layer.
-        partition: which stage has which layers.
+        partition: the layers of each stage.
 
     >>> params_of_stages(["a", "b", "c"], Partition((0, 2, 3)))
     {0: ('a', 'b'), 1: ('c',)}
@@ -52,7 +52,7 @@ def params_of_stages(params: Sequence[Any], partition: Partition) -> dict[int, t
 
 
 def params_of_layers(params: Mapping[int, Sequence[Any]], partition: Partition) -> list[Any]:
-    """The params, or gradients, of all stages as those of their layers: undoes `params_of_stages`.
+    """Ungroup the params, or gradients, of all stages: the inverse of `params_of_stages`.
 
     >>> params_of_layers({1: ("c",), 0: ("a", "b")}, Partition((0, 2, 3)))
     ['a', 'b', 'c']
@@ -67,7 +67,7 @@ def _stage(layers: tuple[Layer, ...], interval: tuple[int, int]) -> Layer:
     def stage(params: Sequence[Any], x: Any, *extras: Any) -> Any:
         if len(params) != len(layers):
             raise ValueError(
-                f"{stage.__name__} takes params for {len(layers)} layers, got {len(params)}: params_of_stages splits them"
+                f"{stage.__name__} takes params for {len(layers)} layers, got {len(params)}: split them by pp.params_of_stages"
             )
         for layer, layer_params in zip(layers, params, strict=True):
             x = layer(layer_params, x, *extras)

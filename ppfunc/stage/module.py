@@ -1,11 +1,11 @@
-"""Stages out of ``torch.nn`` modules: the pure function, its parameters, its state."""
+"""Make stages of ``torch.nn`` modules: the pure function, its parameters, its state."""
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import filterfalse
+from itertools import filterfalse, pairwise
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ class ModuleStage(NamedTuple):
 
     Args:
         fn: ``(params, x) -> y`` for a module without buffers, else ``(params, x, state) -> Output(y, state=new)``.
-            A side input of the stage comes before the state.
+            Extras of the stage come before the state.
         params: the parameters by name, detached; those of the module are not copied.
         state: the buffers by name.
     """
@@ -36,20 +36,20 @@ class ModuleStage(NamedTuple):
 
 
 def stage_from_module(module: nn.Module, *, constants: bool = False) -> ModuleStage:
-    """The pure function that ``module`` computes, in the mode (training or evaluation) that it has when a step begins.
+    """Make the pure function that ``module`` computes, in the mode (training or evaluation) that it has when a step begins.
 
     A tuple ``x`` becomes positional arguments, a dictionary with texts as keys keyword arguments,
-    anything else the one argument; a side input becomes further arguments in the same way. A parameter
-    known by two names is listed once, under the first, and gets one gradient; one that requires no
+    anything else the one argument. Extras become further arguments in the same way. A parameter
+    known by two names is listed once, under the first, and gets one gradient. One that requires no
     gradient is frozen: it gets zeros. Buffers go into a step as ``state={stage: state}``, and come back,
-    with ``has_aux=True``, as ``aux.state[stage]``. What else the module reads (numbers in its attributes,
-    which parameters are frozen) is that of the moment in which the stage is made or traced.
+    with ``has_aux=True``, as ``aux.state[stage]``. Other attributes (numbers, which parameters are
+    frozen) are read when the stage is made or traced.
 
     Args:
-        module: any module; it is not changed, by the call neither: an attribute that it sets in a call, and what it
-            puts into a dictionary, a list or a set that is one, is gone afterwards.
+        module: any module. It is left unmodified: attributes set during a call, and changes to dicts, lists and
+            sets held as attributes, are rolled back.
         constants: whether the module only reads its buffers (masks, tables of positions, the statistics of a
-            batch norm in evaluation): there is no state then, and a module that writes into one is refused.
+            batch norm in evaluation). There is no state then, and a module that writes into one is refused.
 
     Raises:
         TypeError: not a module, or a scripted one.
@@ -76,7 +76,8 @@ def stage_from_module(module: nn.Module, *, constants: bool = False) -> ModuleSt
     shared = _further_places(module, {*params, *state})
 
     def call(tensors: State, given: tuple[Any, ...]) -> Any:
-        args, kwargs = (), {}
+        args: tuple[Any, ...] = ()
+        kwargs: dict[str, Any] = {}
         for x in given:
             if isinstance(x, dict):
                 kwargs |= x
@@ -93,7 +94,7 @@ def stage_from_module(module: nn.Module, *, constants: bool = False) -> ModuleSt
         return call(dict(params), given)
 
     def stateful(params: State, *given: Any) -> Output:
-        *given, buffers = given
+        given, buffers = given[:-1], given[-1]
         if not (isinstance(buffers, dict) and buffers.keys() == state.keys()):
             raise ValueError(
                 f"the module has the buffers {', '.join(state)}, which are its state: give it to the step, state={{stage: state}}, "
@@ -113,7 +114,7 @@ def stage_from_module(module: nn.Module, *, constants: bool = False) -> ModuleSt
 
 
 def _further_places(module: nn.Module, names: set[str]) -> dict[str, str]:
-    """Where else in the module the tensors of these names are, each place once, however often its submodule is listed.
+    """Find the other places of the tensors of these names, each once, however often its submodule is listed.
 
     >>> a, b = nn.Linear(2, 2), nn.Linear(2, 2)
     >>> b.weight = a.weight
@@ -131,7 +132,7 @@ def _further_places(module: nn.Module, names: set[str]) -> dict[str, str]:
 
 @contextmanager
 def _kept(module: nn.Module) -> Iterator[None]:
-    """Puts the attributes of the module and of its parts back as they were, with what is in plain containers among them."""
+    """Restore the attributes of the module and of its submodules afterwards, and the contents of plain containers among them."""
     parts = [vars(part) for part in module.modules()]
     containers = [value for attributes in parts for value in attributes.values() if type(value) in _CONTAINERS]
     filled = [(values, values.copy()) for values in (*parts, *filter(None, containers))]
@@ -174,9 +175,9 @@ def split_sequential(module: nn.Sequential | nn.ModuleList, boundaries: Sequence
         raise TypeError(f"got {type(module).__name__}, expected an nn.Sequential or an nn.ModuleList")
     if not isinstance(boundaries, Sequence):
         raise TypeError(f"boundaries: got {boundaries!r}, expected a list, such as [{boundaries!r}]")
-    edges = [0, *boundaries, len(module)]
-    if any(a > b for a, b in zip(edges, edges[1:], strict=False)):
+    ranges = list(pairwise([0, *boundaries, len(module)]))
+    if any(a > b for a, b in ranges):
         raise ValueError(
             f"got the boundaries {list(boundaries)}, expected ascending positions between 0 and {len(module)}"
         )
-    return [nn.Sequential(*(module[i] for i in range(a, b))) for a, b in zip(edges, edges[1:], strict=False)]
+    return [nn.Sequential(*(module[i] for i in range(a, b))) for a, b in ranges]

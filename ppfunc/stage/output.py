@@ -1,4 +1,4 @@
-"""What a stage may take and return beside its activation: losses, metrics, state and skip connections."""
+"""Carry losses, metrics, state and skip connections beside the activation of a stage."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def canonical(
     skips: Sequence[int],
     targeted: bool,
 ) -> Callable[..., tuple[Any, Any]]:
-    """The stage in the form that the runtime differentiates, with an auxiliary output.
+    """Bring a stage into the form that the runtime differentiates, with an auxiliary output.
 
     Equivalent to::
 
-        def call(params, x, *extras):           # extras: the target if ``targeted``, then side input, then state
+        def call(params, x, *extras):           # extras: the target if ``targeted``, then its extras, then state
             out = fn(params, x, *extras)        # without the target
             loss = loss_fn(out.y, target) + out.loss
             return (out.y, out.skips, loss), (outputs, out.metrics, out.state)

@@ -1,4 +1,4 @@
-"""Stage programs: the pure functions that forward and backward of one stage consist of."""
+"""Describe stage programs: the pure functions of which forward and backward of one stage consist."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class StageProgram(NamedTuple):
 
 
 class Engine(Protocol):
-    """How a stage is differentiated."""
+    """Differentiates stages: builds the program of one for an example."""
 
     def __call__(
         self,

@@ -1,4 +1,4 @@
-"""Purity of stages: refuse writes into memory that a call has not made, and reads of tensors without values."""
+"""Refuse writes into memory that a call has not made, and reads of tensors without values."""
 
 from __future__ import annotations
 
@@ -66,10 +66,11 @@ class Purity(TorchDispatchMode):
 
     def _require_no_gradient_lost(self, func: Any, value: torch.Tensor) -> None:
         captured = value.requires_grad and type(value) in (torch.Tensor, torch.nn.Parameter) and value.is_leaf and not is_wrapped(value)
-        if captured and func is not aten.detach.default and torch.is_grad_enabled():
-            if (at := storage(value)) not in self.made and at not in self.arguments:
-                reason = f"it reads {_shape(value)} that is not among its arguments and requires a gradient, which would be lost"
-                raise StageError(self.stage, reason, "pass it in params, or detach it")
+        if not captured or func is aten.detach.default or not torch.is_grad_enabled():
+            return
+        if (at := storage(value)) not in self.made and at not in self.arguments:
+            reason = f"it reads {_shape(value)} that is not among its arguments and requires a gradient, which would be lost"
+            raise StageError(self.stage, reason, "pass it in params, or detach it")
 
     def _generator_is_as_before(self) -> bool:
         with without_modes():
@@ -180,7 +181,7 @@ def _effects(func: Any) -> _Effects:
 
 
 def _flat(values: Any) -> Iterator[Any]:
-    """What is in arguments or results of operators, which nest tuples, lists and dictionaries alone."""
+    """Iterate over arguments or results of operators, which nest tuples, lists and dictionaries alone."""
     if isinstance(values, (tuple, list)):
         for value in values:
             yield from _flat(value)

@@ -1,4 +1,4 @@
-"""Signatures: the structure, the shapes, the dtypes and the gradient flags of a tree of tensors."""
+"""Describe trees of tensors by structure, shapes, dtypes and gradient flags."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Signature:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """How every leaf is reached, such as ``"['w'][0]"``."""
+        """Paths of the leaves, such as ``"['w'][0]"``."""
         return tree_paths(self.treedef)
 
     def unflatten(self, leaves: Iterable[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Tree structures as JSON, without pickle and without importing anything that the data names.
+"""Write and read tree structures as JSON, without pickle and without importing anything that the data names.
 
 A structure is the list of its nodes, parents before children, so that its depth costs no recursion. A leaf
 is ``"*"``, ``None`` is ``null``, every other node is ``[kind, ..., keys or number of children]``.
@@ -116,17 +116,18 @@ def _decode(node: Any, built: list[Any]) -> Any:
         case ["deque", maxlen, count]:
             return deque(children(count), maxlen=maxlen)
         case ["namedtuple", named, count]:
-            return _known_class(*named, optree.is_namedtuple_class, "a named tuple")(*children(count))
+            return _known_class(named, optree.is_namedtuple_class, "a named tuple")(*children(count))
         case ["structseq", named, count]:
-            return _known_class(*named, optree.is_structseq_class, "a struct sequence")(children(count))
+            return _known_class(named, optree.is_structseq_class, "a struct sequence")(children(count))
         case ["registered", named, metadata, count]:
-            kind = _known_class(*named, is_registered, "registered with optree (in its global namespace) or torch.utils._pytree")
+            kind = _known_class(named, is_registered, "registered with optree (in its global namespace) or torch.utils._pytree")
             return rebuild(kind, _unplain(metadata), tuple(children(count)))
     raise ValueError(f"got the node {str(node)[:200]}")
 
 
-def _known_class(module: str, qualname: str, is_one: Callable[[type], bool], kind: str) -> type:
+def _known_class(named: list[str], is_one: Callable[[type], bool], kind: str) -> type:
     """A class of an imported module, found by plain dictionary look-up so that no code of anyone runs."""
+    module, qualname = named
     found: Any = sys.modules.get(module)
     for part in qualname.split("."):
         found = getattr(found, "__dict__", {}).get(part)

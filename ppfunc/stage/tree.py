@@ -1,4 +1,4 @@
-"""Trees of tensors: flattened by optree, with the classes that are registered with it or with ``torch.utils._pytree``.
+"""Flatten trees of tensors, with the classes that are registered with optree or with ``torch.utils._pytree``.
 
 Everything in the package flattens by these functions, so that a class known in one place is known in all.
 Dictionaries are read in the order of their sorted keys, and ``None`` is a node without leaves.
@@ -57,7 +57,7 @@ def tree_map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
 
 
 def tree_paths(treedef: PyTreeSpec, name: str = "") -> tuple[str, ...]:
-    """How every leaf of a tree called ``name`` is reached.
+    """Paths of the leaves of a tree called ``name``.
 
     >>> tree_paths(tree_structure({"b": (1, None), "a": 2}), "x")
     ("x['a']", "x['b'][0]")
@@ -73,10 +73,12 @@ def is_registered(kind: type) -> bool:
 
 def rebuild(kind: type, metadata: Any, children: tuple[Any, ...]) -> Any:
     """The node of a registered class with these children."""
-    return optree.register_pytree_node.get(kind, namespace=NAMESPACE).unflatten_func(metadata, children)
+    entry = optree.register_pytree_node.get(kind, namespace=NAMESPACE)
+    assert entry is not None  # see is_registered
+    return entry.unflatten_func(metadata, children)
 
 
-class _Entry(optree.PyTreeEntry):
+class _NodeEntry(optree.PyTreeEntry):
     """A step of a path as torch writes it, ``.value`` or ``['key']``."""
 
     def codify(self, node: str = "") -> str:
@@ -89,9 +91,9 @@ _seen: set[Any] = set()
 def _adopt() -> None:
     """Register the classes that torch knows and optree does not."""
     for kind, node in list(PYTREE_NODES.items()):
-        if kind not in _seen and isinstance(kind, type) and not optree.is_structseq_class(kind):
-            if optree.register_pytree_node.get(kind, namespace=NAMESPACE) is None:
-                optree.register_pytree_node(kind, _flattener(node), _unflattener(node), path_entry_type=_Entry, namespace=NAMESPACE)
+        known = kind in _seen or not isinstance(kind, type) or optree.is_structseq_class(kind)
+        if not known and optree.register_pytree_node.get(kind, namespace=NAMESPACE) is None:
+            optree.register_pytree_node(kind, _flattener(node), _unflattener(node), path_entry_type=_NodeEntry, namespace=NAMESPACE)
         _seen.add(kind)
 
 

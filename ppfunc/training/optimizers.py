@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 from torch.optim.sgd import sgd as torch_sgd
 
 from ..stage.signature import differentiable
+from ..stage.tree import tree_flatten, tree_map, tree_paths
 
 Tree = Any
 LearningRate = float | Callable[[int], float]
@@ -231,12 +231,12 @@ def _zeros_like(params: Tree) -> Tree:
     def zeros(p: Tensor) -> Tensor | None:
         return torch.zeros(p.shape, dtype=p.dtype, device=p.device) if differentiable(p.dtype) else None
 
-    return optree.tree_map(zeros, params)
+    return tree_map(zeros, params)
 
 
 def _owned(tree: Tree, donate: bool) -> tuple[Tree, list[Tensor]]:
     """Copy a tree, or take it where it is donated, for the update to write to; also real views of the leaves it trains."""
-    leaves, structure = optree.tree_flatten(tree)
+    leaves, structure = tree_flatten(tree)
     copied = leaves if donate else [p.clone(memory_format=torch.contiguous_format) if differentiable(p.dtype) else p for p in leaves]
     own = [_dense(p) if differentiable(p.dtype) else p for p in copied]
     trained = [_as_real(leaf) for leaf in own if differentiable(leaf.dtype)]
@@ -248,14 +248,14 @@ def _owned(tree: Tree, donate: bool) -> tuple[Tree, list[Tensor]]:
 def _refuse_shared_memory(tree: Tree) -> None:
     """Raise ValueError with the paths of two leaves that share memory, which would be updated twice."""
     seen: dict[int, str] = {}
-    paths, leaves, _ = optree.tree_flatten_with_path(tree)
-    for path, leaf in zip(paths, leaves, strict=True):
+    leaves, structure = tree_flatten(tree)
+    for path, leaf in zip(tree_paths(structure), leaves, strict=True):
         if not differentiable(leaf.dtype) or not leaf.numel():
             continue
-        first = seen.setdefault(leaf.data_ptr(), _name(path))
-        if first != _name(path):
+        first = seen.setdefault(leaf.data_ptr(), path)
+        if first != path:
             raise ValueError(
-                f"params{first} and params{_name(path)} share their memory, so that they cannot both be "
+                f"params{first} and params{path} share their memory, so that they cannot both be "
                 "updated in place; pass donate=False or make them separate tensors"
             )
 
@@ -266,18 +266,15 @@ def _gradients(grads: Tree, params: Tree) -> list[Tensor]:
     Raises:
         ValueError: if ``grads`` has another structure, shape, dtype or device than ``params``.
     """
-    wanted, structure = optree.tree_flatten(params)
-    got, got_structure = optree.tree_flatten(grads)
+    wanted, structure = tree_flatten(params)
+    got, got_structure = tree_flatten(grads)
     if structure != got_structure:
         raise ValueError(f"grads must have the structure of params, got {got_structure} and expected {structure}")
     for n, (g, p) in enumerate(zip(got, wanted, strict=True)):
         if g.shape != p.shape or g.dtype != p.dtype or g.device != p.device:
             raise ValueError(
-                f"grads{_name(optree.tree_paths(params)[n])} must match its parameter: got {g.dtype}{list(g.shape)} "
+                f"grads{tree_paths(structure)[n]} must match its parameter: got {g.dtype}{list(g.shape)} "
                 f"on {g.device}, expected {p.dtype}{list(p.shape)} on {p.device}"
             )
     return [_as_real(_dense(g)) for g in got if differentiable(g.dtype)]
 
-
-def _name(path: tuple[Any, ...]) -> str:
-    return "".join(f"[{key!r}]" for key in path)

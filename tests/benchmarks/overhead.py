@@ -65,7 +65,7 @@ def main() -> None:
     for leaves in options.leaves:
         params = {s: {f"p{i}": torch.randn(WIDTH) for i in range(leaves)} for s in held}
         step_ours, step_theirs, programs = sides(schedule, params, rank)
-        rounds = [(measure(step_ours, options.steps), measure(step_theirs, options.steps), measure(programs, options.steps)) for _ in range(options.rounds)]
+        rounds = [tuple(measure(step, options.steps) for step in (step_ours, step_theirs, programs)) for _ in range(options.rounds)]
         mine, other, bare = (median(column) for column in zip(*rounds, strict=True))
         ratio = median(a / b for a, b, _ in rounds)
         runtime = median(a - c for a, _, c in rounds)
@@ -73,8 +73,9 @@ def main() -> None:
         per_leaf = f", {(runtime - base) / leaves / len(held) * 1e6:.2f} us per leaf and step" if leaves > options.leaves[0] else ""
         if rank == 0:
             print(
-                f"{ranks} ranks, {schedule.stages} stages, {options.microbatches} microbatches, {leaves} leaves: ppfunc {mine / count * 1e6:.1f} us per "
-                f"instruction ({bare / count * 1e6:.1f} of them programs and sums), torch {other / count * 1e6:.1f} us, ratio {ratio:.3f}{per_leaf}",
+                f"{ranks} ranks, {schedule.stages} stages, {options.microbatches} microbatches, {leaves} leaves: "
+                f"ppfunc {mine / count * 1e6:.1f} us per instruction ({bare / count * 1e6:.1f} of them programs and sums), "
+                f"torch {other / count * 1e6:.1f} us, ratio {ratio:.3f}{per_leaf}",
                 flush=True,
             )
     dist.destroy_process_group()

@@ -25,7 +25,7 @@ import ppfunc as pp
 from ppfunc.stage import FlatProgram
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-import gpt  # noqa: E402
+import gpt
 
 SIZES = {64: (2, 16), 256: (4, 128)}  # width: (sequences, bytes) of a microbatch
 Side = Callable[[], object]

@@ -19,6 +19,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,14 +27,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from timing import measure
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining import schedules as theirs
+from torch.distributed.pipelining import PipelineStage, schedules as theirs
 
 import ppfunc as pp
 from ppfunc.schedule import BUILDERS, Costs, Schedule
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-import gpt  # noqa: E402
+import gpt
 
 THEIRS = {
     "gpipe": theirs.ScheduleGPipe,
@@ -81,7 +81,7 @@ def main() -> None:
     config = gpt.Config(width=options.width, layers=options.blocks, context=length)
     model = gpt.layers(config)[1:-1]
     cuts = [options.blocks * s // schedule.stages for s in range(schedule.stages + 1)]
-    runs = [range(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+    runs = [range(a, b) for a, b in pairwise(cuts)]
     stages = [gpt.stage([model[k] for k in run]) for run in runs]
     params = {s: gpt.initialise(model, runs[s], seed=0, device=device) for s in schedule.stages_of(rank)}
     generator = torch.Generator().manual_seed(0)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from math import ceil
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ppfunc.schedule.builders import zb_h1, zb_h2, zero_bubble
 from ppfunc.schedule.check import check

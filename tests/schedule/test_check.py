@@ -12,8 +12,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ppfunc.schedule import (
     Chain,
@@ -58,10 +57,13 @@ def refused(schedule, **options):
 GOOD = ("0F0 | 0SEND_F0 0RECV_B0 0B0", "1RECV_F0 1F0 | 1B0 | 1SEND_B0")
 TWO = ("0F0 | 0SEND_F0 0F1 | 0SEND_F1 0RECV_B0 0B0 | 0RECV_B1 0B1", "1RECV_F0 1F0 | 1B0 | 1RECV_F1 1SEND_B0 1F1 | 1B1 | 1SEND_B1")
 
+EXCHANGED = TWO[1].replace("1RECV_F0", "x").replace("1RECV_F1", "1RECV_F0").replace("x", "1RECV_F1")
+BATCH = "0F0 | 0F1 | 0SEND_F0 0SEND_F1"
+
 # rows, microbatches, rank, position, instruction, words of the reason
 WRONG = {
     "forward missing": (("0SEND_F0 0RECV_B0 0B0", GOOD[1]), 1, 0, (0, 0), "0SEND_F0", "not computed"),
-    "backward missing": (("0F0 | 0SEND_F0 0RECV_B0", GOOD[1]), 1, 0, (0, 0), "0F0", "backward, B or I of stage 0 for microbatch 0 is missing"),
+    "backward missing": (("0F0 | 0SEND_F0 0RECV_B0", GOOD[1]), 1, 0, (0, 0), "0F0", "backward, B or I of stage 0 for microbatch 0"),
     "microbatch missing": (GOOD, 2, 0, (1, 2), "0B0", "forward F of stage 0 for microbatch 1 is missing"),
     "weight gradient missing": (("0F0 0I0",), 1, 0, (0, 1), "0I0", "weight gradient W is missing"),
     "weight gradient after a whole backward": (("0F0 0B0 0W0",), 1, 0, (0, 2), "0W0", "has computed the weight gradient already"),
@@ -76,8 +78,8 @@ WRONG = {
     "send twice": (("0F0 | 0SEND_F0 0SEND_F0 0RECV_B0 0B0", GOOD[1]), 1, 0, (1, 1), "0SEND_F0", "sent twice"),
     "send too early": (("0F0 0SEND_F0 | 0RECV_B0 0B0", GOOD[1]), 1, 0, (0, 1), "0SEND_F0", "not computed in an earlier step"),
     "late receive": ((GOOD[0], "1F0 | 1RECV_F0 1B0 | 1SEND_B0"), 1, 1, (0, 0), "1F0", "receive has not been posted"),
-    "receives exchanged": ((TWO[0], TWO[1].replace("1RECV_F0", "x").replace("1RECV_F1", "1RECV_F0").replace("x", "1RECV_F1")), 2, 1, (0, 1), "1F0", "receive has"),
-    "receives exchanged in a batch": (("0F0 | 0F1 | 0SEND_F0 0SEND_F1", "1RECV_F1 1RECV_F0 1F0 | 1F1"), 2, 1, (0, 0), "1RECV_F1", "one order"),
+    "receives exchanged": ((TWO[0], EXCHANGED), 2, 1, (0, 1), "1F0", "receive has"),
+    "receives exchanged in a batch": ((BATCH, "1RECV_F1 1RECV_F0 1F0 | 1F1"), 2, 1, (0, 0), "1RECV_F1", "one order"),
     "wrong rank": (("0F0 1F0 | 0SEND_F0 0RECV_B0 0B0", GOOD[1]), 1, 0, (0, 1), "1F0", "stage 1 is on rank 1"),
     "stage out of range": (("0F0 7F0", GOOD[1]), 1, 0, (0, 1), "7F0", "from 0 to 1"),
     "microbatch out of range": (("0F0 0F9", GOOD[1]), 1, 0, (0, 1), "0F9", "from 0 to 0"),

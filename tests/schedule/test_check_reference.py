@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
+from itertools import chain
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ppfunc.schedule import (
     BUILDERS,
@@ -108,7 +108,7 @@ class Model:
     def accepts(self):
         schedule = self.schedule
         for rank, program in enumerate(schedule.programs):
-            for i in (p for step in program for i in step for p in (i, *i.parts)):
+            for i in (part for step in program for whole in step for part in (whole, *whole.parts)):
                 chain = next(c for c in schedule.chains if i.stage in c.stages)
                 if schedule.placement[i.stage] != rank or i.microbatch not in chain.microbatches:
                     return False
@@ -228,7 +228,7 @@ def mutate(schedule, rng):
     if kind == "split":
         return with_steps(schedule, rank, lambda p: p.__setitem__(slice(step, step + 1), [p[step][:place], p[step][place:]]))
     if kind == "join":
-        return with_steps(schedule, rank, lambda p: p.__setitem__(slice(step, step + 2), [sum(p[step : step + 2], [])]))
+        return with_steps(schedule, rank, lambda p: p.__setitem__(slice(step, step + 2), [list(chain.from_iterable(p[step : step + 2]))]))
 
     def move(p):
         target = rng.randrange(len(p))

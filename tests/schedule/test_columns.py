@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import chain, pairwise
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ppfunc.schedule import (
     BUILDERS,
@@ -73,7 +73,7 @@ def changed(schedule, rng):
         step[place], other[at] = other[at], step[place]
     elif kind == "join":
         at = rng.randrange(len(program))
-        program[at : at + 2] = [sum(program[at : at + 2], [])]
+        program[at : at + 2] = [list(chain.from_iterable(program[at : at + 2]))]
     elif kind == "cut":
         at = next(k for k, s in enumerate(program) if s is step)
         program[at : at + 1] = [step[:place], step[place:]]
@@ -116,7 +116,7 @@ def test_the_same_verdict_on_random_orders_of_messages(seed):
             at = rng.randrange(len(items) - 1)
             items[at : at + 2] = items[at + 1], items[at]
         steps = [[items[0]]]
-        for before, item in zip(items, items[1:], strict=False):
+        for before, item in pairwise(items):
             if rng.random() < 0.5 or before.op not in COMMUNICATION:
                 steps.append([])
             steps[-1].append(item)

@@ -7,6 +7,7 @@ import re
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -63,7 +64,7 @@ def test_svg_is_readable_from_2_to_64_ranks(build, ranks):
             assert 0 <= right <= width and 0 <= lower <= height
     rows = sorted({float(r.get("y")) for r in root.iter(f"{SVG}rect") if r.get("class") == "track"})
     assert len(rows) == ranks
-    assert min(b - a for a, b in zip(rows, rows[1:], strict=False)) >= 20
+    assert min(b - a for a, b in pairwise(rows)) >= 20
 
 
 def test_svg_says_what_it_shows():

@@ -14,8 +14,7 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ppfunc.schedule.builders import BUILDERS, chimera, zero_bubble
 from ppfunc.schedule.builders._interleaved import group_size
@@ -26,7 +25,6 @@ from ppfunc.schedule.instruction import COMMUNICATION, COMPUTE, Op
 from ppfunc.schedule.passes import linearize, place_communication
 from ppfunc.schedule.schedule import Schedule, elementary
 from ppfunc.schedule.simulate import simulate
-
 
 ALL = BUILDERS | {"zero_bubble": zero_bubble, "chimera": chimera}
 

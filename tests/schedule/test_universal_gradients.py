@@ -6,8 +6,7 @@ import inspect
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import ppfunc as pp
 from ppfunc.schedule import BUILDERS, chimera, remove_tail, zero_bubble

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ppfunc.stage import stage_from_module
+from tests.models import attention_block, attention_params
 
 W = torch.float64
 GLOBAL = optree.registry.__GLOBAL_NAMESPACE if hasattr(optree.registry, "__GLOBAL_NAMESPACE") else ""
@@ -41,7 +42,7 @@ class Case(NamedTuple):
 
     Args:
         fn: the stage.
-        args: ``(params, x, *consts)``.
+        args: ``(params, x, *extras)``.
         has_aux: whether it returns ``(y, aux)``.
         tolerance: relative, against ``torch.func.grad``.
     """
@@ -54,28 +55,6 @@ class Case(NamedTuple):
 
 def r(*shape: int, dtype: torch.dtype = W) -> Tensor:
     return torch.randn(*shape, dtype=dtype)
-
-
-def block(p: dict[str, Tensor], x: Tensor) -> Tensor:
-    """A transformer block, 2 heads."""
-    b, t, d = x.shape
-    h = F.layer_norm(x, (d,), p["g"], p["b"])
-    q, k, v = (h @ p["qkv"]).view(b, t, 3, 2, d // 2).permute(2, 0, 3, 1, 4)
-    a = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, d)
-    x = x + F.linear(a, p["o"])
-    return x + F.gelu(F.linear(x, p["up"], p["ub"])) @ p["down"]
-
-
-def block_params(d: int = 8) -> dict[str, Tensor]:
-    return {
-        "g": r(d),
-        "b": r(d),
-        "qkv": r(d, 3 * d),
-        "o": r(d, d),
-        "up": r(2 * d, d),
-        "ub": r(2 * d),
-        "down": r(2 * d, d),
-    }
 
 
 def in_place(w: Tensor, x: Tensor) -> Tensor:
@@ -125,7 +104,7 @@ def cases() -> dict[str, Callable[[], Case]]:
     t = torch.tensor
     return {
         "linear": lambda: Case(lambda w, x: x @ w, (r(3, 4), r(2, 3))),
-        "block": lambda: Case(block, (block_params(), r(2, 4, 8))),
+        "block": lambda: Case(attention_block, (attention_params(), r(2, 4, 8))),
         "nested trees": lambda: Case(nested, (nested_params(), {"in": Pair(r(2, 3), torch.arange(4)), "un": None})),
         "several tensors": lambda: Case(lambda w, x: (x[0] @ w, x[1] * x[0]), (r(3, 3), (r(2, 3), r(2, 3)))),
         "integers pass": lambda: Case(
@@ -214,10 +193,10 @@ def transformer() -> Callable[[int], Case]:
     def make(n: int) -> Case:
         def fn(params: list[dict[str, Tensor]], x: Tensor) -> Tensor:
             for p in params:
-                x = block(p, x)
+                x = attention_block(p, x)
             return x
 
-        return Case(fn, ([block_params() for _ in range(n)], r(2, 4, 8)))
+        return Case(fn, ([attention_params(seed=i) for i in range(n)], r(2, 4, 8)))
 
     return make
 

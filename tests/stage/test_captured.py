@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import ClassVar
 
 import optree
 import pytest
@@ -31,7 +32,7 @@ class Recorder:
     What is not being replayed is poisoned, as other work between two replays would do.
     """
 
-    made: list[Recorder] = []
+    made: ClassVar[list[Recorder]] = []
 
     def __init__(self, device):
         assert device == torch.device("cpu")

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ppfunc.stage import graph, stage_from_module
+from ppfunc.stage.tracing import compiled
 
 pytestmark = pytest.mark.compiler
 
@@ -68,3 +69,15 @@ def test_compiled_programs_draw_the_same_numbers(kind, dtype):
         torch.manual_seed(1)
         drawn.append(program.forward(*args)[0])
     torch.testing.assert_close(*drawn)
+
+
+def test_only_programs_that_run_are_compiled(monkeypatch):
+    made = []
+    make = compiled._compile
+    monkeypatch.setattr(compiled, "_compile", lambda module, examples: made.append(module) or make(module, examples))
+    program = graph(lambda w, x: (x @ w).sin(), (torch.randn(3, 3), torch.randn(2, 3)), compile=True)
+    assert not made
+    for _ in range(2):
+        y, residuals = program.forward(torch.randn(3, 3), torch.randn(2, 3))
+        program.backward(residuals, torch.ones_like(y))
+    assert len(made) == 2

@@ -41,7 +41,7 @@ def test_signature_tells_what_comes_out(engine, case):
 
 
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
-def test_outputs_are_settled_and_detached(engine, case):
+def test_outputs_are_contiguous_and_detached(engine, case):
     program = engine(case.fn, case.args, has_aux=case.has_aux)
     out, residuals = program.forward(*case.args)
     gy = optree.tree_map(torch.ones_like, out[0] if case.has_aux else out)

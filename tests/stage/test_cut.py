@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ppfunc.stage import Signature, StageError, graph
+from ppfunc.stage.abstract import outline
+from ppfunc.stage.tracing import emit
 
 VIEWS = {
     "t",
@@ -222,3 +224,33 @@ def test_what_a_stage_checkpoints_itself_is_not_kept_either(transformer, parts):
 def test_an_unknown_rematerialisation_is_refused():
     with pytest.raises(ValueError, match="got remat='some'"):
         graph(lambda p, x: x, ((), torch.ones(2)), remat="some")
+
+
+# The first step.
+
+
+def test_a_stage_is_called_once_without_values_and_once_to_be_traced(transformer):
+    case, calls = transformer(2), []
+
+    def counted(*args):
+        calls.append(type(args[1]).__name__)
+        return case.fn(*args)
+
+    known = outline(counted, case.args)
+    assert len(calls) == 1
+    program = graph(counted, case.args, outline=known)
+    assert len(calls) == 2
+    y, residuals = program.forward(*case.args)
+    program.backward(residuals, torch.ones_like(y))
+    assert calls == ["FakeTensor"] * 2
+
+
+def test_only_programs_that_run_are_written(transformer, monkeypatch):
+    case, written = transformer(1), []
+    write = emit._write
+    monkeypatch.setattr(emit, "_write", lambda recipe: written.append(recipe.title) or write(recipe))
+    program = graph(case.fn, case.args)
+    for _ in range(2):
+        y, residuals = program.forward(*case.args)
+        program.backward(residuals, torch.ones_like(y))
+    assert written == ["the stage forward", "the stage backward"]

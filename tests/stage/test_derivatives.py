@@ -87,7 +87,7 @@ def test_no_derivative_is_needed_where_gradients_are_off(operators):
         return factor * w
 
     program = graph(stage, ONES)
-    y, residuals = program.forward(*ONES)
+    _, residuals = program.forward(*ONES)
     torch.testing.assert_close(program.backward(residuals, torch.ones(2)), (2 * ONES[0] * ONES[1], torch.zeros(2)))
 
 

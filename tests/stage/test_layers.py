@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ppfunc.parallel import Partition
 from ppfunc.stage.layers import params_of_layers, params_of_stages, stages_from_layers
 
 
-def affine(params, x, *consts):
-    return params[0] * x + params[1] + sum(consts)
+def affine(params, x, *extras):
+    return params[0] * x + params[1] + sum(extras)
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=5), st.data())

@@ -22,7 +22,7 @@ def args():
 
 def gradient(program, w, x):
     """Of ``stage(w, x).sum()`` with respect to ``w``, by the stage program."""
-    y, residuals = program.flat.forward((w,), (x,), ())
+    _, residuals = program.flat.forward((w,), (x,), ())
     gw, _ = program.flat.backward(residuals, (torch.ones(2, 3, dtype=torch.float64),))
     return gw[0]
 

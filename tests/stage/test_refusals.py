@@ -58,7 +58,7 @@ WITH = {
     "old autograd.Function": (lambda w, x: OldStyle.apply(x @ w), {graph, eager}),
     "random backward": (lambda w, x: NoisyBackward.apply(x @ w), {eager}),
     "saved tensor hooks": (hooked, {graph, eager}),
-    "compiled": (lambda w, x: compiled(w, x), {functional, eager}),
+    "compiled": (lambda w, x: compiled(w, x), {graph, functional, eager}),
     "branch on a value": (lambda w, x: x @ w if x.sum() > -9 else x * 2, {functional, eager}),
     "branch on a value, unless there is none": (cautious, {graph, functional, eager}),
     "shape of a value": (lambda w, x: w * x[x > 0].sum(), {functional, eager}),
@@ -113,7 +113,7 @@ def test_dtensor_goes_to_eager(engine, tmp_path):
         if engine is eager:
             program = engine(lambda w, x: x @ w, (w, x))
             y, residuals = program.forward(w, x)
-            gw, gx = program.backward(residuals, torch.ones_like(y))
+            gw, _ = program.backward(residuals, torch.ones_like(y))
             torch.testing.assert_close(gw.full_tensor(), x.full_tensor().T @ torch.ones(2, 3))
     finally:
         destroy_process_group()
@@ -183,7 +183,8 @@ def test_the_line_of_an_error_is_that_of_the_stage_and_not_of_a_library(engine):
     def fn(w, x):
         return F.linear(x, w)
 
-    with pytest.raises(StageError, match=rf"it raised RuntimeError at {__file__}:{fn.__code__.co_firstlineno + 1}: .*; it was given params = float32\[3,2\], x = float32\[5\]\.$"):
+    place, given = f"{__file__}:{fn.__code__.co_firstlineno + 1}", r"params = float32\[3,2\], x = float32\[5\]"
+    with pytest.raises(StageError, match=rf"it raised RuntimeError at {place}: .*; it was given {given}\.$"):
         engine(fn, (torch.ones(3, 2), torch.ones(5)))
 
 
@@ -335,7 +336,8 @@ KEEPING = {
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
 @pytest.mark.parametrize("kind", KEEPING)
 def test_a_stage_that_reads_a_tensor_of_an_evaluation_that_is_over_is_refused(engine, kind, table, args):
-    with pytest.raises(StageError, match=r"^stage 2: it reads a tensor without values \(float64\[.,3\]\), .* Instead: recompute it in each call; if it is a cache"):
+    message = r"^stage 2: it reads a tensor without values \(float64\[.,3\]\), .* Instead: recompute it in each call; if it is a cache"
+    with pytest.raises(StageError, match=message):
         engine(KEEPING[kind](table), args, name="stage 2")
 
 
@@ -522,3 +524,18 @@ def test_the_result_of_a_functional_collective_is_waited_for(kept, tmp_path):
         assert torch.equal(y.flatten(), torch.full((6,), 2.0)) and torch.equal(gw, torch.full((2, 2), 3.0))
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "words"),
+    [
+        ((torch.matmul,), {}, "matmul.*and no example"),
+        ((), {"example": (torch.ones(1), torch.ones(1))}, "an example and no function"),
+        ((), {"has_aux": True}, "no function"),
+        ((), {"name": "first"}, "no function"),
+        ((), {"device": "cpu", "remat": "full"}, "no function"),
+    ],
+)
+def test_options_of_a_call_are_not_taken_for_those_of_an_engine(args, options, words):
+    with pytest.raises(TypeError, match=words):
+        graph(*args, **options)

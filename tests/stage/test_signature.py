@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import optree
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ppfunc.stage import LeafSignature, Signature
 
@@ -88,7 +87,8 @@ class Fields:
 
 @pytest.mark.parametrize("made", [Extended, Fields, lambda a: {1, 2}, type("Listed", (list,), {})])
 def test_a_container_that_optree_does_not_know_is_refused_as_such(made):
-    with pytest.raises(TypeError, match=r"y\[0\]: got .*, a class that neither optree nor torch.utils._pytree knows, .*; make it a dict or a tuple of tensors, or register"):
+    mend = "make it a dict or a tuple of tensors, or register"
+    with pytest.raises(TypeError, match=rf"y\[0\]: got .*, a class that neither optree nor torch.utils._pytree knows, .*; {mend}"):
         Signature.of((made([("a", torch.zeros(1))]),), "y")
 
 

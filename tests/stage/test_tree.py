@@ -43,7 +43,8 @@ pytree.register_pytree_node(
     serialized_type_name="tests.ModelOutput",
     flatten_with_keys_fn=lambda d: ([(pytree.MappingKey(k), v) for k, v in d.items()], list(d.keys())),
 )
-pytree.register_pytree_node(Plain, lambda p: ([p.value], {"deep": [1, (2,)]}), lambda values, context: Plain(*values) if context == {"deep": [1, (2,)]} else None)
+CONTEXT = {"deep": [1, (2,)]}
+pytree.register_pytree_node(Plain, lambda p: ([p.value], CONTEXT), lambda values, context: Plain(*values) if context == CONTEXT else None)
 
 
 def test_classes_registered_with_torch_are_nodes():

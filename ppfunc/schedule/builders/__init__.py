@@ -24,6 +24,7 @@ from .zb_h2 import zb_h2
 from .zbv import zbv
 from .zero_bubble import zero_bubble
 
+# Without zero_bubble, which depends on costs, and chimera, which is there for comparison.
 BUILDERS: dict[str, Callable[..., Schedule]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
@@ -43,5 +44,24 @@ BUILDERS: dict[str, Callable[..., Schedule]] = {
     "deepspeed_inference": deepspeed_inference,
 }
 
-# These two are no names of the command: what zero_bubble makes depends on costs, and chimera is for comparison.
-__all__ = ["BUILDERS", "chimera", "zero_bubble", *(f.__name__ for f in BUILDERS.values())]
+__all__ = [
+    "BUILDERS",
+    "chimera",
+    "data_parallel",
+    "deepspeed_inference",
+    "deepspeed_train",
+    "dualpipe",
+    "dualpipev",
+    "gpipe",
+    "inference",
+    "interleaved_one_f_one_b",
+    "interleaved_zero_bubble",
+    "looped_bfs",
+    "one_f_one_b",
+    "v_half",
+    "v_min",
+    "zb_h1",
+    "zb_h2",
+    "zbv",
+    "zero_bubble",
+]

@@ -6,23 +6,23 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..instruction import Instruction, overlap
-from ._parts import B, F, I, W
+from ..instruction import Instruction, Op, overlap
+from ._parts import B, F
 
 
-class Stream(NamedTuple):
+class MicrobatchStream(NamedTuple):
     """The work that one stage still has to do: its forwards and its backwards, each in order."""
 
     forwards: Iterator[Instruction]
     backwards: Iterator[Instruction]
 
 
-def stream(stage: int, microbatches: range) -> Stream:
+def stream(stage: int, microbatches: range) -> MicrobatchStream:
     """The work of one stage on its microbatches, none of it done yet."""
-    return Stream((F(stage, m) for m in microbatches), (B(stage, m) for m in microbatches))
+    return MicrobatchStream((F(stage, m) for m in microbatches), (B(stage, m) for m in microbatches))
 
 
-def eight_phases(a: Stream, b: Stream, width: int, place: int, microbatches: int) -> Iterator[Instruction]:
+def eight_phases(a: MicrobatchStream, b: MicrobatchStream, width: int, place: int, microbatches: int) -> Iterator[Instruction]:
     """The eight phases of the rank that is ``place`` ranks from the end where stream a enters.
 
     Args:
@@ -35,12 +35,12 @@ def eight_phases(a: Stream, b: Stream, width: int, place: int, microbatches: int
     before = width - place - 1
     waiting: deque[Instruction] = deque()  # weight gradients put off, first in, first out
 
-    def zero_bubble(x: Stream) -> Instruction:
-        _, stage, microbatch, *_ = next(x.backwards)
-        waiting.append(W(stage, microbatch))
-        return I(stage, microbatch)
+    def zero_bubble(x: MicrobatchStream) -> Instruction:
+        whole = next(x.backwards)
+        waiting.append(whole._replace(op=Op.W))
+        return whole._replace(op=Op.I)
 
-    def pair(x: Stream, y: Stream) -> Instruction:
+    def pair(x: MicrobatchStream, y: MicrobatchStream) -> Instruction:
         return overlap(next(x.forwards), next(y.backwards))
 
     for _ in range(2 * before):  # 1: forwards of a

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import count
 
 from ...parallel.placement import v_shape
-from ..instruction import Instruction, Op
+from ..instruction import Instruction, Op, microbatch_of
 from ..schedule import Schedule, single_chain
 from ._parts import require_counts
 
@@ -34,7 +34,7 @@ def zbv(ranks: int, microbatches: int) -> Schedule:
         Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (arXiv:2401.10241), section 6.
     """
     require_counts(ranks=ranks, microbatches=microbatches)
-    programs = ((i for i in _program(r, ranks, max(2 * ranks - 1, microbatches)) if i.microbatch < microbatches) for r in range(ranks))
+    programs = ((i for i in _program(r, ranks, max(2 * ranks - 1, microbatches)) if microbatch_of(i) < microbatches) for r in range(ranks))
     return single_chain("zbv", v_shape(ranks), microbatches, programs)
 
 

@@ -40,8 +40,8 @@ def zero_bubble(ranks: int, microbatches: int, cap: int | None = None, costs: Co
     cap = ranks if cap is None else cap
     require_counts(ranks=ranks, microbatches=microbatches, cap=cap)
     costs = (costs or Costs()).fitting(ranks)
-    single = ("forward", "backward_input", "backward_weight")
-    times = StageTimes(*([costs.of(n, s) for s in range(ranks)] for n in single), [costs.message_of(s) for s in range(ranks)])
+    forward, backward, weight = ([costs.of(n, s) for s in range(ranks)] for n in ("forward", "backward_input", "backward_weight"))
+    times = StageTimes(forward, backward, weight, [costs.message_of(s) for s in range(ranks)])
     runs = [Rules(w, *rules) for w in warm_ups(times, cap) for rules in product((False, True), repeat=3)]
     outcomes = filter(None, (play(times, microbatches, cap, rules) for rules in runs))
     best = min(outcomes, key=lambda outcome: outcome[:2])

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from ..errors import ScheduleError
-from ..instruction import COMPUTE, Instruction, Op
+from ..instruction import COMPUTE, Instruction, Op, microbatch_of
 from ..schedule import Chain
 
 Row = Sequence[Instruction | None]
@@ -33,8 +33,8 @@ def infer_layout(rows: Sequence[Row]) -> tuple[tuple[int, ...], tuple[Chain, ...
         if not parts:
             raise ScheduleError(rank, (0, 0), row[0], "its row computes nothing: expected at least one stage in every row")
         held.append(Counter([part.stage for part in parts]))
-        forwards.update((part.stage, part.microbatch) for part in parts if part.op is Op.F)
-        others.update((part.stage, part.microbatch) for part in parts if part.op is not Op.F)
+        forwards.update((part.stage, microbatch_of(part)) for part in parts if part.op is Op.F)
+        others.update((part.stage, microbatch_of(part)) for part in parts if part.op is not Op.F)
     stages = 1 + max(map(max, held))
     placement = _placement(rows, held, stages)
     return placement, _chains(rows, stages, _microbatches(forwards or others), forwards)
@@ -58,10 +58,9 @@ def _placement(rows: Sequence[Row], held: list[Counter[int]], stages: int) -> tu
     for rank, counts in enumerate(held):
         for stage, often in counts.items():
             owners[stage] = max(owners.get(stage, (0, 0)), (often, -rank))
-    for stage in range(stages):
-        if stage not in owners:
-            gap = stage
-            _refuse(rows, lambda part: part.stage > gap, f"no rank computes stage {gap}, but stages have no gaps")
+    gap = next((stage for stage in range(stages) if stage not in owners), None)
+    if gap is not None:
+        _refuse(rows, lambda part: part.stage > gap, f"no rank computes stage {gap}, but stages have no gaps")
     return tuple(-owners[stage][1] for stage in range(stages))
 
 

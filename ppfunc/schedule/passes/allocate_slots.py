@@ -7,9 +7,9 @@ from dataclasses import replace
 from math import inf
 from typing import NamedTuple
 
+from ..dataflow import dataflow
 from ..instruction import COMMUNICATION, WHOLE_STAGE, Instruction, Op
 from ..proof.buffers import Holder, uses
-from ..dataflow import dataflow
 from ..proof.order import check_order
 from ..proof.queues import check_queues
 from ..proof.routes import find_routes

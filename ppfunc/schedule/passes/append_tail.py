@@ -40,5 +40,5 @@ def append_tail(
         stages = sorted(schedule.stages_of(rank), key=lambda s: (group.get(s, s), s))
         return tuple(Instruction(op, stage) for op in ops for stage in stages)
 
-    programs = (p + (tail(rank),) if tail(rank) else p for rank, p in enumerate(schedule.programs))
+    programs = ((*p, tail(rank)) if tail(rank) else p for rank, p in enumerate(schedule.programs))
     return replace(schedule, programs=tuple(programs))

@@ -55,12 +55,13 @@ def _try(step: Step, flow: Dataflow, there: set[int]) -> tuple[int | None, list[
             continue
         fresh = []
         for op, stage, microbatch, *_ in instruction.parts or (instruction,):
-            output = flow.output(stage, microbatch)
+            assert microbatch is not None
+            output, product = flow.output(stage, microbatch), PRODUCT[op]
             for distance, _ in flow.needs[op][stage]:
                 if output + distance not in there and output + distance not in made:
                     return output + distance, []
-            if PRODUCT[op] is not None:
-                fresh.append(output + PRODUCT[op])
+            if product is not None:
+                fresh.append(output + product)
         made += fresh
     return None, made
 

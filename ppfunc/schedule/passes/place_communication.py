@@ -77,6 +77,7 @@ def _indices(schedule: Schedule, flow: Dataflow, times: EarliestTimes) -> tuple[
                 for op, stage, microbatch, *_ in instruction[5] or (instruction,):
                     product = PRODUCT[op]
                     if product is not None:
+                        assert microbatch is not None
                         where[2 * (stage * m + microbatch) + product] = index
             gaps.append(last)
         before.append(gaps)

@@ -13,7 +13,7 @@ from ..instruction import COMMUNICATION, SENDS, Instruction, Op
 from ..schedule import Schedule
 
 # A send and its receive have in common: whether it goes forward, source stage, target stage, microbatch.
-_MessageName = tuple[bool, int, int, int]
+_MessageName = tuple[bool, int, int, int | None]
 
 
 def send_completion(schedule: Schedule, rank: int) -> dict[int, list[Instruction]]:
@@ -59,7 +59,7 @@ def send_completion(schedule: Schedule, rank: int) -> dict[int, list[Instruction
 
 def _messages(schedule: Schedule, rank: int) -> list[tuple[int, Instruction, int, _MessageName]]:
     """The communications of a rank: step, instruction, the rank at the other end, the message."""
-    ends: dict[tuple[Op, int, int | None], tuple[int, bool, int, int]] = {}
+    ends: dict[tuple[Op, int, int | None], tuple[int, tuple[bool, int, int]]] = {}
     found = []
     for step, instructions in enumerate(schedule.programs[rank]):
         for instruction in instructions:
@@ -68,14 +68,15 @@ def _messages(schedule: Schedule, rank: int) -> list[tuple[int, Instruction, int
                 continue
             if (op, stage, peer) not in ends:
                 other = schedule.other_end(instruction)
+                assert other is not None
                 edge = (stage, other) if op in SENDS else (other, stage)
-                ends[op, stage, peer] = (schedule.placement[other], op in (Op.SEND_F, Op.RECV_F), *edge)
-            far, *message = ends[op, stage, peer]
-            found.append((step, instruction, far, (*message, microbatch)))
+                ends[op, stage, peer] = (schedule.placement[other], (op in (Op.SEND_F, Op.RECV_F), *edge))
+            far, along = ends[op, stage, peer]
+            found.append((step, instruction, far, (*along, microbatch)))
     return found
 
 
-def _consumption(schedule: Schedule, rank: int) -> dict[tuple[bool, int, int], int]:
+def _consumption(schedule: Schedule, rank: int) -> dict[tuple[bool, int, int | None], int]:
     """The step of ``rank`` that runs the forward (True) or the backward of each (stage, microbatch)."""
     return {
         (part[0] is Op.F, part[1], part[2]): step

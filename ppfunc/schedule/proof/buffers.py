@@ -11,7 +11,7 @@ from ..instruction import COMPUTE, WHOLE_STAGE, Instruction, Op, parts_of
 from ..schedule import Program, Schedule
 from .order import in_order
 
-Holder = tuple[int, int, int]  # stage, microbatch, how often it has been offloaded
+Holder = tuple[int, int | None, int]  # stage, microbatch, how often it has been offloaded
 
 # The change of the number of whole activations, and of those of which only the share for W is held.
 HELD = {Op.F: (1, 0), Op.B: (-1, 0), Op.I: (-1, 1), Op.W: (0, -1), Op.OFFLOAD: (-1, 0), Op.FETCH: (1, 0)}
@@ -58,7 +58,7 @@ def check_offloads(schedule: Schedule) -> None:
     if not schedule.ops & {Op.OFFLOAD, Op.FETCH}:
         return
     for rank, program in enumerate(schedule.programs):
-        state: dict[tuple[int, int], str] = {}
+        state: dict[tuple[int, int | None], str] = {}
         for step, instructions in enumerate(program):
             for place, instruction in in_order(instructions):
                 for part in instruction.parts or (instruction,):
@@ -67,7 +67,7 @@ def check_offloads(schedule: Schedule) -> None:
                         raise schedule_error(schedule, rank, (step, place), fault)
 
 
-def _move(state: dict[tuple[int, int], str], part: Instruction) -> str:
+def _move(state: dict[tuple[int, int | None], str], part: Instruction) -> str:
     op, key = part.op, (part.stage, part.microbatch)
     now = state.get(key, "not computed yet")
     if op is Op.F:
@@ -107,6 +107,9 @@ def check_slots(schedule: Schedule) -> tuple[int, ...]:
         holder: dict[tuple[int, int], Holder] = {}
         for step, place, part, key in uses(program):
             stage, slot = part.stage, part.slot
+            if slot is None:
+                reason = "it has no slot, but other instructions have: expected a slot on all or none"
+                raise schedule_error(schedule, rank, (step, place), reason)
             fault = _take(slot_of, holder, left, stage, slot, key)
             if fault:
                 raise schedule_error(schedule, rank, (step, place), fault)
@@ -114,9 +117,9 @@ def check_slots(schedule: Schedule) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def uses(program: tuple) -> Iterator[tuple[int, int, Instruction, Holder]]:
+def uses(program: Program) -> Iterator[tuple[int, int, Instruction, Holder]]:
     """Iterate over the uses of slots: step, place, instruction, and its holder: stage, microbatch, times offloaded."""
-    moved: Counter = Counter()
+    moved: Counter[tuple[int, int | None]] = Counter()
     for step, instructions in enumerate(program):
         for place, instruction in in_order(instructions):
             if instruction.op not in WHOLE_STAGE:
@@ -128,9 +131,9 @@ def uses(program: tuple) -> Iterator[tuple[int, int, Instruction, Holder]]:
                         moved[pair] += 1
 
 
-def _take(slot_of: dict, holder: dict, left: Counter, stage: int, slot: int | None, key: Holder) -> str:
-    if slot is None:
-        return "it has no slot, but other instructions have: expected a slot on all or none"
+def _take(
+    slot_of: dict[Holder, int], holder: dict[tuple[int, int], Holder], left: Counter[Holder], stage: int, slot: int, key: Holder
+) -> str:
     if slot_of.setdefault(key, slot) != slot:
         return f"its microbatch is in slot {slot_of[key]} of stage {stage}, got slot {slot}"
     other = holder.get((stage, slot), key)

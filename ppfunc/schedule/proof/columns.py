@@ -44,7 +44,7 @@ class Columns(NamedTuple):
     step: Column
 
 
-class Link(NamedTuple):
+class EdgeColumns(NamedTuple):
     """The messages along one edge in one direction, by microbatch.
 
     Args:
@@ -70,9 +70,12 @@ def prove_columns(schedule: Schedule) -> bool | None:
     """
     if not schedule.ops <= COMPUTE | COMMUNICATION | _TAIL or schedule.has_slots:
         return None
-    ranks = [_columns(schedule, rank) for rank in range(schedule.ranks)]
-    if None in ranks:
-        return None
+    ranks = []
+    for rank in range(schedule.ranks):
+        columns = _columns(schedule, rank)
+        if columns is None:
+            return None
+        ranks.append(columns)
     links = _links(schedule, ranks)
     if links is None or sum(len(link.sent) for link in links) * 2 != _messages(ranks):
         return None
@@ -80,8 +83,8 @@ def prove_columns(schedule: Schedule) -> bool | None:
     if waits is None or not _ends(waits):
         return None
     summed = schedule.replicas if Op.REDUCE_TIED in schedule.ops else ()
-    together = all(len({len(schedule.programs[schedule.placement[s]]) for s in group}) == 1 for group in summed)
-    return together and all(awaited <= step for todo in waits for step, _, awaited in todo)
+    aligned = all(len({len(schedule.programs[schedule.placement[s]]) for s in group}) == 1 for group in summed)
+    return aligned and all(awaited <= step for todo in waits for step, _, awaited in todo)
 
 
 def _columns(schedule: Schedule, rank: int) -> Columns | None:
@@ -142,31 +145,31 @@ def _messages(ranks: Sequence[Columns]) -> int:
     return sum(len(column) for columns in ranks for (op, _, _), column in columns.at.items() if op in COMMUNICATION)
 
 
-def _before(first: Column | None, second: Column | None) -> bool:
-    """Whether both columns are there and everything in the first comes before the same microbatch in the second."""
-    return first is not None and second is not None and all(map(lt, first, second))
+def _before(first: Column, second: Column) -> bool:
+    """Whether everything in the first column comes before the same microbatch in the second."""
+    return all(map(lt, first, second))
 
 
-def _links(schedule: Schedule, ranks: Sequence[Columns]) -> list[Link] | None:
+def _links(schedule: Schedule, ranks: Sequence[Columns]) -> list[EdgeColumns] | None:
     """The messages of all edges, None where something is used or sent before it is there."""
     home = schedule.placement
     at = [ranks[rank].at for rank in home]  # by stage
     backward = not schedule.forward_only
     for stage in range(schedule.stages):
-        forward = at[stage].get((Op.F, stage, None))
-        if forward is None or (backward and not _before(forward, at[stage].get((Op.B, stage, None)))):
+        forward, gradient = at[stage].get((Op.F, stage, None)), at[stage].get((Op.B, stage, None))
+        if forward is None or (backward and (gradient is None or not _before(forward, gradient))):
             return None
     links = []
     for a, b, op, send, receive, peers in _flows(schedule):
-        made, used = at[a].get((op, a, None)), at[b].get((op, b, None))
+        made, used = at[a][op, a, None], at[b][op, b, None]
         if home[a] == home[b]:
             if not _before(made, used):
                 return None
             continue
         sent, received = at[a].get((send, a, peers[0])), at[b].get((receive, b, peers[1]))
-        if not (_before(made, sent) and _before(received, used)):
+        if sent is None or received is None or not (_before(made, sent) and _before(received, used)):
             return None
-        links.append(Link(home[a], home[b], sent, received, used))
+        links.append(EdgeColumns(home[a], home[b], sent, received, used))
     return links
 
 
@@ -180,9 +183,9 @@ def _flows(schedule: Schedule) -> Iterator[tuple[int, int, Op, Op, Op, tuple[int
             yield b, a, Op.B, Op.SEND_B, Op.RECV_B, (near, far)
 
 
-def _waits(links: Sequence[Link], step: Sequence[Column]) -> list[list[Wait]] | None:
+def _waits(links: Sequence[EdgeColumns], step: Sequence[Column]) -> list[list[Wait]] | None:
     """Per rank, in order, the steps that it waits for other ranks to begin; None where two ends disagree on an order."""
-    between: dict[tuple[int, int], list[Link]] = defaultdict(list)
+    between: dict[tuple[int, int], list[EdgeColumns]] = defaultdict(list)
     for link in links:
         between[min(link[:2]), max(link[:2])].append(link)
     waits: list[list[Wait]] = [[] for _ in step]
@@ -192,7 +195,7 @@ def _waits(links: Sequence[Link], step: Sequence[Column]) -> list[list[Wait]] | 
             received = [there for _, there in stream]
             if not all(map(lt, received, received[1:])):
                 return None
-        posted = []
+        posted: list[tuple[int, int]] = []  # steps on the lower and on the higher rank
         for source, target, sent, received, _ in both:
             ends = _of(step[source], sent), _of(step[target], received)
             posted += zip(*(ends if source == low else ends[::-1]), strict=True)

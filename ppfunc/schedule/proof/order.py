@@ -80,6 +80,7 @@ def check_order(schedule: Schedule, flow: Dataflow, routes: Routes) -> OrderReco
 def _compute(schedule: Schedule, flow: Dataflow, record: OrderRecord, part: Instruction, lowered: bool) -> str:
     """The fault of computing this here in words, empty where there is none."""
     op, stage, microbatch, *_ = part
+    assert microbatch is not None
     output = 2 * (stage * flow.microbatches + microbatch)
     rank, home = schedule.placement[stage], schedule.placement
     for distance, origin in flow.needs[op][stage]:
@@ -89,11 +90,12 @@ def _compute(schedule: Schedule, flow: Dataflow, record: OrderRecord, part: Inst
                 return f"it needs {flow.name(value)}, which this rank has not computed before"
         elif lowered and value * len(home) + stage not in record.receives:
             return f"it needs {flow.name(value)}, but its receive has not been posted before"
-    if op is Op.W:
+    product = PRODUCT[op]
+    if product is None:
         return _weight_fault(schedule, record, output + 1)
-    if output + PRODUCT[op] in record.made:
-        rank, step, place = record.made[output + PRODUCT[op]]
-        return f"{flow.name(output + PRODUCT[op])} is computed twice, first at step {step}, place {place}"
+    if output + product in record.made:
+        rank, step, place = record.made[output + product]
+        return f"{flow.name(output + product)} is computed twice, first at step {step}, place {place}"
     return ""
 
 
@@ -109,11 +111,12 @@ def _weight_fault(schedule: Schedule, record: OrderRecord, gradient: int) -> str
 
 def _enter(schedule: Schedule, flow: Dataflow, record: OrderRecord, instruction: Instruction, position: Position) -> None:
     for op, stage, microbatch, *_ in instruction[5] or (instruction,):
-        output = 2 * (stage * flow.microbatches + microbatch)
-        if op is Op.W:
+        assert microbatch is not None
+        output, product = 2 * (stage * flow.microbatches + microbatch), PRODUCT[op]
+        if product is None:
             record.weights[output + 1] = position
         else:
-            record.made[output + PRODUCT[op]] = position
+            record.made[output + product] = position
 
 
 def _message(

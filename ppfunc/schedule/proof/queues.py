@@ -149,7 +149,9 @@ def describe(schedule: Schedule, flow: Dataflow, message: int) -> str:
 def _deadlock(schedule: Schedule, flow: Dataflow, found: Traffic, state: QueueState) -> ScheduleError:
     """Follow who waits for whom until the circle closes, and name all in it."""
     rank = next(r for r, at in enumerate(state.at) if at < len(found.events[r]))
-    batch, seen, sentences = None, {}, []
+    batch: int | None = None
+    seen: dict[tuple[int, int | None], int] = {}
+    sentences: list[str] = []
     while (rank, batch) not in seen:
         seen[rank, batch] = len(sentences)
         if batch is None:
@@ -196,4 +198,5 @@ def _first_wait(found: Traffic, state: QueueState, nodes: list[tuple[int, int | 
             _, step, place = found.events[rank][state.at[rank]]
             return rank, (step, place)
     rank, batch = nodes[0]
+    assert batch is not None
     return rank, (found.step[batch], 0)

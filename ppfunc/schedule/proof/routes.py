@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..dataflow import Dataflow
-from ..instruction import Instruction, Op
+from ..instruction import Instruction, Op, microbatch_of
 from ..schedule import Schedule
 
 
@@ -45,7 +45,7 @@ def find_routes(schedule: Schedule, flow: Dataflow) -> Routes:
 
 def message_number(schedule: Schedule, flow: Dataflow, route: MessageRoute, instruction: Instruction) -> int:
     """Return the number of a message, the same at both ends: ``value * S + stage that consumes it``."""
-    value = 2 * (instruction[1] * flow.microbatches + instruction[2]) + route[0]
+    value = 2 * (instruction[1] * flow.microbatches + microbatch_of(instruction)) + route[0]
     return value * len(schedule.placement) + route[1]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeGuard
 
 from ..errors import ScheduleError, schedule_error
 from ..instruction import COMMUNICATION, WHOLE_STAGE, Instruction, Op
@@ -42,7 +42,7 @@ def _plain(reason: str, rank: int | None = None) -> ScheduleError:
     return ScheduleError(rank, None, None, reason)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[int]:
     return type(value) is int and value >= 0
 
 

@@ -21,7 +21,7 @@ def check_loads(schedule: Schedule) -> None:
     if Op.LOAD not in schedule.ops:
         return
     first, last = ({c.stages[end] for c in schedule.chains} for end in (0, -1))
-    loads: set[tuple[int, int]] = set()
+    loads: set[tuple[int, int | None]] = set()
     loading = first | last if _loads_any(schedule, last - first) else first
     for rank, program in enumerate(schedule.programs):
         for step, instructions in enumerate(program):

@@ -77,7 +77,7 @@ _TAIL = frozenset({Op.REDUCE_TIED, Op.REDUCE_GRAD, Op.STEP})
 class _Buffer(NamedTuple):
     """The microbatch in a slot, the sends that read the slot, and those of its last holder in the step of the change."""
 
-    microbatch: int
+    microbatch: int | None
     sends: list[int]
     late: list[int]
 
@@ -112,6 +112,7 @@ def _await_inputs(
     for op, stage, microbatch, *_ in instruction[5] or (instruction,):
         distances = remote[op][stage]
         if distances:
+            assert microbatch is not None
             output = 2 * (stage * flow.microbatches + microbatch)
             for distance in distances:
                 events.append((received[(output + distance) * len(flow.sources) + stage], *position))

@@ -1,1 +1,1 @@
-"""Traces of stages: how forward and backward become one graph, and that graph becomes programs."""
+"""Trace stages: forward and backward become one graph, and the graph becomes programs."""

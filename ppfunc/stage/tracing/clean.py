@@ -1,4 +1,4 @@
-"""Clean-ups of a joint trace that change no bit of any result."""
+"""Clean up a joint trace without changing a bit of any result."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def _replace(joint: Joint, instead: dict[Node, Node]) -> Joint:
 
     for node in instead:
         node.replace_all_uses_with(final(node), propagate_meta=False)
-    results = {f: tuple(map(final, getattr(joint, f))) for f in ("outputs", "gparams", "gx")}
-    return joint._replace(**results)
+    outputs, gparams, gx = (tuple(map(final, nodes)) for nodes in (joint.outputs, joint.gparams, joint.gx))
+    return joint._replace(outputs=outputs, gparams=gparams, gx=gx)
 
 
 def _forwarded(joint: Joint) -> dict[Node, Node]:

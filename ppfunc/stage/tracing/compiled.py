@@ -1,4 +1,4 @@
-"""Parts of a trace compiled by inductor, called without guards."""
+"""Compile parts of a trace by inductor, to be called without guards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from .._torch import FakeTensorMode, inductor
 from .cut import Part
-from .operators import is_tensor
+from .operators import constant_name, is_tensor
 
 # Random operators stay those of torch, and whole, so that compiled and plain programs draw the same numbers.
 _OPTIONS = {"fallback_random": True}
@@ -20,11 +20,12 @@ _OPTIONS = {"fallback_random": True}
 @contextmanager
 def without_onednn() -> Iterator[None]:
     """Traces recurrent layers as plain operators: inductor does not know how much those of oneDNN keep for their backward."""
-    before, torch.backends.mkldnn.enabled = torch.backends.mkldnn.enabled, False
+    onednn: Any = torch.backends.mkldnn  # declared with the type of a descriptor, not with that of its value
+    before, onednn.enabled = onednn.enabled, False
     try:
         yield
     finally:
-        torch.backends.mkldnn.enabled = before
+        onednn.enabled = before
 
 
 def compiled(
@@ -50,10 +51,10 @@ def compiled(
 
 def _compile(module: GraphModule, examples: list[torch.Tensor]) -> Callable[..., Any]:
     compile_fx, decompositions, lowerings, make_fallback = inductor()
-    honest = {op: f for op, f in decompositions.items() if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ())}
-    for op in {node.target for node in module.graph.nodes} & decompositions.keys() - honest.keys() - lowerings.keys():
+    deterministic = {op: f for op, f in decompositions.items() if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ())}
+    for op in {node.target for node in module.graph.nodes} & decompositions.keys() - deterministic.keys() - lowerings.keys():
         make_fallback(op, warn=False, override_decomp=True)  # left to itself, inductor refuses to where CI is set
-    return compile_fx(module, examples, config_patches=_OPTIONS, decompositions=honest)
+    return compile_fx(module, examples, config_patches=_OPTIONS, decompositions=deterministic)
 
 
 def _module(
@@ -62,10 +63,10 @@ def _module(
     graph = Graph()
     copies = {n: graph.placeholder(n.name) for n in inputs}
     used = {a for n in part.body for a in n.all_input_nodes if a.op == "get_attr"}
-    copies |= {n: graph.get_attr(n.target) for n in used}
+    copies |= {n: graph.get_attr(constant_name(n)) for n in used}
     for node in part.body:
         copies[node] = graph.node_copy(node, copies.__getitem__)
         copies[node].meta = {}  # of the mode of its trace
     graph.output(tuple(copies[n] for n in outputs))
     assert all(map(is_tensor, outputs))
-    return GraphModule({n.target: constants[n.target] for n in used}, graph)
+    return GraphModule({name: constants[name] for name in map(constant_name, used)}, graph)

@@ -1,4 +1,4 @@
-"""The cut: which operators of a joint trace belong to F, which to I, which to W."""
+"""Cut a joint trace into the operators of F, of I and of W."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Parts(NamedTuple):
     """The programs of a stage as parts of its joint trace.
 
     Args:
-        forward: ``(params, x, consts) -> (outputs, residuals)``.
+        forward: ``(params, x, extras) -> (outputs, residuals)``.
         backward: ``(residuals, gy) -> (gparams, gx)``.
         backward_input: ``(residuals, gy) -> (gx, rest)``.
         backward_weight: ``(rest,) -> (gparams,)``.
@@ -43,7 +43,7 @@ class Parts(NamedTuple):
 
     @property
     def residuals(self) -> Nodes:
-        """What the forward keeps for the backward."""
+        """The values that the forward keeps for the backward."""
         return self.backward.arguments[0]
 
 
@@ -78,7 +78,7 @@ def cut(joint: Joint, again: Iterable[Node] = ()) -> Parts:
 
     return Parts(
         Part(
-            (joint.params, joint.x, joint.consts),
+            (joint.params, joint.x, joint.extras),
             tuple(n for n in joint.graph.nodes if n in early & calls),
             (joint.outputs, residuals),
         ),
@@ -108,7 +108,7 @@ def demands(joint: Joint) -> Nodes:
 
 
 def _closure(results: Iterable[Node | None], inside: set[Node]) -> set[Node]:
-    """What of ``inside`` the results depend on without leaving it, with all results of operators that have several."""
+    """Nodes in ``inside`` reachable backwards from ``results``, plus all outputs of multi-output operators."""
     seen: set[Node] = set()
     todo = [n for n in results if n in inside]
     while todo:
@@ -124,7 +124,7 @@ def _with_elements(nodes: set[Node]) -> set[Node]:
 
 
 def _needed(body: set[Node], results: Iterable[Node | None]) -> Nodes:
-    """What a stretch of code has to be given."""
+    """The nodes outside ``body`` that it or the results read, constants left aside, in the order of the trace."""
     used = [a for n in body for a in n.all_input_nodes] + [n for n in results if n is not None]
     return tuple(sorted({n for n in used if n not in body and n.op != "get_attr"}))
 

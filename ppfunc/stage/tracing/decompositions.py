@@ -1,11 +1,14 @@
-"""Replaces operators that write into their arguments, though their schemas do not say so, by some whose schemas do."""
+"""Replace operators that write into their arguments, though their schemas do not say so, by some whose schemas do."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .._torch import OpOverload
 
 aten = torch.ops.aten
 
@@ -36,7 +39,7 @@ def _cudnn_batch_norm_backward(
     return aten.native_batch_norm_backward(gy, x, w, mean, var, m, invstd, True, eps, [True, True, True])
 
 
-DECOMPOSITIONS = {
+DECOMPOSITIONS: dict[OpOverload, Callable[..., Any]] = {
     aten.native_batch_norm.default: _batch_norm,
     aten.cudnn_batch_norm.default: _cudnn_batch_norm,
     aten.cudnn_batch_norm_backward.default: _cudnn_batch_norm_backward,

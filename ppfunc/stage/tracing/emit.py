@@ -1,4 +1,4 @@
-"""Python functions made of parts of a trace: straight-line code on flat tuples, nothing else."""
+"""Write parts of a trace as Python functions: straight-line code on flat tuples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.fx import Node
 from .compiled import compiled
 from .cut import Part
 from .fast_dispatch import find_call
-from .operators import is_element
+from .operators import arguments, constant_name, is_element
 
 _writing = threading.RLock()  # one thread at a time
 
@@ -62,7 +62,7 @@ class TracedFunction:
         return (self._function or self._written())(*arguments)
 
     @property
-    def __doc__(self) -> str | None:  # type: ignore[override]
+    def __doc__(self) -> str | None:  # type: ignore[override]  # written at the first call
         return self._written().__doc__
 
     def _written(self) -> Callable[..., Any]:
@@ -145,9 +145,10 @@ class _Writer:
     def expression(self, node: Node) -> str:
         """The call as source."""
         how = find_call(node)
-        given = [self.value(a) for a in node.args]
+        args = arguments(node)
+        given = [self.value(a) for a in args]
         if how.spread:
-            given[-1:] = map(self.value, node.args[-1])
+            given[-1:] = map(self.value, args[-1])
         named = [f"{k}={self.value(v)}" for k, v in node.kwargs.items()]
         if how.method:
             return f"{given[0]}.{how.method}({', '.join(given[1:] + named)})"
@@ -157,7 +158,7 @@ class _Writer:
         """An argument as source."""
         if isinstance(value, Node):
             if value.op == "get_attr":
-                return self.object(self.constants[value.target], "const")
+                return self.object(self.constants[constant_name(value)], "const")
             return self.names[value]
         if isinstance(value, (list, tuple)):
             return f"({''.join(self.value(v) + ', ' for v in value)})"

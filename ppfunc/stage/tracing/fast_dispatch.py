@@ -1,4 +1,4 @@
-"""Finds torch's own bindings that call the operators of a program faster than operator objects do.
+"""Find torch's own bindings that call the operators of a program faster than operator objects do.
 
 They make a step of stages of width 64 faster by 1.18 to 1.23, at width 256 by nothing (``tests/benchmarks/stage_time.py``).
 """
@@ -17,11 +17,11 @@ from .operators import is_dense, is_tensor
 RECORDING = {torch.ops.aten.mkldnn_rnn_layer.default}
 """Operators that return what their backward needs only in grad mode; programs run outside of it."""
 
-_FOUND: dict[Hashable, ProgramCall] = {}
+_FOUND: dict[Hashable, OperatorCall] = {}
 _MOST_FOUND = 10_000
 
 
-class ProgramCall(NamedTuple):
+class OperatorCall(NamedTuple):
     """How a program calls an operator.
 
     Args:
@@ -41,7 +41,7 @@ class ProgramCall(NamedTuple):
         return getattr(args[0], self.method)(*rest, **kwargs)
 
 
-def find_call(node: Node) -> ProgramCall:
+def find_call(node: Node) -> OperatorCall:
     """Find a binding that calls the operator of ``node`` and nothing else; else take the operator itself.
 
     An operator object converts its arguments in a slow general way (about 1 us a call); a binding
@@ -68,31 +68,31 @@ def _kind(value: Any, numbers: dict[Node, int]) -> Hashable:
         return ("tensor", same, t.dim(), t.dtype, t.device.type, t.is_conj(), t.is_neg())
     if isinstance(value, (list, tuple)):
         return (type(value), *(_kind(v, numbers) for v in value))
-    return value if isinstance(value, str) else type(value)
+    return (str, value) if isinstance(value, str) else (type(value),)
 
 
-def _find(node: Node) -> ProgramCall:
+def _find(node: Node) -> OperatorCall:
     if node.target in RECORDING:
-        return ProgramCall(torch.enable_grad()(binding(node.target)))
+        return OperatorCall(torch.enable_grad()(binding(node.target)))
     tensors = {n: n.meta["val"].detach() for n in node.all_input_nodes}
     args, kwargs = map_arg((node.args, node.kwargs), tensors.__getitem__)
-    itself = ProgramCall(binding(node.target))
+    itself = OperatorCall(binding(node.target))
     wanted = _dispatched(itself, args, kwargs, node)
     return next((call for call in _candidates(node) if wanted and _dispatched(call, args, kwargs, node) == wanted), itself)
 
 
-def _candidates(node: Node) -> Iterator[ProgramCall]:
+def _candidates(node: Node) -> Iterator[OperatorCall]:
     name = schema(node.target).name.split("::")[1]
     if hasattr(METHODS, name) and node.args and isinstance(node.args[0], Node):
         if len(node.args) > 1 and isinstance(node.args[-1], (list, tuple)) and not node.kwargs:
-            yield ProgramCall(None, name, spread=True)
-        yield ProgramCall(None, name)
+            yield OperatorCall(None, name, spread=True)
+        yield OperatorCall(None, name)
     for module in BINDINGS:
         if hasattr(module, name):
-            yield ProgramCall(getattr(module, name))
+            yield OperatorCall(getattr(module, name))
 
 
-def _dispatched(call: ProgramCall, args: tuple[Any, ...], kwargs: dict[str, Any], node: Node) -> list[Any] | None:
+def _dispatched(call: OperatorCall, args: tuple[Any, ...], kwargs: dict[str, Any], node: Node) -> list[Any] | None:
     """The operators that a call comes down to, none of which runs; ``None`` if it refuses its arguments."""
     with _Observe(node.meta["val"]) as seen, below_autograd():
         try:

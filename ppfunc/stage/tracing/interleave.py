@@ -1,4 +1,4 @@
-"""Two programs as one: the operators of a forward and of a backward in turn."""
+"""Interleave the operators of two programs, a forward and a backward, in one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch.fx import Graph, Node
 
 from .cut import Part
 from .emit import Recipe
+from .operators import constant_name
 
 
 def interleave(first: Recipe, second: Recipe) -> Recipe:
@@ -38,8 +39,8 @@ def _copied(both: Graph, recipe: Recipe, constants: dict[str, torch.Tensor]) -> 
         if node not in copies:
             copies[node] = both.node_copy(node, copy)
             if node.op == "get_attr":
-                copies[node].target = f"constant{len(constants)}"
-                constants[copies[node].target] = recipe.constants[node.target]
+                copies[node].target = name = f"constant{len(constants)}"
+                constants[name] = recipe.constants[constant_name(node)]
         return copies[node]
 
     return Part(

@@ -1,4 +1,4 @@
-"""The joint trace: forward and backward of a stage as one graph of operators."""
+"""Trace forward and backward of a stage as one graph of operators."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..abstract import Outline, without_values
 from ..contiguous import contiguous
+from ..differentiable import DifferentiableStage
 from ..errors import StageError
 from ..example import Example, Leaves
-from ..differentiable import DifferentiableStage
+from ..program import Gradients
 from .operators import is_mutable, is_random
 from .record import Record
 
 Nodes = tuple[Node, ...]
 Maybe = tuple[Node | None, ...]
-Results = tuple[tuple[torch.Tensor | None, ...], ...]
+Results = tuple[Leaves, Gradients, Gradients]  # outputs, gradients of the parameters and of x
 
 
 class Joint(NamedTuple):
@@ -29,7 +30,7 @@ class Joint(NamedTuple):
     Args:
         graph: the operators in the order in which they were called.
         constants: the tensors that ``get_attr`` nodes name.
-        params, x, consts, gy: the nodes of the arguments.
+        params, x, extras, gy: the nodes of the arguments.
         outputs: the leaves of ``y``, then those of the auxiliary output.
         gparams: one entry per differentiable parameter, ``None`` without dependence.
         gx: one entry per leaf of ``x`` that wants a gradient.
@@ -39,7 +40,7 @@ class Joint(NamedTuple):
     constants: dict[str, torch.Tensor]
     params: Nodes
     x: Nodes
-    consts: Nodes
+    extras: Nodes
     gy: Nodes
     outputs: Nodes
     gparams: Maybe
@@ -60,19 +61,19 @@ def trace(stage: DifferentiableStage, example: Example, known: Outline, name: st
     """
     # Looking for anomalies asks for values.
     with without_values(), torch.autograd.set_detect_anomaly(False):
-        params, x, consts = example.make()
+        params, x, extras = example.make()
         gy = tuple(torch.empty(s.shape, dtype=s.dtype, device=example.device) for s in known.y.leaves if s.grad)
-        groups = (params, x, consts, gy)
+        groups = (params, x, extras, gy)
         joint = _record(partial(_joint, stage), groups, name)
         if any(map(is_mutable, joint.graph.nodes)):
             joint = _record(partial(_without_effects, joint), groups, name)
-    _require_served(joint, known, name)
+    _require_pure(joint, known, name)
     return joint
 
 
 def _record(fn: Callable[..., Results], groups: tuple[Leaves, ...], name: str) -> Joint:
     """The joint trace of ``fn(record, *groups)``."""
-    named = [(t, f"{letter}{i}") for letter, group in zip("pxcg", groups, strict=True) for i, t in enumerate(group)]
+    named = [(t, f"{letter}{i}") for letter, group in zip("pxeg", groups, strict=True) for i, t in enumerate(group)]
     record = Record(name, named)
     try:
         with record:
@@ -84,15 +85,20 @@ def _record(fn: Callable[..., Results], groups: tuple[Leaves, ...], name: str) -
         place = record.place_of(str(error))
         reason = f"it runs, but its gradient cannot be traced ({type(error).__name__}: {first}{place})"
         raise StageError(name, reason, "use the eager engine") from error
-    groups_of_nodes = (tuple(map(record.node, group)) for group in (*groups, *results))
-    return Joint(record.graph, record.constants, *groups_of_nodes)
+
+    def maybe(gradients: Gradients) -> Maybe:
+        return tuple(None if t is None else record.node(t) for t in gradients)
+
+    outputs, gparams, gx = results
+    params, x, extras, gy, y = (tuple(map(record.node, leaves)) for leaves in (*groups, outputs))
+    return Joint(record.graph, record.constants, params, x, extras, gy, y, maybe(gparams), maybe(gx))
 
 
-def _joint(stage: DifferentiableStage, record: Record, params: Leaves, x: Leaves, consts: Leaves, gy: Leaves) -> Results:
+def _joint(stage: DifferentiableStage, record: Record, params: Leaves, x: Leaves, extras: Leaves, gy: Leaves) -> Results:
     """Outputs, gradients of the parameters and of ``x``."""
     with torch.enable_grad():
         primals = tuple(tuple(t.detach().requires_grad_() for t in group) for group in stage.primals(params, x))
-        y, outputs = stage.with_others(params, x, consts)(*primals)
+        y, outputs = stage.with_others(params, x, extras)(*primals)
         record.end_of_forward()
         inputs = primals[0] + primals[1]
         gradients = torch.autograd.grad(y, inputs, gy, allow_unused=True) if y and inputs else (None,) * len(inputs)
@@ -106,10 +112,11 @@ def _without_effects(joint: Joint, record: Record, *groups: Leaves) -> Results:
     sizes = [len(nodes) for nodes in (joint.outputs, joint.gparams, joint.gx)]
     joint.graph.output([*joint.outputs, *joint.gparams, *joint.gx])
     results = iter(torch.func.functionalize(GraphModule(joint.constants, joint.graph))(*chain(*groups)))
-    return tuple(tuple(islice(results, size)) for size in sizes)
+    outputs, gparams, gx = (tuple(islice(results, size)) for size in sizes)
+    return outputs, gparams, gx
 
 
-def _require_served(joint: Joint, known: Outline, name: str) -> None:
+def _require_pure(joint: Joint, known: Outline, name: str) -> None:
     for node in joint.graph.nodes:
         if is_mutable(node):
             raise StageError(name, f"the effect of {node.target} cannot be removed from its trace", "use the functional engine")

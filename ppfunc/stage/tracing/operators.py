@@ -1,4 +1,4 @@
-"""What is known of the nodes of a trace: which give views, which draw random numbers."""
+"""Tell the nodes of a trace apart: calls, views, random operators, constants."""
 
 from __future__ import annotations
 
@@ -14,6 +14,17 @@ from ..purity import draws
 
 ELEMENT = operator.getitem
 """Target of the nodes that take one result of an operator with several."""
+
+
+def arguments(node: Node) -> tuple[Any, ...]:
+    """The arguments of a call; which types they have follows from the operator, and fx does not say."""
+    return node.args
+
+
+def constant_name(node: Node) -> str:
+    """The name of the constant that a ``get_attr`` node stands for."""
+    assert isinstance(node.target, str)
+    return node.target
 
 
 def is_call(node: Node) -> bool:
@@ -49,7 +60,7 @@ def is_mutable(node: Node) -> bool:
 def base(node: Node) -> Node | None:
     """The node of which ``node`` is a view, ``None`` if it is its own storage."""
     if is_element(node):
-        return base(node.args[0])
+        return base(arguments(node)[0])
     viewed = isinstance(node.target, OpOverload) and is_view(node.target) and node.args[0]
     return viewed if isinstance(viewed, Node) else None  # it may be a complex number, which autograd conjugates as it does tensors
 
@@ -72,7 +83,7 @@ def root(node: Node) -> Node:
 
 
 def layout(node: Node) -> Any:
-    """What two views of one storage must share to be the same tensor; sparse ones never are, whose strides say nothing."""
+    """The key that is equal for views of one storage that are the same tensor; unique for sparse tensors, which have no strides."""
     t = node.meta["val"]
     if not is_dense(node):
         return node

@@ -1,4 +1,4 @@
-"""Records the operators that a function calls, as one graph."""
+"""Record the operators that a function calls, as one graph."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-from .._torch import FakeTensor, OpOverload, TorchDispatchMode, schema
+from .._torch import FakeTensor, OpOverload, TorchDispatchMode, device_of, schema
 from ..abstract import is_of_a_library
 from ..errors import StageError
+from ..purity import NoValuesError
 from .decompositions import DECOMPOSITIONS, HIDDEN
 from .operators import ELEMENT
 
@@ -48,20 +49,19 @@ class Record(TorchDispatchMode):
 
     def __init__(self, stage: str, inputs: Iterable[tuple[torch.Tensor, str]]) -> None:
         super().__init__()
-        self.stage, self.graph, self.constants = stage, Graph(), {}
+        self.stage, self.graph = stage, Graph()
+        self.constants: dict[str, torch.Tensor] = {}
         self._nodes: dict[int, tuple[Node, torch.Tensor]] = {}  # by identity, which the tensor keeps while it is here
         self._doubtful: list[_Doubtful] = []
         self._in_forward = True
         for tensor, name in inputs:
             self._know(tensor, self.graph.placeholder(name))
 
-    def node(self, tensor: torch.Tensor | None) -> Node | None:
+    def node(self, tensor: torch.Tensor) -> Node:
         """The node of a tensor; a new constant for one that is not known."""
-        if tensor is None:
-            return None
         if id(tensor) not in self._nodes:
             if isinstance(tensor, FakeTensor):
-                raise StageError(self.stage, "it uses a tensor that no operator of its trace made", "use the eager engine")
+                raise NoValuesError(tensor).told(self.stage)
             name = f"constant{len(self.constants)}"
             self.constants[name] = tensor
             self._know(tensor, self.graph.create_node("get_attr", name))
@@ -74,7 +74,8 @@ class Record(TorchDispatchMode):
         if not isinstance(func, OpOverload):
             raise StageError(self.stage, f"it uses {func}, an operator on functions{_place()}", "use the functional engine")
         if func.namespace == "prim":
-            return func(*args, **kwargs)
+            # Autograd asks for the device of each gradient, more often than it calls operators.
+            return device_of(args[0]) if func is torch.ops.prim.device.default and types else func(*args, **kwargs)
         if func.namespace == "c10d":
             raise StageError(
                 self.stage,

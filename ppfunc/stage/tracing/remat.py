@@ -1,4 +1,4 @@
-"""Rematerialisation: what of a forward is computed again in the backward instead of being kept."""
+"""Choose the results of a forward that the backward computes again instead of keeping them (rematerialisation)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .._torch import OpOverload
 from ..errors import StageError
 from .cut import Parts, cut, demands, early_nodes, parameter_views, residual_bytes
 from .joint import Joint
-from .operators import base, is_call, is_dense, is_element, is_random, is_tensor, root
+from .operators import arguments, base, is_call, is_dense, is_element, is_random, is_tensor, root
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -52,16 +52,15 @@ def cut_for(joint: Joint, remat: Remat, name: str) -> Parts:
 
 
 def _operator(node: Node) -> OpOverload:
-    return node.args[0].target if is_element(node) else node.target
+    target = (arguments(node)[0] if is_element(node) else node).target
+    assert isinstance(target, OpOverload)
+    return target
 
 
 def _repeatable(joint: Joint) -> set[Node]:
     """The calls of F that may run again: all but the random ones and the results taken from them."""
-    return {
-        n
-        for n in early_nodes(joint)
-        if is_call(n) and not is_random(n) and not (is_element(n) and is_random(n.args[0]))
-    }
+    calls = filter(is_call, early_nodes(joint))
+    return {n for n in calls if not is_random(arguments(n)[0] if is_element(n) else n)}
 
 
 def _within(joint: Joint, budget: int, name: str) -> Parts:
@@ -107,7 +106,7 @@ class _Network:
         self.demands = demands(joint)
 
     def repeated(self, price: float) -> set[Node]:
-        """What to compute again when a kept byte costs ``price`` units of work."""
+        """The nodes to compute again when a kept byte costs ``price`` units of work."""
         import networkx as nx  # takes as long to import as the rest of this package
         from networkx.algorithms.flow import boykov_kolmogorov
 
@@ -141,6 +140,6 @@ def _work(node: Node) -> float:
     if is_element(node) or base(node) is not None:
         return 0.0
     written = sum(t.numel() for t in optree.tree_leaves(node.meta["val"]) if isinstance(t, torch.Tensor))
-    count = flop_registry.get(node.target.overloadpacket)
+    count = flop_registry.get(_operator(node).overloadpacket)
     shapes = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     return 8.0 * written + (count(*shapes[0], **shapes[1], out_val=node.meta["val"]) if count else 0)

@@ -1,4 +1,4 @@
-"""Functions of trees along a leading axis."""
+"""Map functions of trees along a leading axis."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def batched(fn: Callable[..., Any], args: Sequence[Any], axes: Sequence[bool], r
 
     if 0 not in along:
         raise ValueError(
-            "got nothing with a leading axis to go along: a stage of an ensemble without parameters cannot be the first; join it with the next"
+            "got nothing with a leading axis to go along: a stage of an ensemble without parameters cannot be the first; "
+            "join it with the next"
         )
     try:
         y = torch.func.vmap(run, tuple(along), randomness=randomness)(*leaves)

@@ -1,4 +1,4 @@
-"""Forward mode: stages that carry, beside every value, its derivative along a direction."""
+"""Carry, beside every value of a stage, its derivative along a direction: forward mode."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _pair(value: torch.Tensor, slope: torch.Tensor | None) -> torch.Tensor:
 
 
 def _unzipped(x: Any) -> tuple[Any, Any]:
-    """What a dual stage receives, as its value and its tangent."""
+    """Split the input of a dual stage into its value and its tangent."""
     if not isinstance(x, Received):
         return x
     (value, tangent), skips = x
@@ -83,7 +83,7 @@ def _unzipped(x: Any) -> tuple[Any, Any]:
 
 
 def _zipped(y: Any, ty: Any) -> Any:
-    """The value and the tangent of what a stage returns, as what a dual stage returns."""
+    """Join the outputs of a stage and their tangents to the output of a dual stage."""
     if not isinstance(y, Output):
         return y, ty
     ty = Output(None) if ty is None else ty

@@ -1,4 +1,4 @@
-"""Ensembles: one pipeline that runs k models at once."""
+"""Run an ensemble of k models in one pipeline."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def ensemble(stages: Sequence[Stage], loss_fn: Loss, *, randomness: str = "error
         step = pp.value_and_grad(*pp.ensemble(stages, loss_fn), schedule, transport, loss_shape=(k,))
         losses, grads = step(params, inputs, targets)
 
-    Side inputs are seen by all models, an auxiliary loss becomes a tensor[k], metrics get the axis k.
+    Extras are seen by all models, an auxiliary loss becomes a tensor[k], metrics get the axis k.
 
     Args:
-        stages: one per stage of the model, copies left out; without state, the first with parameters.
+        stages: one per stage of the model; without state, the first with parameters.
         loss_fn: ``loss(y, target) -> scalar``.
         randomness: ``"different"`` for models that draw each its own random numbers, ``"same"`` for all
             the same ones; by default a stage that draws is refused.

@@ -1,4 +1,4 @@
-"""Gauss-Newton-vector products: stages that hold their tangents, and a loss whose gradient is one."""
+"""Compute Gauss-Newton-vector products: stages that hold their tangents, and a loss whose gradient is one."""
 
 from __future__ import annotations
 
@@ -58,10 +58,11 @@ def gauss_newton_loss(loss_fn: Loss) -> Loss:
             return loss_fn(treedef.unflatten(replaced(leaves, moving, moved)), target)
 
         gradient = torch.func.grad_and_value(of, tuple(range(len(moving))))
-        at, along = (tuple(t[i].detach() for i in moving) for t in (leaves, tangents))
-        (_, value), (products, _) = torch.func.jvp(gradient, at, along)
+        at, along = tuple(leaves[i].detach() for i in moving), tuple(t.detach() for t in tangents if t is not None)
+        pushed: tuple[Any, ...] = torch.func.jvp(gradient, at, along)
+        (_, value), (products, _) = pushed
         parts = [_inner(leaves[i] - y0 + t, product) for i, y0, t, product in zip(moving, at, along, products, strict=True)]
-        return torch.stack([value, sum(parts)]).to(value.dtype)
+        return torch.stack([value, sum(parts[1:], parts[0])]).to(value.dtype)
 
     return loss
 
@@ -73,7 +74,7 @@ def _inner(a: torch.Tensor, constant: torch.Tensor) -> torch.Tensor:
 
 
 def _hold(pairs: Any) -> Any:
-    """What a dual stage takes or returns, without gradients of the tangents."""
+    """Stop the gradients of the tangents that a dual stage takes or returns."""
     if isinstance(pairs, Received):
         return Received(_hold(pairs.x), {s: _hold(pair) for s, pair in pairs.skips.items()})
     if isinstance(pairs, Output):

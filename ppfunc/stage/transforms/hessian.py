@@ -1,4 +1,4 @@
-"""Hessian-vector products: stages and a loss whose gradient holds one, beside the gradient itself."""
+"""Compute Hessian-vector products: stages and a loss whose gradient holds one, beside the gradient itself."""
 
 from __future__ import annotations
 

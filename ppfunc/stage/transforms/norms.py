@@ -30,7 +30,12 @@ class DecomposedNorms(TorchFunctionMode):
 
 
 def _layer_norm(
-    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, _: bool = True
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
 ) -> Tensor:
     return _LAYER(input, list(normalized_shape), weight, bias, eps)[0]
 

@@ -1,4 +1,4 @@
-"""Per-sample gradients: stages with a copy of the parameters for every sample, and what is done with the gradients."""
+"""Compute per-sample gradients by a copy of the parameters for every sample, and use them."""
 
 from __future__ import annotations
 
@@ -71,9 +71,8 @@ def square_norms(grads: Any) -> torch.Tensor:
     """The square of the norm of every per-sample gradient, over all leaves of ``grads``.
 
     Args:
-        grads: a tree of per-sample gradients, [m, b, ...] each, of every stage once: of a bidirectional
-            schedule, whose copies of a stage all have its gradients, leave the copies out. Where the stages
-            of a model are on several ranks, add up what all of them return before using it.
+        grads: a tree of per-sample gradients, [m, b, ...] each. Where the stages of a model are on several
+            ranks, add up the norms of all of them before using them.
 
     Returns:
         tensor[m, b].

@@ -1,4 +1,4 @@
-"""Tangents of trees: one per leaf that moves, None for a leaf that stays."""
+"""Read and push tangents of trees: one per leaf that moves, None for a leaf that stays."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def flatten_tangents(primal: Any, tangent: Any, name: str) -> Tangents:
     if tangent is None:
         return (None,) * len(leaves)
     try:
-        tangents = treedef.flatten_up_to(tangent)
+        tangents: list[Any] = treedef.flatten_up_to(tangent)
     except (ValueError, TypeError) as error:
         got = tree_structure(tangent)
         raise ValueError(f"tangent of {name}: got the structure {got}, expected {treedef}, with None for zero tangents") from error
@@ -83,7 +83,8 @@ def push(fn: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, 
         structure.append(y_def)
         return tuple(t for t in y if differentiable(t.dtype)), y
 
-    _, slopes, y = torch.func.jvp(run, tuple(leaves[i] for i in moving), tuple(given[i] for i in moving), has_aux=True)
+    pushed: tuple[Any, ...] = torch.func.jvp(run, tuple(leaves[i] for i in moving), tuple(given[i] for i in moving), has_aux=True)
+    _, slopes, y = pushed
     rest = iter(slopes)
     ty = [next(rest) if differentiable(t.dtype) else None for t in y]
     return structure[0].unflatten(y), structure[0].unflatten(ty)

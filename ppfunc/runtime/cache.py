@@ -1,0 +1,103 @@
+"""The cache of a step function: compiled steps and agreements of the ranks by the form of the arguments, bounded."""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar
+
+from ppfunc.stage import Outline, Signature
+
+from .arguments import StepArguments
+from .compile import CompiledStep
+from .exchange import Edges
+from .stage_programs import modes
+from .transport import LossPart, Mode
+
+V = TypeVar("V")
+
+CACHE_SIZE = 32
+"""Most forms of arguments for which one step function keeps compiled programs."""
+RETRACES = 8
+"""So many forms are unusual enough for a warning."""
+
+
+class CacheInfo(NamedTuple):
+    """Use of the cache of a step function, as of ``functools.lru_cache``."""
+
+    hits: int
+    misses: int
+    maxsize: int
+    currsize: int
+
+
+class Agreed(NamedTuple):
+    """Facts that the ranks agreed on for one form of the batch.
+
+    Args:
+        edges: the signatures on edges to and from other processes.
+        parts: the form of the losses of all ranks.
+        shared: signatures of the parameters that other processes hold too.
+    """
+
+    edges: Edges
+    parts: dict[int, LossPart]
+    shared: Mapping[int, Signature]
+
+
+class Entry(NamedTuple):
+    """A compiled step, the modes of its modules for which it holds, and the form of the losses of all ranks."""
+
+    compiled: CompiledStep
+    modes: tuple[tuple[Outline, tuple[bool, ...]], ...]
+    parts: dict[int, LossPart]
+
+    @classmethod
+    def of(cls, compiled: CompiledStep, parts: dict[int, LossPart]) -> Entry:
+        """The entry of a step compiled in the present modes."""
+        outlines = {id(low.outline): low.outline for low in compiled.lowered.stages.values()}.values()
+        return cls(compiled, tuple((outline, modes(outline)) for outline in outlines), parts)
+
+    def holds(self) -> bool:
+        """Whether every module that ran in it is in the mode in which it was traced."""
+        return all(modes(outline) == before for outline, before in self.modes)
+
+    def mode(self) -> Mode:
+        """The mode of all of them."""
+        found = {mode for _, every in self.modes for mode in every}
+        return "mixed" if len(found) != 1 else "training" if found.pop() else "evaluation"
+
+
+class Last(NamedTuple):
+    """The last call: its arguments without their tensors, the name of its batch, autocast, and the step that it ran."""
+
+    arguments: StepArguments
+    name: str
+    autocast: tuple[Any, ...]
+    entry: Entry
+
+
+def keep(cache: OrderedDict[tuple[Any, ...], V], key: tuple[Any, ...], value: V) -> None:
+    """Add to a bounded cache; the least recently used entry goes."""
+    cache[key] = value
+    cache.move_to_end(key)
+    while len(cache) > CACHE_SIZE:
+        cache.popitem(last=False)
+
+
+def warn_of_retraces(name: str, misses: int, arguments: StepArguments, last: StepArguments | None) -> None:
+    """Warn that a step function traces again and again, and say what changed."""
+    before = {} if last is None else last.trees
+    changed = [n for n, form in arguments.trees.items() if n not in before or before[n].key != form.key]
+    what = "modules or autocast have another mode, or fewer arguments are given"
+    if changed:
+        now, then = arguments.trees[changed[0]], before.get(changed[0])
+        what = f"{changed[0]} is now {now.signature}"
+        what += "" if then is None else f", it was {then.signature}"
+        what += ", in memory of another type, layout or device" if then is not None and then.signature == now.signature else ""
+    warnings.warn(
+        f"{name} has been traced {misses} times, each for another form of its arguments: {what}; "
+        f"pad batches to few shapes, or use the functional engine",
+        stacklevel=5,
+    )

@@ -1,0 +1,72 @@
+"""Failures as ranks tell them to each other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ppfunc.schedule.formats.text import parse_instruction
+
+from .errors import AgreementError, PipelineError
+from .transport import Failure
+
+GONE = "its process is gone or out of reach, or it has closed its transport"
+
+
+class LinkError(ConnectionError):
+    """A message cannot be had.
+
+    Args:
+        peer: the rank at the other end.
+        kind: ``"gone"`` where it can answer no more, ``"late"`` where it did not in time, ``"failed"`` where a failure has
+            been published.
+        reason: one sentence.
+    """
+
+    def __init__(self, peer: int, kind: str, reason: str) -> None:
+        self.peer, self.kind, self.reason = peer, kind, reason
+        super().__init__(reason)
+
+
+class FailureRecord(NamedTuple):
+    """A failure as it travels: what :class:`PipelineError` takes, and whether it is an AgreementError instead."""
+
+    rank: int
+    position: int | None
+    instruction: str | None
+    reason: str
+    reporter: int
+    disagreement: bool
+
+    @classmethod
+    def of(cls, failure: Failure, reporter: int, suspect: Callable[[int], int]) -> FailureRecord:
+        """A failure of rank ``reporter``; ``suspect`` finds the rank that holds up a late one."""
+        cause, place = failure.cause, failure.instruction and str(failure.instruction)
+        if not isinstance(cause, LinkError) or cause.kind == "failed":
+            disagreement = isinstance(cause, AgreementError)
+            reason = str(cause) if disagreement else failure.reason
+            return cls(failure.rank, failure.position, place, reason, reporter, disagreement)
+        culprit = suspect(cause.peer) if cause.kind == "late" else cause.peer
+        victim = "" if culprit == cause.peer else f", which waits for rank {culprit}"
+        where = "" if place is None else f" (rank {failure.rank} was at {place}, step {failure.position})"
+        return cls(culprit, None, None, f"{cause.reason}{victim}{where}", reporter, False)
+
+    @classmethod
+    def read(cls, text: str) -> FailureRecord:
+        return cls(*json.loads(text))
+
+    def write(self) -> str:
+        return json.dumps(self)
+
+    def error(self, rank: int) -> AgreementError | PipelineError:
+        """The error to raise on a rank."""
+        if self.disagreement:
+            return AgreementError(self.reason if rank == self.reporter else f"{self.reason} [found by rank {self.reporter}]")
+        instruction = None if self.instruction is None else parse_instruction(self.instruction)
+        return PipelineError(self.rank, self.position, instruction, self.reason, reported_by=rank)
+
+
+def gone(peer: int, reporter: int) -> str:
+    """The failure that a rank is gone, as it is published."""
+    return json.dumps(FailureRecord(peer, None, None, GONE, reporter, False))
