@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import ppfunc as pp
+from ppfunc.runtime.transport import Failure, Link
 
 D = 4
 ROWS = 3  # of a microbatch
@@ -310,35 +311,45 @@ def wrong_maker(rank, ranks, kind, who):
                 options = {"engine": lambda *args, **options: 3}
             case "raises":
                 stages = [failing] * ranks
-            case "impure":
+            case "writes":
                 stages = [writing] * ranks
 
+    steps = []
+
     def make_and_call():
-        return pp.value_and_grad(stages, loss_fn, schedule, transport, **options)(held, inputs, targets)
+        steps.append(pp.value_and_grad(stages, loss_fn, schedule, transport, **options))
+        return steps[0](held, inputs, targets)
 
     with pp.P2P(timeout=60) as transport:
         failure = caught(make_and_call)
-        # Who could not make it makes it now; its place among the step functions was not counted.
-        step = pp.value_and_grad([stage] * ranks, squared, pp.gpipe(ranks, 4), transport)
-        fine = caught(step, held, inputs, targets)
-    return failure, fine
+        if not steps:  # who could not make it makes it now: the first one was not counted
+            stages, schedule, options = [stage] * ranks, pp.gpipe(ranks, 4), {}
+            steps.append(pp.value_and_grad(stages, loss_fn, schedule, transport))
+        return failure, caught(steps[0], held, inputs, targets) if kind in MAKING else None
+
+
+MAKING = ["number of stages", "no function", "schedule", "argnums"]
+TRACING = ["own stage None", "engine", "raises", "writes"]
+before_the_transport = pytest.mark.xfail(reason="arguments are looked at before the transport", strict=True)
 
 
 @pytest.mark.parametrize("who", [0, 1])
-@pytest.mark.parametrize("kind", ["number of stages", "own stage None", "no function", "schedule", "argnums", "engine", "raises", "impure"])
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=before_the_transport) if kind == "argnums" else kind for kind in (*MAKING, *TRACING)])
 def test_a_step_function_that_fails_on_one_rank_only_fails_on_all(two, kind, who, soon):
-    for rank, ((name, text, seconds), _) in enumerate(two(wrong_maker, kind, who)):
-        assert name == "PipelineError" if rank != who else name not in (None, "PipelineError"), text
-        assert rank == who or f"rank {who} failed outside its program" in text
-        assert seconds < soon
+    check_makers(two(wrong_maker, kind, who), kind, who, soon)
 
 
 @pytest.mark.parametrize("kind", ["number of stages", "raises"])
 def test_a_step_function_that_fails_on_one_rank_of_four_fails_on_all(four, kind, soon):
-    for rank, ((name, text, seconds), _) in enumerate(four(wrong_maker, kind, 2)):
-        assert name == "PipelineError" if rank != 2 else name not in (None, "PipelineError"), text
-        assert rank == 2 or "rank 2 failed outside its program" in text
+    check_makers(four(wrong_maker, kind, 2), kind, 2, soon)
+
+
+def check_makers(answers, kind, who, soon):
+    for rank, ((name, text, seconds), again) in enumerate(answers):
+        assert name == "PipelineError" if rank != who else name not in (None, "PipelineError"), text
+        assert rank == who or f"rank {who} failed outside its program" in text
         assert seconds < soon
+        assert again is None or again[0] is None, again
 
 
 def two_threads(rank, ranks, who):
@@ -402,6 +413,28 @@ def test_a_closed_transport_is_told(two, soon):
     assert name == "RuntimeError" and "P2P() that has been closed; make a new one" in text
     assert other == "PipelineError" and "rank 0 failed outside its program" in seen and "closed its transport" in seen
     assert seconds < soon
+
+
+def come_to_what_was_given_up(rank, ranks):
+    """Rank 0 waits for rank 1 to open a connection, and gives up as rank 2 fails; then rank 1 comes."""
+    with pp.P2P(timeout=20) as transport:
+        transport.begin("the same", "the same", 0)
+        if rank == 0:
+            seen = caught(transport.connect, [Link("F", 0, 1)])
+        if rank == 2:
+            time.sleep(0.3)
+            transport.fail(Failure(2, None, None, RuntimeError("given up")))
+        if rank == 1:
+            time.sleep(0.6)
+            seen = caught(transport.connect, [Link("F", 0, 1)])
+        dist.barrier()
+        return seen if rank < 2 else None
+
+
+def test_a_rank_that_comes_to_a_connection_that_the_other_has_given_up_is_told(four, soon):
+    for name, text, seconds in four(come_to_what_was_given_up)[:2]:
+        assert name == "LinkError" and "a rank has failed" in text
+        assert seconds < soon
 
 
 class Unprintable(Exception):
