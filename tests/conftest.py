@@ -175,3 +175,9 @@ def fresh() -> Iterator[Callable[[int], Processes]]:
     yield make
     for processes in made:
         processes.close()
+
+
+@pytest.fixture
+def soon() -> float:
+    """Seconds within which ranks hear of a failure, far less than the timeouts of their transports; more on a busy machine."""
+    return 2.0 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))

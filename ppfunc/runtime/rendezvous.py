@@ -6,13 +6,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from . import _torch
 from .failures import LinkError
+
+T = TypeVar("T")
+
+_BOTH, _LEFT = "both", "left"  # states of a communicator, beside the rank that waits
 
 
 class Rendezvous:
@@ -63,26 +67,52 @@ class Rendezvous:
 
     def wait(self, key: str, peer: int, check: Callable[[int], None]) -> str:
         """A text that ``peer`` leaves; ``check(peer)`` raises where it is not to be waited for any longer."""
-        end, pause = time.monotonic() + self.timeout, 0.001
-        while (text := self.read(key)) is None:
-            check(peer)
-            if time.monotonic() > end:
-                raise LinkError(peer, "late", f"rank {self.rank} waited for rank {peer}, which has not come in {self.timeout:g} s")
-            time.sleep(pause)
-            pause = min(2 * pause, 0.02)
-        return text
+        return self._poll(lambda: self.read(key), peer, check)
 
     def open(self, name: str, peer: int, check: Callable[[int], None]) -> Any:
         """A communicator of this rank and a peer, which comes to the same call. The higher rank has the place 1 in it."""
         place = int(self.rank > peer)
-        self._written[-1] += [f"{name}/{self.rank}", f"{name}/0/{place}"]  # the second one by gloo
-        self.write(f"{name}/{self.rank}", "")
-        self.wait(f"{name}/{peer}", peer, check)  # what follows cannot be ended from outside: not before the peer is there
+        self._written[-1] += [f"{name}/state", f"{name}/0/{place}"]  # the second one by gloo
+        self._commit(f"{name}/state", peer, check)
         store, timeout = PrefixStore(name, self._store), timedelta(seconds=self.timeout)
         with self._within_reach():
             if self.backend == "gloo":
                 return _torch.ProcessGroupGloo(store, place, 2, timeout)
             return _torch.ProcessGroupNCCL(store, place, 2, timeout)
+
+    def _commit(self, key: str, peer: int, check: Callable[[int], None]) -> None:
+        """Return on both ranks or on none: what they do then cannot be ended from outside.
+
+        The first of them leaves its number, the second one answers; where the first gives up before, it says so.
+        """
+        mine, theirs = str(self.rank), str(peer)
+        state = self._exchange(key, "", mine)
+        if state == theirs:
+            state = self._exchange(key, theirs, _BOTH)
+        if state == _LEFT:
+            self._poll(lambda: None, peer, check)  # raises, as it did there
+        if state == mine:
+            try:
+                self._poll(lambda: self.read(key) == _BOTH or None, peer, check)
+            except BaseException as error:
+                if self._exchange(key, mine, _LEFT) != _BOTH or not isinstance(error, LinkError):
+                    raise
+
+    def _exchange(self, key: str, expected: str, wanted: str) -> str:
+        """Set a key to ``wanted`` where it is ``expected``, empty meaning that it is absent; what it is then."""
+        with self._within_reach():
+            return self._store.compare_set(key, expected, wanted).decode()
+
+    def _poll(self, look: Callable[[], T | None], peer: int, check: Callable[[int], None]) -> T:
+        """The first result of ``look`` that is not None."""
+        end, pause = time.monotonic() + self.timeout, 0.001
+        while (found := look()) is None:
+            check(peer)
+            if time.monotonic() > end:
+                raise LinkError(peer, "late", f"rank {self.rank} waited for rank {peer}, which has not come in {self.timeout:g} s")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+        return found
 
     def move_on(self) -> None:
         """Begin a generation. Delete the keys of the one before the last; a peer may still read those of the last."""

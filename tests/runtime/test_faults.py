@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import ppfunc as pp
 
 D = 4
 ROWS = 3  # of a microbatch
-SOON = 2.0  # seconds; the timeouts of the transports below are far longer
 
 
 def stage(params, x):
@@ -247,11 +248,11 @@ MADE = ["microbatches", "schedule", "call", "weights", "apart", "loss shape"]
 
 
 @pytest.mark.parametrize("kind", MADE)
-def test_ranks_whose_step_functions_differ_are_told_so(two, kind):
+def test_ranks_whose_step_functions_differ_are_told_so(two, kind, soon):
     for name, text, seconds in two(disagree, kind):
         assert name == "AgreementError"
         assert "disagree" in text
-        assert seconds < SOON
+        assert seconds < soon
 
 
 def differ(rank, ranks, kind):
@@ -317,13 +318,13 @@ TOLD = {
 
 @pytest.mark.parametrize("kind", TOLD)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_whose_calls_differ_are_told_so_at_every_step(request, ranks, kind):
+def test_ranks_whose_calls_differ_are_told_so_at_every_step(request, ranks, kind, soon):
     for failures in request.getfixturevalue({2: "two", 4: "four"}[ranks])(differ, kind):
         for name, text, seconds in failures:
             assert name == "AgreementError", text
             assert "disagree" in text
             assert all(words.format(last=ranks - 1) in text for words in TOLD[kind]), text
-            assert seconds < SOON
+            assert seconds < soon
 
 
 def skip(rank, ranks):
@@ -404,10 +405,10 @@ def fail_once(rank, ranks, kind):
 
 
 @pytest.mark.parametrize("kind", ["stage", "argument", "weights", "first call"])
-def test_a_failure_reaches_every_rank_by_name_and_the_retry_gives_the_same_bits(four, kind):
+def test_a_failure_reaches_every_rank_by_name_and_the_retry_gives_the_same_bits(four, kind, soon):
     answers = four(fail_once, kind)
     for rank, (name, text, seconds) in enumerate(answers):
-        assert seconds < SOON
+        assert seconds < soon
         assert "rank 3 failed" in text or (rank == 3 and kind != "stage")
         if rank < 3:
             assert name == "PipelineError"
@@ -417,33 +418,68 @@ def test_a_failure_reaches_every_rank_by_name_and_the_retry_gives_the_same_bits(
             assert "ArithmeticError: armed" in text
 
 
-def run_until_killed(rank, ranks, victim):
-    params, inputs, targets = problem(ranks, 5)
-    calls = [0]
+LEAVE = {
+    "sys.exit(0)": lambda: sys.exit(0),
+    "os._exit(3)": lambda: os._exit(3),
+    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+}
 
-    def slow(p, x):
-        calls[0] += 1
-        if rank == victim and calls[0] > 20:
-            os.kill(os.getpid(), signal.SIGKILL)
+
+def leave(rank, ranks, victim, how, when):
+    """One process ends; the others say what they saw of it, and how long that took."""
+    params, inputs, targets = problem(ranks, 5)
+    armed = [""]
+
+    def fragile(p, x):
+        if armed[0] == "inside a step":
+            LEAVE[how]()
+        if armed[0] == "after an error":
+            raise ArithmeticError("armed")
         return stage(p, x)
 
-    transport = pp.P2P(timeout=60)
-    step = pp.value_and_grad([slow] * ranks, squared, pp.one_f_one_b(ranks, 5), transport, engine=pp.functional)
-    while True:
-        failure = caught(step, {rank: params[rank]}, inputs, targets)
-        if failure[0]:
-            return failure
+    def go_on():
+        transports.append(pp.P2P(timeout=60))
+        return pp.value_and_grad([fragile] * ranks, squared, pp.one_f_one_b(ranks, 5), transports[0], engine=pp.functional)
+
+    def leave_now(moment):
+        if rank == victim and when == moment:
+            LEAVE[how]()
+
+    held, transports = {rank: params[rank]}, []
+    if when == "before its transport":
+        dist.barrier()
+        leave_now("before its transport")
+        return caught(lambda: go_on()(held, inputs, targets))
+    step = go_on()
+    if when == "before its first step":
+        dist.barrier()
+    leave_now("before its first step")
+    if when != "before its first step":
+        step(held, inputs, targets)
+        step(held, inputs, targets)
+        armed[0] = when if rank == victim else ""
+        if when == "after an error":
+            assert caught(step, held, inputs, targets)[0] == "PipelineError"
+            dist.barrier()
+        if when == "between steps":
+            dist.barrier()
+        leave_now(when if when != "inside a step" else "")
+    return caught(step, held, inputs, targets)
 
 
-@pytest.mark.parametrize("victim", [1, 2])
-def test_a_killed_process_is_named_by_the_others(fresh, victim):
+WHEN = ["before its transport", "before its first step", "between steps", "inside a step", "after an error"]
+
+
+@pytest.mark.parametrize("when", WHEN)
+@pytest.mark.parametrize(("how", "victim"), [(how, 1) for how in LEAVE] + [("SIGKILL", 0), ("SIGKILL", 2)])
+def test_a_process_that_ends_is_named_by_the_others_at_once(fresh, victim, how, when, soon):
     processes = fresh(3)
-    processes.start(run_until_killed, victim)
+    processes.start(leave, victim, how, when)
     answers = processes.answers()
     assert answers[victim] is None
     for rank, answer in enumerate(answers):
         if rank != victim:
             name, text, seconds = answer
-            assert name == "PipelineError"
+            assert name == "PipelineError", text
             assert f"rank {victim} failed" in text
-            assert seconds < SOON
+            assert seconds < soon

@@ -11,7 +11,6 @@ import ppfunc as pp
 from ppfunc.schedule import chimera, remove_tail
 
 D = 4
-SOON = 2.0  # seconds; the timeouts of the transports below are far longer
 SCHEDULES = {
     "dualpipe": lambda ranks: pp.dualpipe(ranks, 2 * ranks),
     "chimera": lambda ranks: chimera(ranks, 2 * ranks),
@@ -84,24 +83,24 @@ def replicas_differ(rank, ranks, name, kind):
 
 
 @pytest.mark.parametrize("kind", CHANGES)
-def test_replicas_with_other_parameters_are_told_on_every_rank_and_the_next_step_is_right(two, kind):
-    check(two(replicas_differ, "dualpipe", kind))
+def test_replicas_with_other_parameters_are_told_on_every_rank_and_the_next_step_is_right(two, kind, soon):
+    check(two(replicas_differ, "dualpipe", kind), soon)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("kind", ["transposed, contiguous", "one bit", "another leaf"])
-def test_replicas_in_four_processes_are_compared(four, name, kind):
-    check(four(replicas_differ, name, kind))
+def test_replicas_in_four_processes_are_compared(four, name, kind, soon):
+    check(four(replicas_differ, name, kind), soon)
 
 
-def check(answers):
+def check(answers, soon):
     changed = answers[-1][0]
     for _, (first, second, third, fourth) in answers:
         assert second is fourth is None
         for name, text, seconds in (first, third):
             assert name == "AgreementError", text
             assert f"parameters of stage {changed} differ between the processes that hold it" in text
-            assert seconds < SOON
+            assert seconds < soon
 
 
 def same_bits(rank, ranks):
