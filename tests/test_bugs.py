@@ -386,7 +386,7 @@ def test_programs_of_another_autocast_are_not_taken():
     """A shared program of the first dtype ran under every later one."""
     params, inputs, targets = optree.tree_map(torch.Tensor.float, problem())
     stages, losses = [lambda p, x: x @ p["w"]] * 2, {}
-    for dtype in (None, torch.bfloat16, torch.float16, None, torch.bfloat16):
+    for dtype in (torch.bfloat16, None, torch.float16, torch.bfloat16, None):
         with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
             loss, _ = pp.value_and_grad(stages, squared, pp.gpipe(2, 2))(params, inputs, targets)
         assert losses.setdefault(dtype, loss) == loss
