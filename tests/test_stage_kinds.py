@@ -113,7 +113,8 @@ def test_state_passes_from_microbatch_to_microbatch(engine, schedule):
     assert aux.state[2]["count"] == M
     assert state[2]["count"] == 0
     with pytest.raises(ValueError, match="stage 0 returns the state .* given none"):
-        pp.value_and_grad([lambda p, x: pp.Output(x, state=x), dense, dense, dense], squared, schedule(), has_aux=True)(params, inputs, targets)
+        stages = [lambda p, x: pp.Output(x, state=x), dense, dense, dense]
+        pp.value_and_grad(stages, squared, schedule(), has_aux=True)(params, inputs, targets)
 
 
 @both
@@ -211,7 +212,8 @@ def test_gradients_of_the_inputs(engine, schedule):
 
     params, inputs, targets = problem()
     batch = {"value": inputs, "ids": torch.arange(M * B)}
-    step = pp.value_and_grad([first, dense, dense, dense], squared, schedule(), engine=engine, argnums=(0, 1))
+    stages = [first, dense, dense, dense]
+    step = pp.value_and_grad(stages, squared, schedule(), engine=engine, argnums=(0, 1))
     loss, (grads, found) = step(params, batch, targets)
 
     def whole(params, value):
@@ -229,9 +231,9 @@ def test_gradients_of_the_inputs(engine, schedule):
     near(found["value"], wanted)
     assert found["ids"].shape == (M * B,)
     assert not found["ids"].any()
-    alone = pp.value_and_grad([first, dense, dense, dense], squared, schedule(), engine=engine, argnums=1)(params, batch, targets)[1]
+    alone = pp.value_and_grad(stages, squared, schedule(), engine=engine, argnums=1)(params, batch, targets)[1]
     near(alone, found)
-    _, (turned, same) = pp.value_and_grad([first, dense, dense, dense], squared, schedule(), engine=engine, argnums=(1, 0))(params, batch, targets)
+    _, (turned, same) = pp.value_and_grad(stages, squared, schedule(), engine=engine, argnums=(1, 0))(params, batch, targets)
     near((same, turned), (grads, found))
     with pytest.raises(ValueError, match="argnums: got 2"):
         pp.value_and_grad([dense] * 4, squared, schedule(), argnums=2)

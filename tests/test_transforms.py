@@ -224,7 +224,8 @@ def test_gauss_newton_vector_products(name, engine):
     got, made = step(given.params, given.tangents, given.inputs, given.targets)
     assert_near(torch.stack(got), torch.stack([total(given)(params), curvature]))
     assert_near({s: made[s] for s in params}, products)
-    assert_near(sum((a * b).sum() for a, b in zip(optree.tree_leaves(floating(made)), optree.tree_leaves(tangents), strict=True)), curvature)
+    pairs = zip(optree.tree_leaves(floating(made)), optree.tree_leaves(tangents), strict=True)
+    assert_near(sum((a * b).sum() for a, b in pairs), curvature)
 
 
 def biased(params, x):

@@ -89,7 +89,8 @@ class Lowered:
         for key, program in programs.items():
             if id(program) not in counted:
                 counted[id(program)] = _flops(program, self.step.stages[key], training=not self.step.schedule.forward_only)
-        return {rank: _cost(self.step.schedule, {key: counted[id(program)] for key, program in programs.items()}, rank) for rank in self.step.ranks}
+        flops = {key: counted[id(program)] for key, program in programs.items()}
+        return {rank: _cost(self.step.schedule, flops, rank) for rank in self.step.ranks}
 
 
 def _text(step: LoweredStep) -> Iterator[str]:
@@ -136,7 +137,9 @@ def _message_bytes(step: LoweredStep, i: Instruction) -> int:
 
 
 def _ranges(numbers: list[int]) -> str:
-    return f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 and numbers == list(range(numbers[0], numbers[-1] + 1)) else ", ".join(map(str, numbers))
+    if len(numbers) > 1 and numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{numbers[0]}-{numbers[-1]}"
+    return ", ".join(map(str, numbers))
 
 
 def _memory(step: LoweredStep, programs: dict[Key, StageProgram], rank: int) -> Memory:
@@ -144,8 +147,8 @@ def _memory(step: LoweredStep, programs: dict[Key, StageProgram], rank: int) -> 
     stages = schedule.stages_of(rank)
     models = {schedule.model_stages[s] for s in stages}
     params = sum(form.params[model].nbytes for model in models)
-    gradients = 0 if schedule.forward_only else sum(leaf.nbytes for s in stages for leaf in form.params[schedule.model_stages[s]].leaves if leaf.grad)
-    gradients *= schedule.microbatches if step.spec.per_microbatch else 1
+    summed = [leaf for s in stages for leaf in form.params[schedule.model_stages[s]].leaves if leaf.grad and not schedule.forward_only]
+    gradients = sum(leaf.nbytes for leaf in summed) * (schedule.microbatches if step.spec.per_microbatch else 1)
     own = [(key, low) for key, low in step.stages.items() if key[0] in stages]
     batch = sum(low.received[0].nbytes for _, low in own if low.sources[0] == -1)
     batch += sum(form.targets[m].nbytes for (_, m), low in own if not low.sinks and form.targets) if form.targets else 0

@@ -164,7 +164,8 @@ def read_arguments(
         if not abstract:
             _require_values(trees)
         form = _form(trees, stages, m, params, inputs)
-    return StepArguments(params, states, inputs, targets, further, read_loss_weights(raw.loss_weights, m), _read_seed(raw.seed), form, trees)
+    weights = read_loss_weights(raw.loss_weights, m)
+    return StepArguments(params, states, inputs, targets, further, weights, _read_seed(raw.seed), form, trees)
 
 
 def read_loss_weights(weights: LossWeights, microbatches: int) -> torch.Tensor | None:
@@ -181,7 +182,9 @@ def read_loss_weights(weights: LossWeights, microbatches: int) -> torch.Tensor |
             raise TypeError("complex weights")
         read = torch.as_tensor(weights, dtype=torch.float64)
     except (TypeError, ValueError) as error:
-        raise TypeError(f"loss_weights: got {reprlib.repr(weights)}, expected one number for each of the {microbatches} microbatches") from error
+        raise TypeError(
+            f"loss_weights: got {reprlib.repr(weights)}, expected one number for each of the {microbatches} microbatches"
+        ) from error
     if read.shape != (microbatches,):
         raise ValueError(f"loss_weights: got shape {tuple(read.shape)}, expected one weight for each of the {microbatches} microbatches")
     return read
@@ -215,7 +218,9 @@ def _metadata(leaves: Sequence[torch.Tensor]) -> tuple[list[Any], ...]:
     )
 
 
-def _form(trees: Mapping[str, TreeForm], stages: Sequence[int], microbatches: int, params: Mapping[int, Leaves], inputs: Sequence[Leaves]) -> StepForm:
+def _form(
+    trees: Mapping[str, TreeForm], stages: Sequence[int], microbatches: int, params: Mapping[int, Leaves], inputs: Sequence[Leaves]
+) -> StepForm:
     """The form of all arguments."""
 
     def batch(name: str) -> tuple[Signature, ...] | None:
@@ -250,10 +255,13 @@ def _require_values(trees: Mapping[str, TreeForm]) -> None:
         for path, device in zip(tree_paths(form.treedef), devices, strict=True):
             if device.type == "meta":
                 raise ValueError(
-                    f"{name}{path}: got a tensor on the device meta, which has no values; materialise it, or call step.lower for shapes alone"
+                    f"{name}{path}: got a tensor on the device meta, which has no values; materialise it, or call "
+                    "step.lower for shapes alone"
                 )
             if device != devices[0] and name.startswith("params"):
-                raise ValueError(f"{name}{path}: got a tensor on {device}, others of this stage are on {devices[0]}; move all to one device")
+                raise ValueError(
+                    f"{name}{path}: got a tensor on {device}, others of this stage are on {devices[0]}; move all to one device"
+                )
 
 
 def _require_stages(trees: Any, name: str, stages: Sequence[int]) -> None:

@@ -95,10 +95,12 @@ def microbatch(batch: Any, microbatches: int) -> Microbatches:
 
 def refuse_microbatches(treedef: PyTreeSpec, name: str) -> None:
     """Raise TypeError where there are Microbatches within a tree, whose rows would be cut again."""
-    if treedef.type is Microbatches:
-        raise TypeError(f"{name}: got Microbatches within a tree; expected Microbatches of trees: Microbatches([tree, tree, ...])")
-    for child in treedef.children():
-        refuse_microbatches(child, name)
+    nodes = [treedef]
+    while nodes:  # not by recursion: trees may be as deep as optree allows
+        node = nodes.pop()
+        if node.type is Microbatches:
+            raise TypeError(f"{name}: got Microbatches within a tree; expected Microbatches of trees: Microbatches([tree, tree, ...])")
+        nodes += node.children()
 
 
 def cut(leaves: Sequence[torch.Tensor], microbatches: int) -> list[Leaves]:

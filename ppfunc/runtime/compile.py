@@ -70,8 +70,7 @@ def build_programs(lowered: LoweredStep, engine: Engine) -> dict[Key, StageProgr
     for (stage, _), low in lowered.stages.items():
         if id(low) in built:
             continue
-        form = tuple(map(Signature.of, low.example))
-        key = (low.function.fn, low.function.variant, form, lowered.form.strides[lowered.schedule.model_stages[stage]], low.device)
+        key = low.function.key(low.example, low.device)
         if key not in known:
             name = f"stage {lowered.schedule.model_stages[stage]}"
             known[key] = program_of(low.function, low.example, low.outline, engine, name, low.device)

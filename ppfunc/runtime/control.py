@@ -162,10 +162,7 @@ class Control:
         if self.links.rank == source:
             assert key is not None
             self.links.send(0, _KEY, json.dumps(key).encode())
-        if self._parent is None:
-            shapes = self.links.recv(source, _KEY)
-        else:
-            shapes = self._recv(self._parent, _SHAPES)
+        shapes = self.links.recv(source, _KEY) if self._parent is None else self._recv(self._parent, _SHAPES)
         self._send_down(_SHAPES, shapes)
         return str(json.loads(shapes))
 
@@ -228,7 +225,8 @@ class Control:
                     gathered[stage], data = bytes(data[: part.leaf.nbytes]), data[part.leaf.nbytes :]
         if training >= 0 and evaluation >= 0:
             raise AgreementError(
-                f"the ranks disagree on the mode of their modules: training on rank {training}, evaluation on rank {evaluation}; call train() or "
+                f"the ranks disagree on the mode of their modules: training on rank {training}, evaluation on rank "
+                f"{evaluation}; call train() or "
                 f"eval() on every rank (where a stage is frozen on purpose, leave its outermost module in training mode)"
             )
         return gathered, (training, evaluation)

@@ -1,16 +1,15 @@
 """Keep abstract evaluations and programs of stages, for all steps that run the same function on the same forms.
 
-A program depends on the user's function, the loss folded into it, the form of the arguments, the engine, autocast
-and the mode (training or evaluation) of the modules that run in it. It is kept as long as the function lives.
+A program depends on the user's function, the loss function folded into it, what both read from elsewhere, the form of
+the arguments, the engine, autocast, and the mode (training or evaluation) of the modules that run in it. It is kept as
+long as the user's function lives, and keeps nothing of the user's alive.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from operator import is_
-from types import CellType
 from typing import Any, NamedTuple, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 
@@ -18,6 +17,7 @@ from ppfunc.stage import Engine, Loss, Outline, Signature, Stage, StageProgram, 
 from ppfunc.stage.output import canonical
 from ppfunc.stage.tree import tree_leaves
 
+from .fingerprint import Fingerprint, fingerprint
 from .functorch import suspended
 from .rng import process_lock
 
@@ -29,38 +29,59 @@ class StageFunction(NamedTuple):
 
     Args:
         fn: the user's function.
-        variant: what was added to it; hashable.
+        loss_fn: the user's loss function, for a last stage.
+        variant: what else is added to the function.
         call: ``(params, x, *extras) -> ((y, skips, loss), (outputs, metrics, state))``.
     """
 
     fn: Stage
+    loss_fn: Loss | None
     variant: tuple[Hashable, ...]
     call: Callable[..., Any]
 
     @classmethod
     def of(cls, fn: Stage, *, last: bool, loss_fn: Loss | None, return_outputs: bool, skips: tuple[int, ...]) -> StageFunction:
         """The stage as it stands in a chain; see :func:`ppfunc.stage.output.canonical`."""
-        variant = (last, loss_fn, return_outputs and last, skips)
+        variant = (last, return_outputs and last, skips)
         call = canonical(fn, last=last, loss_fn=loss_fn, return_outputs=return_outputs, skips=skips, targeted=last and loss_fn is not None)
-        return cls(fn, variant, call)
+        return cls(fn, loss_fn, variant, call)
+
+    def key(self, example: tuple[Any, ...], device: torch.device) -> tuple[Hashable, ...]:
+        """Equal for stages with one function, on one form of its arguments: signatures, types and strides."""
+        tensors = [t for tree in example if not isinstance(tree, Signature) for t in tree_leaves(tree)]
+        form = tuple(map(Signature.of, example)), tuple((type(t), t.stride()) for t in tensors)
+        return id(self.fn), id(self.loss_fn), self.variant, form, device, autocast()
 
 
-class _Found(NamedTuple):
-    """Something made for a stage, valid while what it has captured is the same.
+class _Kept(NamedTuple):
+    """An outline or a program of a stage, valid while what it was made of is the same.
 
     Args:
-        modes: of the modules that ran in it.
-        captured: values that the function read from its closure.
-        made: an outline or a program.
+        engine: that made the program, None for an outline.
+        loss_fn: the loss function that is folded in; None for none.
+        modules: those that ran in the stage, and the mode of each.
+        read: fingerprint of both functions, without what they change themselves, such as counters of calls.
+        made: an outline without its modules, or a program.
     """
 
-    outline: Outline
-    modes: tuple[bool, ...]
-    captured: tuple[Any, ...]
+    engine: Engine | None
+    loss_fn: Callable[[], Loss | None] | None
+    modules: tuple[tuple[ref[torch.nn.Module], bool], ...]
+    read: Fingerprint
     made: Any
 
+    def holds(self, function: StageFunction, engine: Engine | None, read: Fingerprint) -> bool:
+        """Whether it serves this function now."""
+        modules = ((module(), mode) for module, mode in self.modules)
+        same = self.engine is engine and (function.loss_fn if self.loss_fn is None else self.loss_fn()) is function.loss_fn
+        return (
+            same
+            and all(m is not None and m.training == mode for m, mode in modules)
+            and all(read.get(name) == part for name, part in self.read.items())
+        )
 
-_FOUND: WeakKeyDictionary[Callable[..., Any], dict[Hashable, list[_Found]]] = WeakKeyDictionary()
+
+_KEPT: WeakKeyDictionary[Callable[..., Any], dict[Hashable, list[_Kept]]] = WeakKeyDictionary()
 
 
 def autocast() -> tuple[Hashable, ...]:
@@ -82,9 +103,11 @@ def outline_of(function: StageFunction, example: tuple[Any, ...], name: str, dev
 
     def make() -> tuple[Outline, Outline]:
         found = outline(function.call, example, has_aux=True, name=name, device=device)
-        return found, found
+        return found, found._replace(modules=())
 
-    return _shared(function, ("outline", _form(example), device), make)
+    kept = _shared(function, None, function.key(example, device), make)
+    modules = (module() for module, _ in kept.modules)
+    return cast(Outline, kept.made)._replace(modules=tuple(m for m in modules if m is not None))
 
 
 def program_of(
@@ -103,55 +126,42 @@ def program_of(
             raise TypeError(f"engine: it returned an object of type {type(program).__name__} for {name}, expected a StageProgram")
         return known, program
 
-    return _shared(function, (cast(Hashable, engine), _form(example), device), make)
+    return cast(StageProgram, _shared(function, engine, function.key(example, device), make).made)
 
 
 def forget(fn: Stage) -> None:
     """Drop everything that is kept of a user's function."""
-    _FOUND.pop(fn, None)
+    _KEPT.pop(fn, None)
 
 
-def _shared(function: StageFunction, key: tuple[Hashable, ...], make: Callable[[], tuple[Outline, Any]]) -> Any:
+def _shared(function: StageFunction, engine: Engine | None, key: tuple[Hashable, ...], make: Callable[[], tuple[Outline, Any]]) -> _Kept:
     with suspended(), process_lock:
+        read = fingerprint(function.fn, function.loss_fn)
         try:
-            by_key = _FOUND.setdefault(function.fn, {})
-            found = by_key.setdefault((function.variant, *key, autocast()), [])
-        except TypeError:  # a function, or a loss function, that cannot be hashed or referenced weakly
-            return make()[1]
-        captured = _captured(function.fn)
-        for entry in found:
-            if entry.modes == modes(entry.outline) and len(entry.captured) == len(captured) and all(map(is_, entry.captured, captured)):
-                return entry.made
+            by_key = _KEPT.setdefault(function.fn, {})
+        except TypeError:  # a function that cannot be hashed, or referenced weakly
+            by_key = {}
+        for kept in by_key.get(key, ()):
+            if kept.holds(function, engine, read):
+                return kept
         known, made = make()
-        if _lets_go(made):
-            found.append(_Found(known, modes(known), captured, made))
+        after = fingerprint(function.fn, function.loss_fn)
+        read = {name: part for name, part in read.items() if after.get(name) == part}
+        loss = None if function.loss_fn is None else _weakly(function.loss_fn)
+        fresh = _Kept(engine, loss, tuple((ref(module), module.training) for module in known.modules), read, made)
+        if _lets_go(made) and (loss is None or loss() is not None):
+            by_key.setdefault(key, []).append(fresh)
             while sum(map(len, by_key.values())) > _MOST:
                 by_key.pop(next(iter(by_key)))
-        return made
+        return fresh
 
 
-def _form(example: tuple[Any, ...]) -> Hashable:
-    """The key of an evaluation: signatures of its example, and the types and strides of tensors."""
-    tensors = [t for tree in example if not isinstance(tree, Signature) for t in tree_leaves(tree)]
-    return tuple(map(Signature.of, example)), tuple((type(t), t.stride()) for t in tensors)
-
-
-def _captured(fn: Callable[..., Any]) -> tuple[Any, ...]:
-    """The values that a function reads from its closure, its attributes and its module, one level deep.
-
-    They are compared by identity: a function that finds another number there is evaluated again.
-    """
-    cells = [c.cell_contents for c in getattr(fn, "__closure__", None) or () if _is_filled(c)]
-    code, attributes = getattr(fn, "__code__", None), list(getattr(fn, "__dict__", {}).values())
-    read = [fn.__globals__[name] for name in code.co_names if name in fn.__globals__] if code else []
-    return tuple(value for value in (*cells, *attributes, *read) if value is not fn)
-
-
-def _is_filled(cell: CellType) -> bool:
+def _weakly(value: Any) -> Callable[[], Any]:
+    """A reference that does not keep a value alive; to nothing, where there is no such reference."""
     try:
-        return cell.cell_contents is not cell
-    except ValueError:
-        return False
+        return ref(value)
+    except TypeError:
+        return lambda: None
 
 
 def _lets_go(made: Any) -> bool:

@@ -176,7 +176,8 @@ class StepFunction(Generic[P, R]):
         name, _, known = self.transport.begin(self._terms(arguments), mine, self._source).rpartition(_KNOWN)
         if known != self._has_run(name):
             raise AgreementError(
-                f"the ranks disagree on the step that begins: whether it has run with these shapes before, rank {self._source} says {known}, "
+                "the ranks disagree on the step that begins: whether it has run with these shapes before, rank "
+                f"{self._source} says {known}, "
                 f"rank {self._ranks[0]} does not; every rank must call the same step function in the same order"
             )
         if self.transport.generation != self._generation:
@@ -265,7 +266,8 @@ class StepFunction(Generic[P, R]):
             self._agreed.clear()
             self._compiled.clear()
             self._last = None
-        facts = f"torch {torch.__version__}, Python {platform.python_version()}, schedule {self.schedule.name[:60]} ({self.schedule.digest})"
+        versions = f"torch {torch.__version__}, Python {platform.python_version()}"
+        facts = f"{versions}, schedule {self.schedule.name[:60]} ({self.schedule.digest})"
         for rank, theirs in enumerate(self.transport.all_gather(facts)):
             if theirs != facts:
                 raise AgreementError(
@@ -296,7 +298,8 @@ class StepFunction(Generic[P, R]):
         if now != before:
             stage = min(s for s in now.keys() | before.keys() if now.get(s) != before.get(s))
             raise ValueError(
-                f"stage {self.schedule.model_stages[stage]} now gives the losses {now.get(stage, 'none')} (one for each microbatch), the ranks "
+                f"stage {self.schedule.model_stages[stage]} now gives the losses {now.get(stage, 'none')} (one for "
+                "each microbatch), the ranks "
                 f"agreed on {before.get(stage, 'none')}; {mend}"
             )
         for stage, form in shared_forms(self.schedule, lowered.form.params).items():

@@ -107,6 +107,10 @@ binding = attrgetter("_op")
 device_of = attrgetter("fake_device")
 
 
+# The device of a tensor without values.
+device_of = attrgetter("fake_device")
+
+
 def version(tensor: torch.Tensor) -> int | None:
     """Counts the writes into a tensor; None for inference tensors, whose writes are not counted."""
     return None if tensor.is_inference() else tensor._version

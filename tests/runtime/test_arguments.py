@@ -93,11 +93,17 @@ def test_microbatches_are_a_sequence_and_a_tree():
 
 
 REFUSED_BATCHES = {
-    "rows that m does not divide": (normal(6, D), r"inputs: got 6 rows in shape \(6, 3\), which 4 microbatches do not divide; .* are 2 and 3"),
+    "rows that m does not divide": (
+        normal(6, D),
+        r"inputs: got 6 rows in shape \(6, 3\), which 4 microbatches do not divide; .* are 2 and 3",
+    ),
     "fewer rows than microbatches": ({"a": [normal(3, D)]}, r"inputs\['a'\]\[0\]: got 3 rows .* for 4 microbatches; use at most 3"),
     "no rows": (normal(0, D), r"inputs: got 0 rows .*; give it at least one row for each"),
     "a scalar": ((normal(M, D), torch.tensor(1.0)), r"inputs\[1\]: got a scalar, expected a leading batch axis"),
-    "leaves of different lengths": (Pair(normal(8, D), torch.arange(4)), r"same number of rows in axis 0, got inputs\.x: 8, inputs\.ids: 4"),
+    "leaves of different lengths": (
+        Pair(normal(8, D), torch.arange(4)),
+        r"same number of rows in axis 0, got inputs\.x: 8, inputs\.ids: 4",
+    ),
     "another number of microbatches": (pp.Microbatches([normal(2, D)] * 3), r"inputs: got 3 microbatches, the schedule has 4"),
     "nothing": (None, r"inputs: got None, but this process runs stage 0"),
 }
@@ -114,7 +120,10 @@ NO_TENSORS = {
     "numpy": (lambda t: t.numpy(), r"inputs: got .* of type ndarray, expected a tensor"),
     "a number": (lambda t: {"x": t, "scale": 2.0}, r"inputs\['scale'\]: got 2.0 of type float, expected a tensor"),
     "sparse": (lambda t: t.to_sparse(), r"inputs: got a sparse_coo tensor, expected a dense one"),
-    "Microbatches within a tree": (lambda t: {"x": pp.microbatch(t, M)}, r"inputs: got Microbatches within a tree; expected Microbatches of trees"),
+    "Microbatches within a tree": (
+        lambda t: {"x": pp.microbatch(t, M)},
+        r"inputs: got Microbatches within a tree; expected Microbatches of trees",
+    ),
     "Microbatches of Microbatches": (
         lambda t: pp.Microbatches([pp.microbatch(t, 2)] * M),
         r"inputs\[0\]: got Microbatches within a tree",
@@ -150,7 +159,9 @@ def test_other_rows_than_those_of_the_inputs_are_refused(name):
         params, inputs, targets, *_ = given()
         return step(params, inputs, batch if name == "targets" else targets, extras={1: batch if name == "extras" else inputs})
 
-    with pytest.raises(ValueError, match=rf"{name}(\[1\])?: got 4 rows in axis 0, the inputs have 8; expected the same rows, or ppfunc.microbatch"):
+    with pytest.raises(
+        ValueError, match=rf"{name}(\[1\])?: got 4 rows in axis 0, the inputs have 8; expected the same rows, or ppfunc.microbatch"
+    ):
         call(few)
     repeated = few.repeat_interleave(B, 0)
     assert all(map(torch.equal, tree_leaves(call(pp.microbatch(few, M))), tree_leaves(call(repeated))))
@@ -247,7 +258,9 @@ def test_another_form_is_told_from_the_last(what):
 def test_signatures_and_tensors_without_values_are_read_where_nothing_runs():
     params, inputs, targets, *_ = given()
     form = read(given()).form
-    of_signatures = read(RawArguments({s: Signature.of(p) for s, p in params.items()}, Signature.of(inputs), targets.to("meta")), abstract=True)
+    of_signatures = read(
+        RawArguments({s: Signature.of(p) for s, p in params.items()}, Signature.of(inputs), targets.to("meta")), abstract=True
+    )
     assert of_signatures.form.params == form.params
     assert of_signatures.form.inputs == form.inputs
     assert of_signatures.form.devices == form.devices
@@ -274,7 +287,7 @@ def test_classes_that_torch_knows_as_trees_are_trees_everywhere():
     inputs = Bag(normal(M * B, D, seed=2), normal(M * B, seed=3))
     step = pp.value_and_grad([stage] * 2, lambda y, t: squared(y.x, t) + y.y.sum(), SCHEDULE, argnums=(0, 1), has_aux=True)
     for _ in range(2):
-        (loss, aux), (grads, gx) = step(params, inputs, normal(M * B, D, seed=4))
+        (_, aux), (grads, gx) = step(params, inputs, normal(M * B, D, seed=4))
     assert {type(tree) for tree in (aux.metrics[0], grads[0], grads[1], gx)} == {Bag}
     assert gx.x.shape == inputs.x.shape
     assert aux.metrics[1].y.shape == (M,)

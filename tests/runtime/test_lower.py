@@ -324,7 +324,8 @@ def test_one_warning_names_what_changes_again_and_again():
             step(params, normal(M * rows, D), normal(M * rows, D, seed=1))
     (warning,) = caught
     assert re.search(
-        r"value_and_grad has been traced 8 times, each for another form of its arguments: inputs is now float64\[8,4\], it was float64\[7,4\]",
+        r"value_and_grad has been traced 8 times, each for another form of its arguments: "
+        r"inputs is now float64\[8,4\], it was float64\[7,4\]",
         str(warning.message),
     )
     assert warning.filename == __file__

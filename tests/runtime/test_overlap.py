@@ -28,8 +28,9 @@ def loss_fn(y, target):
 
 def problem(schedule):
     generator = torch.Generator().manual_seed(0)
+    dtype = torch.float64
     params = {
-        s: {"w": torch.randn(D, D, generator=generator, dtype=torch.float64), "scale": torch.rand(D, generator=generator, dtype=torch.float64)}
+        s: {"w": torch.randn(D, D, generator=generator, dtype=dtype), "scale": torch.rand(D, generator=generator, dtype=dtype)}
         for s in set(schedule.model_stages)
     }
     rows = schedule.microbatches * 3

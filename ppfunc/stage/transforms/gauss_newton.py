@@ -79,7 +79,10 @@ def _hold(pairs: Any) -> Any:
         return Received(_hold(pairs.x), {s: _hold(pair) for s, pair in pairs.skips.items()})
     if isinstance(pairs, Output):
         if pairs.loss is not None:
-            raise ValueError("got a stage with an auxiliary loss, which has no Gauss-Newton matrix; give it to the loss function of the last stage")
+            raise ValueError(
+                "got a stage with an auxiliary loss, which has no Gauss-Newton matrix; give it to the loss function "
+                "of the last stage"
+            )
         skips = None if pairs.skips is None else {s: _hold(pair) for s, pair in pairs.skips.items()}
         return pairs._replace(y=_hold(pairs.y), skips=skips)
     value, tangent = pairs

@@ -72,7 +72,10 @@ def _instance_norm(
     if not use_input_stats:
         return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
     if running_mean is not None or running_var is not None:
-        raise NotImplementedError("instance norm that keeps running statistics has no second derivatives here; set track_running_stats=False")
+        raise NotImplementedError(
+            "instance norm that keeps running statistics has no second derivatives here; set "
+            "track_running_stats=False"
+        )
     require_spatial(input.size())
     b = len(input)
     scale, shift = (None if t is None else t.repeat(b) for t in (weight, bias))

@@ -31,7 +31,10 @@ def per_sample(fn: Stage, *, randomness: str = "error") -> Stage:
     def one(params: Any, *sample: Any) -> Any:
         out = fn(params, *tree_map(_alone, sample))
         if isinstance(out, Output) and (out.loss, out.metrics, out.state) != (None, None, None):
-            raise ValueError("it returns an auxiliary loss, metrics or a state, of which there are none per sample; return y and skips alone")
+            raise ValueError(
+                "it returns an auxiliary loss, metrics or a state, of which there are none per sample; return y and "
+                "skips alone"
+            )
         return out
 
     @wraps(fn)

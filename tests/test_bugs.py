@@ -1,0 +1,555 @@
+"""Every bug once: what was wrong, and what is right. Most gave wrong numbers without an error."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import replace
+from functools import partial
+
+import optree
+import pytest
+import torch
+
+import ppfunc as pp
+from ppfunc.runtime.replicas import digest
+from ppfunc.schedule import Instruction, Op, append_tail, remove_tail
+from ppfunc.stage import Signature
+from ppfunc.stage.tree import tree_leaves
+from tests.models import normal, reference, squared
+
+D = 3
+ENGINES = {"graph": pp.graph, "functional": pp.functional, "eager": pp.eager}
+every_engine = pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+
+
+def dense(params, x):
+    return torch.tanh(x @ params["w"])
+
+
+def same(params, x):
+    return x
+
+
+def problem(stages=2, rows=8):
+    return {s: {"w": normal(D, D, seed=s)} for s in range(stages)}, normal(rows, D, seed=8), normal(rows, D, seed=9)
+
+
+def same_bits(a, b):
+    a, b = tree_leaves(a), tree_leaves(b)
+    return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+# -- what only some microbatches have --------------------------------------------------------------------------
+
+
+def losing_or_measuring(params, x):
+    """An auxiliary loss of 1 for microbatches of two rows, a metric of 1000 for those of one."""
+    if len(x) == 2:
+        return pp.Output(x, loss=x.sum() * 0 + 1)
+    return pp.Output(x, metrics=torch.tensor(1000.0))
+
+
+@every_engine
+def test_an_auxiliary_loss_of_some_microbatches_is_not_their_metric(engine):
+    """The first leaf that a stage kept was taken for its loss in every microbatch: 502.5 in the place of 2.5."""
+    step = pp.value_and_grad([losing_or_measuring, same], lambda y, t: (y - t).sum() + 2, pp.gpipe(2, 2), engine=engine, has_aux=True)
+    batch = pp.Microbatches([torch.ones(2, D), torch.ones(1, D)])
+    (loss, aux), _ = step({0: {}, 1: {}}, batch, batch)
+    assert loss == 2.5
+    assert [tree if tree is None else tree.item() for tree in aux.metrics[0]] == [None, 1000]
+
+
+@every_engine
+def test_metrics_that_the_first_microbatch_lacks_are_there_for_the_others(engine):
+    """The first microbatch said which metrics there are: those of the others vanished."""
+
+    def measuring(params, x):
+        return pp.Output(x, metrics={"sum": x.sum()} if len(x) == 2 else None)
+
+    step = pp.evaluate([measuring, same], squared, pp.gpipe(2, 3), engine=engine, has_aux=True)
+    batch = pp.Microbatches([torch.ones(1, D), torch.ones(2, D), torch.ones(1, D)])
+    _, aux = step({0: {}, 1: {}}, batch, batch)
+    assert [tree if tree is None else tree["sum"].item() for tree in aux.metrics[0]] == [None, 6, None]
+
+
+# -- instructions, outputs and options are honoured or refused ----------------------------------------------------
+
+
+@pytest.mark.parametrize("op", [Op.REDUCE_TIED, Op.REDUCE_GRAD, Op.STEP, Op.UNSHARD, Op.RESHARD], ids=lambda op: op.value)
+@pytest.mark.parametrize("make", [pp.value_and_grad, pp.hvp, pp.gnvp])
+def test_instructions_that_nothing_honours_are_refused_by_name(op, make):
+    """They were proved and then ignored: tied gradients were never summed, an optimizer never ran."""
+    schedule = pp.gpipe(2, 2)
+    schedule = replace(schedule, programs=tuple((*program, (Instruction(op, rank),)) for rank, program in enumerate(schedule.programs)))
+    with pytest.raises(ValueError, match=rf"'gpipe' has 0{op.value} \(rank 0, step \d+\), which nothing would honour"):
+        make([dense] * 2, squared, schedule)
+
+
+def test_a_sum_over_data_parallel_ranks_is_refused_under_replicas_too():
+    """The sum over the replicas of a stage was taken for it."""
+    schedule = append_tail(pp.dualpipe(2, 4), step=False)
+    assert schedule.ops >= {Op.REDUCE_TIED, Op.REDUCE_GRAD}
+    with pytest.raises(ValueError, match="REDUCE_GRAD .* no data parallel ranks to sum over; take ppfunc.schedule.remove_tail"):
+        pp.value_and_grad([dense] * 2, squared, schedule)
+    arguments = problem()
+    tied = append_tail(pp.dualpipe(2, 4), step=False, reduce_grad=False)
+    results = [pp.value_and_grad([dense] * 2, squared, s)(*arguments) for s in (tied, remove_tail(schedule), pp.dualpipe(2, 4))]
+    assert same_bits(results[0], results[1])
+    assert same_bits(results[0], results[2])
+
+
+def test_argnums_name_each_argument_once():
+    """``(0, 0)`` returned zeros, ``(1, 1)`` raised StopIteration."""
+    for wrong in ((0, 0), (1, 1), (0, 1, 0), (), 2, -1, "0", [0]):
+        with pytest.raises(ValueError, match="argnums: got .* expected 0 .parameters., 1 .inputs., or a tuple of both, each once"):
+            pp.value_and_grad([dense] * 2, squared, pp.gpipe(2, 2), argnums=wrong)
+
+
+def test_targets_that_no_loss_function_reads_are_refused():
+    """They were dropped."""
+    params, inputs, targets = problem()
+    with pytest.raises(ValueError, match="targets: got a batch, but there is no loss function"):
+        pp.evaluate([dense] * 2, None, pp.gpipe(2, 2), return_outputs=True)(params, inputs, targets)
+
+
+def test_targets_of_other_rows_do_not_broadcast():
+    """Four rows of inputs and two of targets in two microbatches: each target was taken for two inputs."""
+    params, inputs, targets = problem(rows=4)
+    with pytest.raises(ValueError, match="targets: got 2 rows in axis 0, the inputs have 4"):
+        pp.value_and_grad([dense] * 2, squared, pp.gpipe(2, 2))(params, inputs, targets[:2])
+
+
+def test_outputs_without_a_batch_axis_are_refused_or_told_apart():
+    """There is nothing along which the outputs of a whole batch could be joined."""
+    params, inputs, _ = problem()
+    step = pp.evaluate([dense, lambda p, x: dense(p, x).mean(0)], None, pp.gpipe(2, 4), return_outputs=True)
+    with pytest.raises(ValueError, match=r"the output of stage 1 is float64\[3\].*no axis of 2 rows"):
+        step(params, inputs)
+    outputs = step(params, pp.microbatch(inputs, 4))
+    assert isinstance(outputs, pp.Microbatches)
+    assert [row.shape for row in outputs] == [(D,)] * 4
+
+
+@pytest.mark.parametrize("builder", [pp.gpipe, pp.zbv, pp.dualpipe, pp.schedule.chimera])
+def test_outputs_and_input_gradients_come_in_the_order_of_the_batch(builder):
+    """Also where two chains run from both ends of the ranks."""
+    schedule = builder(2, 4)
+    params = dict.fromkeys(set(schedule.model_stages), ())
+    x, t = normal(8, D), normal(8, D, seed=1)
+    outputs = pp.evaluate([same] * len(params), None, schedule, return_outputs=True)
+    assert torch.equal(outputs(params, x), x)
+    assert torch.equal(outputs(params, pp.microbatch(x, 4)).join(), x)
+    _, gx = pp.value_and_grad([same] * len(params), lambda y, t: (y * t).sum(), schedule, argnums=1)(params, x, t)
+    assert torch.equal(gx, t / 4)
+    step = pp.evaluate(
+        [lambda p, x: pp.Output(x, metrics=x)] * len(params), lambda y, t: y[0, 0], schedule, has_aux=True, loss_weights=range(4)
+    )
+    loss, aux = step(params, x, t)
+    torch.testing.assert_close(loss, sum(m * x[2 * m, 0] for m in range(4)))
+    assert all(torch.equal(rows.flatten(0, 1), x) for rows in aux.metrics.values())
+
+
+def test_a_state_is_not_split_between_replicas():
+    """Each replica kept its own: running statistics of half the batch."""
+
+    def counting(params, x, state):
+        return pp.Output(dense(params, x), state=state + len(x))
+
+    step = pp.value_and_grad([counting, dense], squared, pp.dualpipe(2, 4), has_aux=True)
+    with pytest.raises(ValueError, match="stage 0 returns a state, and this schedule runs replicas of it .*dualpipev"):
+        step(*problem(), state={0: torch.tensor(0)})
+
+
+def test_what_a_stage_returns_and_nobody_asked_for_is_refused():
+    params, inputs, targets = problem()
+    for output, options, told in [
+        ({"metrics": torch.ones(1)}, {}, "returns metrics; pass has_aux=True"),
+        ({"state": torch.ones(1)}, {"has_aux": True}, r"returns the state float32\[1\].*it was given none"),
+        ({"skips": {1: torch.ones(1)}}, {}, r"skip connections to the stages \[1\], the schedule has them to \[\]"),
+        ({"loss": torch.ones(2)}, {}, r"the loss of stage 0 must be a floating scalar, got float32\[2\]"),
+        ({"loss": torch.tensor(1)}, {}, r"the loss of stage 0 must be a floating scalar, got int64\[\]"),
+    ]:
+        first = [lambda p, x: pp.Output(dense(p, x), **output), dense]  # noqa: B023
+        with pytest.raises((ValueError, pp.StageError), match=told):
+            pp.value_and_grad(first, squared, pp.gpipe(2, 2), **options)(params, inputs, targets)
+    losing = [lambda p, x: pp.Output(dense(p, x), loss=x.sum()), dense]
+    with pytest.raises(ValueError, match="stage 0 returns an auxiliary loss, and evaluate without a loss function returns none"):
+        pp.evaluate(losing, None, pp.gpipe(2, 2), return_outputs=True)(params, inputs)
+
+
+@every_engine
+def test_losses_of_another_dtype_are_those_of_a_plain_loop(engine):
+    """A loss of bfloat16 beside an auxiliary one of float64; the weights are exact in both."""
+    params, inputs, targets = problem()
+    stages = [lambda p, x: pp.Output(dense(p, x), loss=x.square().sum()), dense]
+    step = pp.value_and_grad(stages, lambda y, t: squared(y, t).bfloat16(), pp.gpipe(2, 2), engine=engine, loss_weights=[0.5, 0.25])
+    loss, _ = step(params, inputs, targets)
+    parts = zip(inputs.chunk(2), targets.chunk(2), [0.5, 0.25], strict=True)
+    want = sum(w * (squared(dense(params[1], dense(params[0], x)), t).bfloat16() + x.square().sum()) for x, t, w in parts)
+    torch.testing.assert_close(loss, want, rtol=1e-2, atol=0)
+    assert loss.dtype == torch.float64
+
+
+# -- one step function, used twice at a time ----------------------------------------------------------------------
+
+
+@every_engine
+def test_one_step_function_in_two_threads(engine):
+    """Both wrote into the memory of one bound program: 49 losses of 400 were wrong."""
+    step = pp.value_and_grad([dense] * 2, squared, pp.one_f_one_b(2, 4), engine=engine)
+    alone = pp.value_and_grad([dense] * 2, squared, pp.one_f_one_b(2, 4), engine=engine)
+    params, inputs, targets = problem()
+    want = {k: alone(params, inputs * k, targets) for k in range(5)}
+    wrong: deque[object] = deque()
+
+    def work(first):
+        for n in range(200 if engine is pp.graph else 60):
+            k = (first + n) % 5
+            try:
+                if not same_bits(step(params, inputs * k, targets), want[k]):
+                    wrong.append(k)
+            except Exception as error:
+                wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in (0, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert step.cache_info().misses == 1
+
+
+@every_engine
+def test_a_stage_that_calls_its_own_step_function_is_told_so(engine):
+    """A bare KeyError. Another step function may run within a stage."""
+    params, inputs, targets = problem()
+    other = pp.value_and_grad([dense] * 2, squared, pp.gpipe(2, 2))
+    for own in (True, False):
+
+        def calling(p, x):
+            return dense(p, x) * (step if own else other)(params, inputs, targets)[0]  # noqa: B023
+
+        step = pp.value_and_grad([calling, dense], squared, pp.gpipe(2, 2), engine=engine)
+        if own:
+            with pytest.raises(
+                pp.StageError, match=r"stage 0: .*a stage calls the step function that it is part of \(<step function value_and_grad"
+            ):
+                step(params, inputs, targets)
+            continue
+        batches = list(zip(inputs.chunk(2), targets.chunk(2), strict=True))
+        scaled = partial(lambda scale, p, x: dense(p, x) * scale, other(params, inputs, targets)[0])
+        want, _ = reference([scaled, dense], squared, params, batches)
+        torch.testing.assert_close(step(params, inputs, targets)[0], want)
+
+
+# -- memory ----------------------------------------------------------------------------------------------------
+
+
+def storages(tree):
+    return [t.untyped_storage().data_ptr() for t in tree_leaves(tree)]
+
+
+@every_engine
+@pytest.mark.parametrize("apart", [False, True], ids=["whole", "apart"])
+@pytest.mark.parametrize("m", [1, 2])
+def test_results_share_no_memory(engine, apart, m):
+    """Gradients of listed inputs were views of the targets, outputs were the inputs, an unchanged state was the caller's."""
+
+    def passing(params, x, state):
+        return pp.Output(x + params["a"] + params["b"], metrics={"x": x, "again": x}, state=state)
+
+    x, t = torch.ones(2 * m, D), torch.ones(2 * m, D)
+    inputs, targets = (pp.microbatch(x, m), pp.microbatch(t, m)) if apart else (x, t)
+    params = {0: {"a": torch.zeros(2, D), "b": torch.zeros(2, D)}, 1: {}}
+    state = {0: {"mean": torch.zeros(D), "count": torch.tensor(0)}}
+    train = pp.value_and_grad([passing, same], lambda y, t: (y * t).sum(), pp.gpipe(2, m), engine=engine, argnums=(0, 1), has_aux=True)
+    judge = pp.evaluate([passing, same], lambda y, t: (y * t).sum(), pp.gpipe(2, m), engine=engine, return_outputs=True, has_aux=True)
+    for step in (train, judge):
+        results = step(params, inputs, targets, state=state)
+        made = storages(results)
+        assert len(set(made)) == len(made)
+        assert not set(made) & set(storages((params, inputs, targets, state)))
+        for leaf in tree_leaves(results):
+            leaf.fill_(7)
+        assert torch.equal(x, torch.ones(2 * m, D))
+        assert torch.equal(t, torch.ones(2 * m, D))
+        assert not any(leaf.any() for leaf in tree_leaves((params, state)))
+        assert not any((leaf == 7).any() for leaf in tree_leaves(step(params, inputs, targets, state=state)[0]))
+
+
+def test_parameters_without_values_are_refused_by_stage_and_path():
+    """Loss and gradients of uninitialised memory; between processes, one rank hung."""
+    params, inputs, targets = problem()
+    params[1] = {"layers": [{"w": params[1]["w"]}, {"w": torch.empty(D, D, device="meta")}]}
+    step = pp.value_and_grad([dense, lambda p, x: dense(p["layers"][1], x)], squared, pp.gpipe(2, 2))
+    with pytest.raises(
+        ValueError, match=r"params\[1\]\['layers'\]\[1\]\['w'\]: got a tensor on the device meta, which has no values; materialise it"
+    ):
+        step(params, inputs, targets)
+
+
+def test_replicas_with_the_same_sum_are_told_apart():
+    """Replicas were compared by the sum of their bytes: a matrix and its transpose passed."""
+    w = normal(D, D)
+    assert torch.equal(digest((w,)), digest((w.clone(),)))
+    others = [w.T, w.flip(0), w.view(-1), w.view(torch.int64), w.clone().index_fill_(0, torch.tensor([0]), 0)]
+    texts = {bytes(digest((t,)).tolist()) for t in (w, *others)}
+    assert len(texts) == 1 + len(others)
+    assert not torch.equal(digest((w, w.T)), digest((w.T, w)))
+    assert not torch.equal(digest((torch.zeros(2), torch.zeros(0))), digest((torch.zeros(0), torch.zeros(2))))
+    z = torch.tensor([1 + 2j])
+    assert torch.equal(digest((z.conj(),)), digest((z.conj().resolve_conj(),)))
+    assert not torch.equal(digest((z.conj(),)), digest((z,)))
+
+
+# -- keys and depth of trees --------------------------------------------------------------------------------------
+
+
+def nested(tree, depth):
+    for _ in range(depth):
+        tree = [tree]
+    return tree
+
+
+def opened(tree):
+    while isinstance(tree, list):
+        (tree,) = tree
+    return tree
+
+
+@pytest.mark.parametrize("depth", [50, 990, 1100])
+def test_deep_trees_pass_or_are_refused_by_name(depth):
+    """A bare RecursionError, in the caller's process or in the one that read the signature."""
+    params, inputs, targets = problem()
+    stages = [lambda p, x: nested(dense(p, opened(x)), depth), lambda p, x: dense(p, opened(x))]
+    step = pp.value_and_grad(stages, squared, pp.gpipe(2, 2))
+    if depth < 1000:
+        assert step(params, nested(inputs, depth), targets)[0] == step(params, inputs, targets)[0]
+        signature = Signature.of(nested(inputs, depth))
+        assert Signature.from_json(signature.to_json()) == signature
+        return
+    with pytest.raises(ValueError, match="inputs: got a tree nested deeper than 1000 levels, expected a flatter one"):
+        step(params, nested(inputs, depth), targets)
+    with pytest.raises((ValueError, pp.StageError), match="stage 0 y.*: got a tree nested deeper than 1000 levels"):
+        step(params, inputs, targets)
+
+
+@pytest.mark.parametrize(
+    "key", ["; run before: yes", "a\nb with 3 rows each", "as Microbatches", "\udc80", "", 0, 1.5, (1, "a"), True], ids=repr
+)
+def test_keys_of_trees_are_whatever_a_dictionary_takes(key):
+    """A key that looked like a part of the agreement between the ranks was read as one."""
+    params, inputs, targets = problem()
+    stages = [lambda p, x: {key: dense({"w": p[key]}, x[key])}, lambda p, x: dense(p, x[key])]
+    step = pp.value_and_grad(stages, squared, pp.gpipe(2, 2))
+    for _ in range(2):
+        loss, grads = step({0: {key: params[0]["w"]}, 1: params[1]}, {key: inputs}, targets)
+    want, wanted = pp.value_and_grad([dense] * 2, squared, pp.gpipe(2, 2))(params, inputs, targets)
+    assert torch.equal(loss, want)
+    assert same_bits(grads, wanted)
+    assert step.cache_info()[:2] == (1, 1)
+
+
+def test_a_key_that_does_not_equal_itself_cannot_travel():
+    """The structure read on the other side never equalled the one that was sent."""
+    params, inputs, targets = problem()
+    told = "nan in a tree structure does not equal itself; expected another key"
+    with pytest.raises(TypeError, match=told):
+        Signature.of({float("nan"): inputs}).to_json()
+    with pytest.raises(TypeError, match=told):
+        pp.value_and_grad([lambda p, x: dense(p, *x.values()), dense], squared, pp.gpipe(2, 2))(params, {float("nan"): inputs}, targets)
+
+
+# -- modes -------------------------------------------------------------------------------------------------------
+
+
+@every_engine
+def test_a_lambda_around_a_module_follows_its_mode(engine):
+    """Only the module's own function told whether it trains: a lambda around it kept the mode of the first call."""
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(D, D), torch.nn.Dropout(0.5)).double()
+    fn, params, _ = pp.stage_from_module(module)
+    _, inputs, targets = problem()
+    step = pp.value_and_grad([lambda p, x: fn(p, x) * 1], squared, pp.gpipe(1, 2), engine=engine)
+    losses = []
+    for training in (True, False, True, False):
+        module.train(training)
+        losses.append(step({0: params}, inputs, targets, seed=(0, 0))[0])
+    with torch.no_grad():
+        torch.testing.assert_close(losses[1], squared(module(inputs), targets))
+    assert losses[0] == losses[2] != losses[1] == losses[3]
+
+
+def test_programs_of_another_autocast_are_not_taken():
+    """A shared program of the first dtype ran under every later one."""
+    params, inputs, targets = optree.tree_map(torch.Tensor.float, problem())
+    losses = {}
+    for dtype in (None, torch.bfloat16, torch.float16, None, torch.bfloat16):
+        with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+            loss, _ = pp.value_and_grad([lambda p, x: x @ p["w"]] * 2, squared, pp.gpipe(2, 2))(params, inputs, targets)
+        assert losses.setdefault(dtype, loss) == loss
+    assert len(set(map(float, losses.values()))) == 3
+
+
+# -- engines ----------------------------------------------------------------------------------------------------
+
+
+def by_data(p, x):
+    p["w"].data.add_(1)
+    return dense(p, x)
+
+
+def by_detached(p, x):
+    p["w"].detach().add_(1)
+    return dense(p, x)
+
+
+def behind_a_condition(p, x):
+    if x.sum() > -1e9:
+        p["w"].detach().add_(1)
+    return dense(p, x)
+
+
+def by_out(p, x):
+    torch.add(p["w"].detach(), 1, out=p["w"].detach())
+    return dense(p, x)
+
+
+def into_a_view(p, x):
+    p["w"].detach()[0].zero_()
+    return dense(p, x)
+
+
+def into_the_input(p, x):
+    x.detach().mul_(2)
+    return dense(p, x)
+
+
+WRITING = (by_data, by_detached, behind_a_condition, by_out, into_a_view, into_the_input)
+
+
+@every_engine
+@pytest.mark.parametrize("stage", WRITING, ids=lambda fn: fn.__name__)
+def test_a_stage_that_writes_into_what_it_is_given_is_refused(stage, engine):
+    """The caller's parameters changed, and numbers depended on how often the stage ran; the advice was another engine."""
+    given = problem()
+    before = optree.tree_map(torch.clone, given)
+    with pytest.raises(
+        pp.StageError, match=r"stage 1: it is not pure: it writes into its argument (params\['w'\]|x).*work on a clone"
+    ) as caught:
+        pp.value_and_grad([dense, stage], squared, pp.gpipe(2, 2), engine=engine)(*given)
+    assert "engine" not in str(caught.value)
+    assert same_bits(given, before)
+
+
+@pytest.mark.parametrize("engine", [pp.functional, pp.eager], ids=["functional", "eager"])
+def test_a_stage_that_begins_to_write_later_is_refused_then(engine):
+    """Seen once, it was trusted for ever: versions are compared around each forward."""
+
+    def stage(p, x):
+        if x.sum() > 100:
+            p["w"].detach().add_(1)
+        return dense(p, x)
+
+    params, inputs, targets = problem()
+    step = pp.value_and_grad([stage, dense], squared, pp.gpipe(2, 2), engine=engine)
+    step(params, inputs, targets)
+    with pytest.raises(pp.PipelineError, match=r"writes into its argument params\['w'\]"):
+        step(params, inputs.abs() * 1000, targets)
+
+
+@every_engine
+def test_a_complex_tensor_times_a_complex_number(engine):
+    """AttributeError in the trace."""
+
+    def stage(params, x):
+        return ((x.to(torch.complex128) @ params["c"]) * (1 + 2j) / (2 - 1j) + 3j).abs()
+
+    params = {0: {"c": torch.complex(normal(D, D), normal(D, D, seed=1))}}
+    _, inputs, targets = problem()
+    loss, grads = pp.value_and_grad([stage], squared, pp.gpipe(1, 2), engine=engine)(params, inputs, targets)
+    want, wanted = reference([stage], squared, params, list(zip(inputs.chunk(2), targets.chunk(2), strict=True)))
+    torch.testing.assert_close(loss, want)
+    torch.testing.assert_close(grads, wanted)
+
+
+@pytest.fixture
+def alone():
+    """A process group of this process."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist
+    dist.destroy_process_group()
+
+
+def test_collectives_that_are_not_traced_are_refused_with_the_users_line(alone):
+    """A bare ``KeyError: 'val'``; where the operator has no derivative, a gradient of zero."""
+    from torch.distributed import _functional_collectives as functional
+
+    def in_place(p, x):
+        y = dense(p, x)
+        alone.all_reduce(y)
+        return y
+
+    def without_derivative(p, x):
+        return functional.broadcast(dense(p, x), 0, alone.group.WORLD)
+
+    for stage, told in [
+        (in_place, "the collective c10d.allreduce_"),
+        (without_derivative, r"_c10d_functional.broadcast.* has no derivative"),
+    ]:
+        with pytest.raises(pp.StageError, match=rf"stage 1: .*{told}") as caught:
+            pp.value_and_grad([dense, stage], squared, pp.gpipe(2, 2))(*problem())
+        assert __file__ in str(caught.value)
+
+
+@pytest.mark.parametrize("engine", [pp.graph, pp.eager], ids=["graph", "eager"])
+def test_a_stage_may_end_in_a_functional_collective(alone, engine):
+    """Its result was sent before it had come: memory that is not there."""
+    from torch.distributed import _functional_collectives as functional
+
+    def summed(p, x):
+        return functional.all_reduce(dense(p, x), "sum", alone.group.WORLD)
+
+    given = problem()
+    got = pp.value_and_grad([summed, dense], squared, pp.gpipe(2, 2), engine=engine)(*given)
+    torch.testing.assert_close(got, pp.value_and_grad([dense, dense], squared, pp.gpipe(2, 2))(*given))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # by torch, as it loads forward derivatives
+@pytest.mark.parametrize("kind", ["batch_norm", "instance_norm"])
+def test_a_norm_over_one_value_per_channel_raises_as_in_torch(kind):
+    """With forward derivatives it gave 0, and a division by zero in the derivative."""
+
+    def normed(params, x):
+        if kind == "batch_norm":
+            return torch.nn.functional.batch_norm(x, None, None, params["w"], training=True)
+        return torch.nn.functional.instance_norm(x[..., None], weight=params["w"]).squeeze(-1)
+
+    params, inputs, targets = {0: {"w": torch.ones(D, dtype=torch.float64)}}, normal(2, D), normal(2, D, seed=1)
+    with pytest.raises(ValueError, match="Expected more than 1") as caught:
+        normed(params[0], inputs[:1])
+    for make, tangents in ((pp.value_and_grad, ()), (pp.jvp, (params,)), (pp.hvp, (params,)), (pp.gnvp, (params,))):
+        with pytest.raises(pp.StageError, match=str(caught.value).split("(")[0]):
+            make([normed], squared, pp.gpipe(1, 2))(params, *tangents, inputs, targets)
+
+
+@torch.library.custom_op("ppfunc_bugs::transforms0", mutates_args=())
+def transforms0(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+transforms0.register_fake(torch.empty_like)
+torch.library.register_autograd("ppfunc_bugs::transforms0", lambda ctx, g: g * 2)
+
+
+@pytest.mark.parametrize("engine", [pp.graph, pp.eager], ids=["graph", "eager"])
+def test_an_operator_may_be_called_what_a_program_calls_its_own(engine):
+    """A name of the written program was taken for the operator's."""
+    given = problem()
+    got = pp.value_and_grad([lambda p, x: transforms0(dense(p, x)), dense], squared, pp.gpipe(2, 2), engine=engine)(*given)
+    want = pp.value_and_grad([lambda p, x: dense(p, x) * 2, dense], squared, pp.gpipe(2, 2), engine=engine)(*given)
+    torch.testing.assert_close(got, want)
