@@ -36,6 +36,10 @@ class Windows(NamedTuple):
     inputs: Tensor
     targets: Tensor
 
+    def to(self, device: torch.device) -> Windows:
+        """The same pieces on a device."""
+        return Windows(*(t.to(device) for t in self))
+
 
 def load(size: int = SIZE, held_out: int = HELD_OUT) -> Corpus:
     """The first ``size`` bytes of the modules one after the other; the last ``held_out`` of them validate.

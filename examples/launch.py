@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -13,7 +13,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import ppfunc as pp
-from ppfunc.runtime import Transport
 
 
 class Place(NamedTuple):
@@ -26,10 +25,14 @@ class Place(NamedTuple):
         processes: how many there are.
     """
 
-    transport: Transport
+    transport: pp.Transport
     device: torch.device
     rank: int = 0
     processes: int = 1
+
+    def stages(self, schedule: pp.Schedule) -> Sequence[int]:
+        """The stages of a schedule that this process runs: those of its rank; all of them where it is alone."""
+        return schedule.stages_of(self.rank) if self.processes > 1 else range(schedule.stages)
 
 
 def processes_given() -> int | None:
@@ -71,7 +74,8 @@ def joined() -> Iterator[Place]:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     try:
-        yield Place(pp.P2P(), device, rank, dist.get_world_size())
+        with pp.P2P() as transport:
+            yield Place(transport, device, rank, dist.get_world_size())
     except pp.PipelineError as error:
         # The rank that failed tells; its peers leave in silence, so that the reason stands once.
         if error.rank == rank:

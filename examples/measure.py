@@ -32,22 +32,24 @@ def ideal(
     """The simulated step, in milliseconds: every instruction as long as here alone, messages no time.
 
     Args:
-        params: those of the stages that this process holds.
+        stages: of the model.
+        params: those of the stages of the model that this process holds.
         microbatch: one of the size that is trained on.
         width: of the float[b, t, d] between two stages.
     """
     times = torch.zeros(schedule.stages, 4, dtype=torch.float64, device=place.device)
-    firsts, lasts = ({chain.stages[k] for chain in schedule.chains} for k in (0, -1))
+    first, last = (schedule.chains[0].stages[k] for k in (0, -1))
     between = torch.randn(*microbatch.inputs.shape, width, device=place.device)
     # One process at a time, so that they do not slow each other down.
     for turn in range(place.processes):
-        for stage in params if turn == place.rank else ():
-            x = microbatch.inputs if stage in firsts else between
-            if stage in lasts:
-                fn, example = _with_loss(stages[stage], loss), (params[stage], x, microbatch.targets)
+        for stage in place.stages(schedule) if turn == place.rank else ():
+            model = schedule.model_stages[stage]
+            x = microbatch.inputs if model == first else between
+            if model == last:
+                fn, example = _with_loss(stages[model], loss), (params[model], x, microbatch.targets)
             else:
-                fn, example = stages[stage], (params[stage], x)
-            program = engine(fn, example, name=f"stage {stage}", device=place.device)
+                fn, example = stages[model], (params[model], x)
+            program = engine(fn, example, name=f"stage {model}", device=place.device)
             times[stage] = torch.tensor(_times(program, example, place.device))
         if place.processes > 1:
             dist.barrier()

@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 import ppfunc as pp
 from ppfunc.parallel import Partition, partition_balanced, partition_uniform
-from ppfunc.schedule import BUILDERS, Schedule, Timeline
+from ppfunc.schedule import BUILDERS, Schedule, Timeline, remove_tail
 from ppfunc.schedule.formats import to_svg
 from ppfunc.training import adamw
 
@@ -74,25 +74,22 @@ class Plan(NamedTuple):
 
     Args:
         model: all layers in order.
-        partition: which layers make up each part of the model.
-        part_of: the part that every stage runs.
+        partition: which layers make up each stage of the model.
     """
 
     schedule: Schedule
     config: gpt.Config
     model: list[gpt.Layer]
     partition: Partition
-    part_of: dict[int, int]
 
     @property
     def stages(self) -> list[Callable[..., Tensor]]:
-        """One pure function per stage."""
-        parts = pp.stages_from_layers([layer.apply for layer in self.model], self.partition)
-        return [parts[self.part_of[stage]] for stage in range(self.schedule.stages)]
+        """One pure function per stage of the model."""
+        return pp.stages_from_layers([layer.apply for layer in self.model], self.partition)
 
     def initialise(self, stage: int, seed: int, device: torch.device) -> list[gpt.Params]:
-        """The first parameters of a stage."""
-        return gpt.initialise(self.model, self.partition.layers_of(self.part_of[stage]), seed, device)
+        """The first parameters of a stage of the model."""
+        return gpt.initialise(self.model, self.partition.layers_of(stage), seed, device)
 
 
 def plan(options: argparse.Namespace) -> Plan:
@@ -118,23 +115,21 @@ def plan(options: argparse.Namespace) -> Plan:
         partition = partition_balanced(gpt.multiplications(config), parts)
     else:
         partition = partition_uniform(len(model), parts)
-    # Where a schedule has two chains, the stages of the second are copies of those of the first.
-    pairs = (pair for chain in schedule.chains for pair in zip(chain.stages, range(parts), strict=True))
-    return Plan(schedule, config, model, partition, dict(pairs))
+    return Plan(schedule, config, model, partition)
 
 
 def schedule_of(options: argparse.Namespace) -> Schedule:
-    """The schedule that was asked for, over as many ranks as hold the stages that were asked for."""
+    """The schedule that was asked for, over as many ranks as hold the stages that were asked for, up to the gradients."""
     build, more = BUILDERS[options.schedule], {} if options.chunks is None else {"chunks": options.chunks}
     if "chunks" in more and "chunks" not in inspect.signature(build).parameters:
         raise ValueError(f"{options.schedule} has no choice of chunks; leave --chunks out")
     processes = launch.processes_given()
     if options.stages is None and processes is not None:
-        return build(processes, options.microbatches, **more)
+        return remove_tail(build(processes, options.microbatches, **more))
     wanted, reason = options.stages or 4, ""
     for ranks in range(wanted, 0, -1):
         try:
-            schedule = build(ranks, options.microbatches, **more)
+            schedule = remove_tail(build(ranks, options.microbatches, **more))
         except ValueError as error:
             reason = reason or f": {error}"
             continue
@@ -166,21 +161,18 @@ def train(options: argparse.Namespace, place: launch.Place) -> Result:
     schedule, stages, engine = todo.schedule, todo.stages, ENGINES[options.engine]
     text = corpus.load()
 
-    def cut(windows: corpus.Windows) -> corpus.Windows:
-        return corpus.Windows(*(pp.microbatch(t.to(place.device), schedule.microbatches) for t in windows))
-
     def batch(n: int) -> corpus.Windows:
-        return cut(corpus.training_batch(text.train, options.batch, options.context, options.seed, n))
+        return corpus.training_batch(text.train, options.batch, options.context, options.seed, n).to(place.device)
 
-    # A process holds the parameters of the stages of its rank; of all of them where it is alone.
-    held = schedule.stages_of(place.rank) if place.processes > 1 else range(schedule.stages)
+    # A process holds the parameters of the stages of the model that it runs.
+    held = sorted({schedule.model_stages[stage] for stage in place.stages(schedule)})
     params = {stage: todo.initialise(stage, options.seed, place.device) for stage in held}
     optimizer = adamw(learning_rate(options.lr, options.steps), betas=(0.9, 0.95), weight_decay=0.1)
     state = optimizer.init(params)
     step = pp.value_and_grad(stages, gpt.cross_entropy, schedule, place.transport, engine=engine)
     validate = pp.evaluate(stages, gpt.cross_entropy, schedule, place.transport, engine=engine)
 
-    one = corpus.Windows(*(t[0] for t in batch(0)))
+    one = corpus.Windows(*(pp.microbatch(t, schedule.microbatches)[0] for t in batch(0)))
     ideal = measure.ideal(engine, stages, gpt.cross_entropy, schedule, params, one, options.width, place)
     progress = Progress(options, ideal.makespan, shown=place.rank == 0)
     for n in progress:
@@ -189,7 +181,7 @@ def train(options: argparse.Namespace, place: launch.Place) -> Result:
         progress.note(loss.item())
 
     pieces = (corpus.validation_batch(text.validation, options.batch, options.context, n) for n in range(VALIDATION_BATCHES))
-    result = Result(progress.losses, mean(validate(params, *cut(windows)).item() for windows in pieces))
+    result = Result(progress.losses, mean(validate(params, *windows.to(place.device)).item() for windows in pieces))
     whole = gathered(todo, params, place)
     if place.rank == 0:
         report(options, place, schedule, ideal, median(progress.seconds), result)

@@ -58,6 +58,8 @@ def test_same_curve_whatever_the_schedule_and_the_stages(trained):
         "--stages 4 --schedule interleaved_1f1b --chunks 2",
         "--stages 2 --schedule looped_bfs",
         "--stages 2 --schedule dualpipe",
+        "--stages 4 --schedule deepspeed_train",
+        "--schedule data_parallel --stages 1",
     ):
         got = trained(*more.split())
         assert got.losses == pytest.approx(expected.losses, rel=1e-6), more

@@ -1,0 +1,57 @@
+"""The first step: ranks trace at the same time, and a stage is called as often as in one process."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+import ppfunc as pp
+
+D = 4
+SLEEP = 0.5  # seconds that the Python of a stage takes per call
+
+
+def first_step(rank, ranks, builder, stages):
+    """Seconds of the first step and of the second one, and the calls of the function of a stage."""
+    calls = [0]
+
+    def slow(params, x):
+        calls[0] += 1
+        time.sleep(SLEEP)
+        return torch.tanh(x @ params)
+
+    schedule = getattr(pp, builder)(ranks, 2 * ranks)
+    # Stages of this process are functions of their own: nothing is shared between them.
+    held = schedule.stages_of(rank)
+    own = [(lambda p, x, s=s: slow(p, x) + s) if s in held else None for s in range(stages * ranks)]
+    params, x = {s: torch.eye(D) for s in held}, torch.ones(2 * ranks, D)
+    seconds = []
+    with pp.P2P(timeout=60) as transport:
+        step = pp.value_and_grad(own, lambda y, t: (y - t).square().mean(), schedule, transport)
+        for _ in range(2):
+            start = time.perf_counter()
+            step(params, x, x)
+            seconds.append(time.perf_counter() - start)
+    return seconds, calls[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("builder", "stages"), [("one_f_one_b", 1), ("zbv", 2)])
+def test_four_ranks_take_as_long_as_one_and_one_call_for_each_further_rank(fresh, soon, builder, stages):
+    found = {}
+    for ranks in (1, 2, 4):
+        processes = fresh(ranks)
+        processes(first_step, "one_f_one_b", 1)  # imports, once in each process
+        found[ranks] = processes(first_step, builder, stages)
+        processes.close()
+    print({ranks: [(round(s[0], 2), round(s[1], 3), calls) for s, calls in answers] for ranks, answers in found.items()})
+    calls = {calls for answers in found.values() for _, calls in answers}
+    assert len(calls) == 1
+    alone = max(seconds[0] for seconds, _ in found[1])
+    for ranks in (2, 4):
+        # Signatures go from stage to stage, after one call of each; what comes after that runs side by side.
+        further = stages * (ranks - 1)
+        assert max(seconds[0] for seconds, _ in found[ranks]) < 1.2 * (alone + further * SLEEP) + soon / 4
+        assert max(seconds[1] for seconds, _ in found[ranks]) < SLEEP
