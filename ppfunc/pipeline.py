@@ -116,7 +116,9 @@ def value_and_grad(
         raise ValueError(f"argnums: got {argnums!r}, expected 0 (parameters), 1 (inputs), or a tuple of both, each once")
     wants = {"loss", *("input_grads" if n else "grads" for n in wanted), *(["aux"] if has_aux else [])}
     if per_microbatch and 0 not in wanted:
-        raise ValueError("per_microbatch=True keeps gradients of parameters apart, and argnums asks for none; leave it out, or take argnums=(0, 1)")
+        raise ValueError(
+            "per_microbatch=True keeps gradients of parameters apart, and argnums asks for none; leave it out, or take argnums=(0, 1)"
+        )
     changes = f"{' of each microbatch' if per_microbatch else ''}{' and inputs' if 1 in wanted else ''}{_of_shape(loss_shape)}"
     spec = StepSpec(f"value_and_grad{changes}", frozenset(wants), per_microbatch, loss_shape, overlapped)
 

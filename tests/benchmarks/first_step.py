@@ -94,7 +94,9 @@ def main() -> None:
     rounds = []
     for _ in range(options.rounds):
         command = [sys.executable, "-W", "ignore", __file__, f"--width={options.width}", f"--blocks={options.blocks}"]
-        printed = {s: subprocess.run([*command, f"--side={s}"], stdout=subprocess.PIPE, text=True, check=True).stdout for s in ("graph", "torch")}
+        printed = {
+            s: subprocess.run([*command, f"--side={s}"], stdout=subprocess.PIPE, text=True, check=True).stdout for s in ("graph", "torch")
+        }
         rounds.append({side: tuple(map(float, text.split())) for side, text in printed.items()})
     for side in ("graph", "torch"):
         first, later, calls = (median(r[side][i] for r in rounds) for i in range(3))

@@ -66,7 +66,11 @@ def compare(rank, ranks, name):
     schedule = SCHEDULES[name](ranks)
     params, inputs, targets = problem(schedule)
     held, first, last = held_by(schedule, rank, params), runs(schedule, rank, 0), runs(schedule, rank, -1)
-    own_stages, own_inputs, own_targets = [stage if s in held else None for s in params], inputs if first else None, targets if last else None
+    own_stages, own_inputs, own_targets = (
+        [stage if s in held else None for s in params],
+        inputs if first else None,
+        targets if last else None,
+    )
     cut = pp.microbatch(inputs, schedule.microbatches)  # not all outputs have the rows of a whole batch
     with pp.P2P(timeout=30) as transport:
         judge = pp.evaluate(own_stages, loss_fn, schedule, transport, return_outputs=True)
@@ -80,7 +84,9 @@ def compare(rank, ranks, name):
             assert (outputs is None) != last
             if last:
                 here = [m for chain in schedule.chains if schedule.placement[chain.stages[-1]] == rank for m in chain.microbatches]
-                assert [optree.tree_map(torch.equal, y, wanted[m]) for y, m in zip(outputs, here, strict=True)] == [dict.fromkeys(wanted[0], True)] * len(here)
+                assert [optree.tree_map(torch.equal, y, wanted[m]) for y, m in zip(outputs, here, strict=True)] == [
+                    dict.fromkeys(wanted[0], True)
+                ] * len(here)
             if not schedule.forward_only:
                 mine, own = step(held, own_inputs, own_targets)
                 assert torch.equal(mine, loss)
@@ -107,7 +113,9 @@ def change_shapes(rank, ranks):
         step = pp.value_and_grad([stage] * ranks, loss_fn, schedule, transport, argnums=(0, 1))
         for sizes in ([3] * 4, [2, 3, 2, 5], [6] * 4, [3] * 4, [2, 3, 2, 5]):
             generator = torch.Generator().manual_seed(sum(sizes))
-            inputs = pp.Microbatches([{"h": torch.randn(n, D, generator=generator), "mask": torch.ones(n, dtype=torch.bool)} for n in sizes])
+            inputs = pp.Microbatches(
+                [{"h": torch.randn(n, D, generator=generator), "mask": torch.ones(n, dtype=torch.bool)} for n in sizes]
+            )
             targets = pp.Microbatches([torch.randn(n, D, generator=generator) for n in sizes])
             loss, (grads, moved) = step({rank: params[rank]}, inputs if rank == 0 else None, targets if rank == ranks - 1 else None)
             want, (wanted, all_moved) = alone(params, inputs, targets)
@@ -287,7 +295,6 @@ def randomness(rank, ranks):
 
 def test_random_stages_draw_the_same_in_any_process(two):
     two(randomness)
-
 
 
 class FakeNCCL:
