@@ -75,7 +75,7 @@ def value_and_grad(
         returns ``(loss, grads)``, or ``((loss, aux), grads)`` with ``has_aux``.
 
         * ``params``: ``{stage: tree}``, the stages of the model that this process runs (all of them in process);
-          ``schedule.model_stages`` and ``schedule.stages_of(rank)`` say which.
+          ``schedule.model_stages_of(rank)`` says which.
         * ``inputs``, ``targets``: a tree, every leaf of which is cut along axis 0 into the schedule's microbatches,
           as views; or :class:`ppfunc.Microbatches`, which may differ in shape. A process that does not run the
           last stage may pass None for the targets; one that does not run the first, None for the inputs.
@@ -88,7 +88,7 @@ def value_and_grad(
         The loss, a scalar, is returned on every rank. ``grads`` has the structure of ``params``, zeros where there
         is no dependence, and belongs to the caller; gradients of the inputs have the form of the inputs, on ranks
         of first stages, None elsewhere; for a tuple of ``argnums`` there is a tuple of both. ``aux.metrics`` is
-        ``{stage: tree}`` with a leading axis of microbatches, ``aux.state`` ``{stage: tree}``.
+        ``{stage: tree}`` with a leading axis of the microbatches that this process ran, ``aux.state`` ``{stage: tree}``.
 
         A program is traced once for every form (structure, shapes, strides, dtypes, devices) of the arguments, and
         kept: ``step.cache_info()``, ``step.cache_clear()``. Numbers that a stage reads from elsewhere are those of

@@ -35,6 +35,9 @@ class CompiledStep(NamedTuple):
     places: tuple[Place, ...]
     transport: Transport
 
+    def __repr__(self) -> str:
+        return f"<compiled {self.lowered.spec.name}, {self.lowered.schedule!r}, {len(self.calls)} calls>"
+
 
 def compile_step(lowered: LoweredStep, engine: Engine, transport: Transport) -> CompiledStep:
     """Build the program of every stage, and bind every instruction.

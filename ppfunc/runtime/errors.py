@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ppfunc.schedule import Instruction, Op, parts_of
+from ppfunc.stage.abstract import place as line_of
 
 if TYPE_CHECKING:
     from .lower import LoweredStep
@@ -65,12 +66,13 @@ class AgreementError(RuntimeError):
 
 
 def describe_inputs(failure: Failure, lowered: LoweredStep) -> str:
-    """The shapes that the stage of a failed forward was given."""
+    """The line of the user's code that failed, and the shapes that the stage of a failed forward was given."""
     if failure.instruction is None or not isinstance(failure.cause, Exception):
         return ""
+    line = line_of(failure.cause)
     for part in parts_of(failure.instruction):
         if part.op is Op.F and part.microbatch is not None:
             low = lowered.stages[part.stage, part.microbatch]
             params = lowered.form.params[lowered.schedule.model_stages[part.stage]]
-            return f"; its input was {', '.join(map(str, low.received))}, its parameters {params}"
-    return ""
+            return f"{line}; its input was {', '.join(map(str, low.received))}, its parameters {params}"
+    return line

@@ -108,6 +108,9 @@ class LoweredStep(NamedTuple):
     losses: Mapping[int, LossPart]
     drawing: tuple[int, ...]
 
+    def __repr__(self) -> str:
+        return f"<lowered {self.spec.name}, {self.schedule!r}>"
+
 
 def lower(
     stages: Sequence[Stage | None],
@@ -299,16 +302,20 @@ class _StageLowering:
                     f"stage {stage} returns an auxiliary loss, and evaluate without a loss function returns none; give it a loss function"
                 )
         if (metrics.leaves or state.leaves) and "aux" not in self.spec.wants:
-            raise ValueError(f"stage {stage} returns {'metrics' if metrics.leaves else 'a state'}; pass has_aux=True to get them")
+            constant = (
+                "" if metrics.leaves else "; where a module only reads its buffers, stage_from_module(module, constants=True) has no state"
+            )
+            raise ValueError(f"stage {stage} returns {'metrics' if metrics.leaves else 'a state'}; pass has_aux=True to get them{constant}")
         given = self.form.state.get(stage)
-        if (state.leaves or given is not None) and (given is None or given.without_grad() != state.without_grad()):
+        if (state.leaves or (given is not None and given.leaves)) and (given is None or given.without_grad() != state.without_grad()):
             raise ValueError(
                 f"stage {stage} returns the state {state}, it was given {given or 'none'}; pass state={{{stage}: ...}} of that form"
             )
         if state.leaves and self.replicated:
             raise ValueError(
                 f"stage {stage} returns a state, and this schedule runs replicas of it side by side, which would each have another; "
-                f"use a schedule with one chain, such as dualpipev"
+                "use a schedule with one chain, such as dualpipev, or stage_from_module(module, constants=True) "
+                "where buffers are only read"
             )
 
 

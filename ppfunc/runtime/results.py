@@ -10,7 +10,7 @@ import torch
 from ppfunc.stage import Signature
 from ppfunc.stage.tree import tree_leaves, tree_map, tree_structure
 
-from .arguments import StepArguments
+from .arguments import RawArguments, StepArguments
 from .batch import Microbatches
 from .buffers import Buffers, Tag
 from .execute import weights_of
@@ -22,7 +22,7 @@ class Aux(NamedTuple):
     """Collect the metrics and states that the stages of this process return, by stage of the model.
 
     Args:
-        metrics: trees with a leading axis of the microbatches that this process ran; Microbatches, with None
+        metrics: trees with a leading axis of the microbatches that this process ran, ascending; Microbatches, with None
             for those without, where they differ in form.
         state: trees, after the last microbatch.
     """
@@ -60,6 +60,15 @@ def collect(lowered: LoweredStep, arguments: StepArguments, buffers: Buffers) ->
         _outputs(lowered, buffers, owned) if "outputs" in wants else None,
         _aux(lowered, buffers, owned) if "aux" in wants else None,
     )
+
+
+def in_order_of(raw: RawArguments, result: StepResult) -> StepResult:
+    """The results, with gradients and states in the order in which the caller gave parameters and states."""
+    if result.grads is not None:
+        result = result._replace(grads={stage: result.grads[stage] for stage in raw.params})
+    if result.aux is not None and raw.state:
+        result = result._replace(aux=result.aux._replace(state={stage: result.aux.state[stage] for stage in raw.state}))
+    return result
 
 
 def weighted_losses(lowered: LoweredStep, arguments: StepArguments, buffers: Buffers) -> dict[int, torch.Tensor]:

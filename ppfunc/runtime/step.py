@@ -28,7 +28,7 @@ from .execute import StepFailed, execute, fill
 from .functorch import transforming
 from .lower import Exchange, LoweredStep, StepSpec, lower
 from .replicas import links_of_replicas, require_same_forms, shared_forms
-from .results import StepResult, collect, weighted_losses
+from .results import StepResult, collect, in_order_of, weighted_losses
 from .rng import preserve_rng
 from .stage_programs import autocast, forget
 from .terms import batch_name, call_terms, rows_of
@@ -69,7 +69,7 @@ class StepFunction(Generic[P, R]):
         self.schedule, self.transport, self.spec = schedule, transport, spec
         self._stages, self._loss_fn, self._engine, self._prepare, self._finish = stages, loss_fn, engine, prepare, finish
         self._ranks = transport.local_ranks(schedule.ranks)
-        self._local = tuple(sorted({schedule.model_stages[s] for s, rank in enumerate(schedule.placement) if rank in self._ranks}))
+        self._local = tuple(sorted({stage for rank in self._ranks for stage in schedule.model_stages_of(rank)}))
         self._number = transport.register_step()
         self.__signature__ = inspect.signature(prepare)  # for help() and editors
         self._lock = threading.Lock()
@@ -110,7 +110,7 @@ class StepFunction(Generic[P, R]):
             with torch.set_grad_enabled(torch.is_grad_enabled() and transforming()), _generators(arguments):
                 buffers = execute(compiled, fill(compiled.lowered, arguments))
                 losses = weighted_losses(compiled.lowered, arguments, buffers)
-                result = collect(compiled.lowered, arguments, buffers)
+                result = in_order_of(raw, collect(compiled.lowered, arguments, buffers))
                 buffers = None
                 result = result._replace(loss=self.transport.end(losses, entry.parts, entry.mode()))
                 ended = True

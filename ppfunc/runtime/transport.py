@@ -120,7 +120,10 @@ class ControlTransport(Protocol):
     ``generation`` counts the failures: what was agreed before one has to be agreed again.
     """
 
-    generation: int
+    @property
+    def generation(self) -> int:
+        """The number of failures so far."""
+        ...
 
     def local_ranks(self, ranks: int) -> tuple[int, ...]:
         """The ranks of a pipeline of ``ranks`` that live in this process; ValueError where the number does not fit."""

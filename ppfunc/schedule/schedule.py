@@ -167,6 +167,15 @@ class Schedule:
         positions = {stage: position for position, group in enumerate(self.replicas) for stage in group}
         return tuple(positions.get(stage, stage) for stage in range(self.stages))
 
+    def model_stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of the model that ``rank`` runs, ascending; of a stage with replicas each process that runs one.
+
+        >>> from ppfunc.schedule import dualpipe
+        >>> dualpipe(ranks=2, microbatches=4).stages_of(0), dualpipe(ranks=2, microbatches=4).model_stages_of(0)
+        ((0, 3), (0, 1))
+        """
+        return tuple(sorted({self.model_stages[stage] for stage in self.stages_of(rank)}))
+
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the canonical text, in hexadecimal: equal in every process and version.

@@ -176,10 +176,10 @@ def place(error: BaseException) -> str:
 
 @cache
 def is_of_a_library(path: str) -> bool:
-    """Whether a file is of torch, of Python or of this library."""
+    """Whether a file is of torch, of Python or of this library, or a program that was traced."""
     file = Path(path)
     installed = {"site-packages", "dist-packages"}.intersection(file.parts)
-    return any(map(file.is_relative_to, _LIBRARIES)) or (file.is_relative_to(_PYTHON) and not installed) or str(file).startswith("<frozen")
+    return any(map(file.is_relative_to, _LIBRARIES)) or (file.is_relative_to(_PYTHON) and not installed) or path.startswith("<")
 
 
 def _observe(

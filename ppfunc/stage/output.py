@@ -81,7 +81,8 @@ def canonical(
         if set(given) != set(skips):
             raise ValueError(
                 f"it returns skip connections to the stages {sorted(given)}, the schedule has them to {sorted(skips)}; "
-                f"declare them by ppfunc.with_skips(schedule, [(source, destination), ...])"
+                f"return them as Output(y, skips={{destination: tree}}), and declare them by "
+                "ppfunc.with_skips(schedule, [(source, destination), ...])"
             )
         loss = out.loss
         if last and loss_fn is not None:
