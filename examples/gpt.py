@@ -68,9 +68,7 @@ def block(config: Config) -> Layer:
 
     def apply(params: Params, x: Tensor) -> Tensor:
         h = F.layer_norm(x, (d,), params["attention_norm"])
-        q, k, v = rearrange(
-            F.linear(h, params["qkv"]), "b t (part head e) -> part b head t e", part=3, head=config.heads
-        )
+        q, k, v = rearrange(F.linear(h, params["qkv"]), "b t (part head e) -> part b head t e", part=3, head=config.heads)
         h = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + F.linear(rearrange(h, "b head t e -> b t (head e)"), params["attention_out"])
         h = F.layer_norm(x, (d,), params["hidden_norm"])
@@ -118,9 +116,7 @@ def multiplications(config: Config) -> list[int]:
     return [d, *[12 * d * d + 2 * config.context * d] * config.layers, config.vocabulary * d]
 
 
-def initialise(
-    model: Sequence[Layer], numbers: Sequence[int], seed: int, device: torch.device | str = "cpu"
-) -> list[Params]:
+def initialise(model: Sequence[Layer], numbers: Sequence[int], seed: int, device: torch.device | str = "cpu") -> list[Params]:
     """Parameters of the layers ``numbers`` of the model.
 
     Every layer has a random generator of its own, so that its values depend on the seed and on

@@ -90,9 +90,7 @@ def start(job: Callable[[Any, Place], None], options: Any, ranks: int) -> None:
     # A server that has imported everything once forks the processes, where there is such a thing.
     method = "forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn"
     mp.set_forkserver_preload(["__main__", "torch._dynamo"])
-    context = mp.start_processes(
-        enter, (job, options, ranks, store.port), nprocs=ranks, join=False, daemon=True, start_method=method
-    )
+    context = mp.start_processes(enter, (job, options, ranks, store.port), nprocs=ranks, join=False, daemon=True, start_method=method)
     try:
         while not context.join(grace_period=5):
             pass

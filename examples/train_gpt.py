@@ -228,9 +228,7 @@ def gathered(todo: Plan, params: dict[int, list[gpt.Params]], place: launch.Plac
     return whole
 
 
-def report(
-    options: argparse.Namespace, place: launch.Place, schedule: Schedule, ideal: Timeline, seconds: float, result: Result
-) -> None:
+def report(options: argparse.Namespace, place: launch.Place, schedule: Schedule, ideal: Timeline, seconds: float, result: Result) -> None:
     """Say how it went, write the loss down, and draw it and the schedule."""
     options.out.mkdir(parents=True, exist_ok=True)
     files = {

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ppfunc.runtime import InProcess, StepFunction, StepResult, StepSpec, Transport, interleaved, microbatch, two_streams
-from ppfunc.runtime.arguments import LossWeights, RawArguments, Seed
+from ppfunc.runtime.arguments import LossWeights, RawArguments, Seed, read_loss_weights
 from ppfunc.runtime.lower import require_honoured
 from ppfunc.runtime.overlap import Overlapped
 from ppfunc.runtime.transport import Failure
@@ -115,6 +115,10 @@ def value_and_grad(
     if wanted not in ((0,), (1,), (0, 1), (1, 0)):
         raise ValueError(f"argnums: got {argnums!r}, expected 0 (parameters), 1 (inputs), or a tuple of both, each once")
     wants = {"loss", *("input_grads" if n else "grads" for n in wanted), *(["aux"] if has_aux else [])}
+    if per_microbatch and 0 not in wanted:
+        raise ValueError(
+            "per_microbatch=True keeps gradients of parameters apart, and argnums asks for none; leave it out, or take argnums=(0, 1)"
+        )
     changes = f"{' of each microbatch' if per_microbatch else ''}{' and inputs' if 1 in wanted else ''}{_of_shape(loss_shape)}"
     spec = StepSpec(f"value_and_grad{changes}", frozenset(wants), per_microbatch, loss_shape, overlapped)
 
@@ -122,7 +126,7 @@ def value_and_grad(
         made = tuple(result.input_grads if n else result.grads for n in wanted)
         return (result.loss, result.aux) if has_aux else result.loss, made if isinstance(argnums, tuple) else made[0]
 
-    return make_step(stages, loss_fn, schedule, transport, engine, spec, _arguments(loss_weights), finish)
+    return make_step(stages, loss_fn, schedule, transport, engine, spec, _arguments(loss_weights), finish, loss_weights)
 
 
 def evaluate(
@@ -163,6 +167,8 @@ def evaluate(
     """
     if loss_fn is None and not return_outputs and not has_aux:
         raise ValueError("evaluate got neither a loss function nor return_outputs=True; it would return nothing")
+    if loss_fn is None and loss_shape:
+        raise ValueError(f"loss_shape: got {loss_shape}, and no loss function; leave it out")
     chosen = {"loss": loss_fn is not None, "outputs": return_outputs, "aux": has_aux}
     wants = [name for name, wanted in chosen.items() if wanted]
     name = f"evaluate{' without a loss' if loss_fn is None else ''}{' with outputs' if return_outputs else ''}{_of_shape(loss_shape)}"
@@ -172,7 +178,8 @@ def evaluate(
         return made if len(made) > 1 else made[0]
 
     spec = StepSpec(name, frozenset(wants), loss_shape=loss_shape)
-    return make_step(stages, loss_fn, schedule, transport, engine, spec, _arguments(loss_weights), finish, training=False)
+    prepare = _arguments(loss_weights)
+    return make_step(stages, loss_fn, schedule, transport, engine, spec, prepare, finish, loss_weights, training=False)
 
 
 def make_step(
@@ -184,16 +191,18 @@ def make_step(
     spec: StepSpec,
     prepare: Callable[..., RawArguments],
     finish: Callable[[StepResult, RawArguments], Any],
+    loss_weights: LossWeights = None,
     *,
     training: bool = True,
 ) -> StepFunction[..., Any]:
-    """Make a step function of anything: what :func:`value_and_grad`, :func:`evaluate` and the transforms have in common.
+    """Make the step function of :func:`value_and_grad`, :func:`evaluate` and the transforms.
 
     A mistake in the arguments is told to the other ranks, which raise it at their next step.
 
     Args:
         prepare: ``(*arguments of a call) -> RawArguments``.
         finish: ``(results, arguments) -> return value of a call``.
+        loss_weights: the weights that ``prepare`` gives where a call has none of its own.
         training: whether there are backwards.
     """
     transport = InProcess() if transport is None else transport
@@ -202,6 +211,11 @@ def make_step(
         _require(stages, loss_fn, schedule, engine, spec)
         if training and schedule.forward_only:
             raise ValueError(f"the schedule {schedule.name!r} has no backward; use ppfunc.evaluate, or a schedule for training")
+        if loss_weights is not None and loss_fn is None:
+            raise ValueError("loss_weights: got some, and no loss function whose losses they would weigh; leave them out")
+        read_loss_weights(loss_weights, schedule.microbatches)
+        if spec.overlapped is not None and Op.OVERLAP_F_B not in schedule.ops:
+            raise ValueError(f"overlapped: got a function, and the schedule {schedule.name!r} overlaps nothing; use dualpipe or dualpipev")
         ready = prove(schedule if training or schedule.forward_only else forward_only(schedule))
         return StepFunction(list(stages), loss_fn, ready, transport, engine, spec, prepare, finish)
     except Exception as cause:
@@ -259,7 +273,7 @@ def with_skips(schedule: Schedule, skips: Sequence[tuple[int, int]]) -> Schedule
 def _arguments(default: LossWeights) -> Callable[..., RawArguments]:
     """The arguments of a step, as the caller writes them."""
 
-    def prepare(
+    def step(
         params: Mapping[int, Any],
         inputs: Any,
         targets: Any = None,
@@ -271,6 +285,12 @@ def _arguments(default: LossWeights) -> Callable[..., RawArguments]:
     ) -> RawArguments:
         return RawArguments(params, inputs, targets, extras, state, default if loss_weights is None else loss_weights, seed)
 
+    return named_step(step)
+
+
+def named_step(prepare: Callable[..., RawArguments]) -> Callable[..., RawArguments]:
+    """The same function, called ``step()`` in the errors of Python about its arguments."""
+    prepare.__name__ = prepare.__qualname__ = "step"
     return prepare
 
 

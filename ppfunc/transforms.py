@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ppfunc.pipeline import make_step
+from ppfunc.pipeline import make_step, named_step
 from ppfunc.runtime import Microbatches, StepFunction, StepResult, StepSpec, Transport
 from ppfunc.runtime.arguments import LossWeights, RawArguments, Seed
 from ppfunc.schedule import Schedule
@@ -68,6 +68,23 @@ def jvp(
     (tensor([30.]), tensor([15.]))
     """
 
+    default = loss_weights
+
+    def step(
+        params: Mapping[int, Any],
+        tangents: Mapping[int, Any],
+        inputs: Any,
+        targets: Any = None,
+        *,
+        input_tangents: Any = None,
+        loss_weights: LossWeights = None,
+        seed: Seed = None,
+        extras: Mapping[int, Any] | None = None,
+        state: Mapping[int, Any] | None = None,
+    ) -> RawArguments:
+        weights = default if loss_weights is None else loss_weights
+        return RawArguments(_pairs(params, tangents), _moving(inputs, input_tangents), targets, extras, state, weights, seed)
+
     def finish(result: StepResult, raw: RawArguments) -> Any:
         made = result.outputs
         if loss_fn is not None:
@@ -81,8 +98,7 @@ def jvp(
     wants = {"outputs" if loss_fn is None else "loss", *(["aux"] if has_aux else [])}
     spec = StepSpec("jvp", frozenset(wants), loss_shape=(2,))
     losses = None if loss_fn is None else dual_loss(loss_fn)
-    prepare = _along_tangents(loss_weights, _moving)
-    return make_step(_each(stages, dual), losses, schedule, transport, engine, spec, prepare, finish, training=False)
+    return make_step(_each(stages, dual), losses, schedule, transport, engine, spec, named_step(step), finish, loss_weights, training=False)
 
 
 def hvp(
@@ -129,8 +145,8 @@ def hvp(
         return (values, result.aux) if has_aux else values, (grads, products)
 
     spec = StepSpec("hvp", frozenset({"loss", "grads", *(["aux"] if has_aux else [])}), loss_shape=(2,))
-    prepare = _along_tangents(loss_weights, _unmoved)
-    return make_step(_each(stages, sloping), hessian_loss(loss_fn), schedule, transport, engine, spec, prepare, finish)
+    prepare = _along_tangents(loss_weights)
+    return make_step(_each(stages, sloping), hessian_loss(loss_fn), schedule, transport, engine, spec, prepare, finish, loss_weights)
 
 
 def gnvp(
@@ -175,8 +191,8 @@ def gnvp(
         return (values, result.aux) if has_aux else values, {stage: product for stage, (product, _) in result.grads.items()}
 
     spec = StepSpec("gnvp", frozenset({"loss", "grads", *(["aux"] if has_aux else [])}), loss_shape=(2,))
-    prepare = _along_tangents(loss_weights, _unmoved)
-    return make_step(_each(stages, held_dual), gauss_newton_loss(loss_fn), schedule, transport, engine, spec, prepare, finish)
+    prepare = _along_tangents(loss_weights)
+    return make_step(_each(stages, held_dual), gauss_newton_loss(loss_fn), schedule, transport, engine, spec, prepare, finish, loss_weights)
 
 
 def per_sample_grad(
@@ -218,7 +234,7 @@ def per_sample_grad(
     losses = per_sample_loss(loss_fn)
     m = schedule.microbatches
 
-    def prepare(
+    def step(
         params: Mapping[int, Any],
         inputs: Any,
         targets: Any = None,
@@ -239,7 +255,7 @@ def per_sample_grad(
 
     transform = partial(per_sample, randomness=randomness)
     spec = StepSpec(f"per_sample_grad of {samples} samples", frozenset({"loss", "grads"}), per_microbatch=True)
-    return make_step(_each(stages, transform), loss, schedule, transport, engine, spec, prepare, finish)
+    return make_step(_each(stages, transform), loss, schedule, transport, engine, spec, named_step(step), finish)
 
 
 def _each(stages: Sequence[Stage | None], transform: Transform) -> list[Stage | None]:
@@ -248,10 +264,10 @@ def _each(stages: Sequence[Stage | None], transform: Transform) -> list[Stage | 
     return [made.get(id(fn), fn) for fn in stages]
 
 
-def _along_tangents(default: LossWeights, moving: Callable[..., Any]) -> Callable[..., RawArguments]:
-    """The arguments of a step with tangents, as the caller writes them; ``moving`` makes the pairs of the batch."""
+def _along_tangents(default: LossWeights) -> Callable[..., RawArguments]:
+    """The arguments of a step with tangents of the parameters alone, as the caller writes them."""
 
-    def prepare(
+    def step(
         params: Mapping[int, Any],
         tangents: Mapping[int, Any],
         inputs: Any,
@@ -261,12 +277,11 @@ def _along_tangents(default: LossWeights, moving: Callable[..., Any]) -> Callabl
         seed: Seed = None,
         extras: Mapping[int, Any] | None = None,
         state: Mapping[int, Any] | None = None,
-        **further: Any,
     ) -> RawArguments:
         weights = default if loss_weights is None else loss_weights
-        return RawArguments(_pairs(params, tangents), moving(inputs, **further), targets, extras, state, weights, seed)
+        return RawArguments(_pairs(params, tangents), _unmoved(inputs), targets, extras, state, weights, seed)
 
-    return prepare
+    return named_step(step)
 
 
 def _stages(trees: Any, name: str) -> Mapping[int, Any]:

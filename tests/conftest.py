@@ -74,8 +74,7 @@ class Processes:
         self._ends = [ours for ours, _ in pipes]
         self._job = 0
         self.workers = [
-            context.Process(target=_work, args=(rank, size, meeting, theirs), daemon=True)
-            for rank, (_, theirs) in enumerate(pipes)
+            context.Process(target=_work, args=(rank, size, meeting, theirs), daemon=True) for rank, (_, theirs) in enumerate(pipes)
         ]
         for worker, (_, theirs) in zip(self.workers, pipes, strict=True):
             worker.start()

@@ -385,10 +385,10 @@ def test_a_lambda_around_a_module_follows_its_mode(engine):
 def test_programs_of_another_autocast_are_not_taken():
     """A shared program of the first dtype ran under every later one."""
     params, inputs, targets = optree.tree_map(torch.Tensor.float, problem())
-    losses = {}
-    for dtype in (None, torch.bfloat16, torch.float16, None, torch.bfloat16):
+    stages, losses = [lambda p, x: x @ p["w"]] * 2, {}
+    for dtype in (torch.bfloat16, None, torch.float16, torch.bfloat16, None):
         with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
-            loss, _ = pp.value_and_grad([lambda p, x: x @ p["w"]] * 2, squared, pp.gpipe(2, 2))(params, inputs, targets)
+            loss, _ = pp.value_and_grad(stages, squared, pp.gpipe(2, 2))(params, inputs, targets)
         assert losses.setdefault(dtype, loss) == loss
     assert len(set(map(float, losses.values()))) == 3
 

@@ -193,9 +193,7 @@ def test_hessian_vector_products_along_part_of_the_parameters(engine):
     zeros = optree.tree_map(torch.zeros_like, params)
     direction = {0: {**floating(given.tangents)[0], "w": zeros[0]["w"]}, 1: zeros[1]}
     gradient, product = jvp(grad(total(given)), (params,), (direction,))
-    _, (grads, products) = pp.hvp(given.stages, loss_fn, schedule, engine=engine)(
-        given.params, tangents, given.inputs, given.targets
-    )
+    _, (grads, products) = pp.hvp(given.stages, loss_fn, schedule, engine=engine)(given.params, tangents, given.inputs, given.targets)
     assert_near(grads, gradient)
     assert_near(products, product)
 
@@ -342,9 +340,9 @@ OVER = {
     "ensemble": lambda given, schedule, transport, params, _: pp.value_and_grad(
         *pp.ensemble(given.stages, loss_fn), schedule, transport, loss_shape=(3,)
     )(stacked_three(params), given.inputs, given.targets),
-    "saliency": lambda given, schedule, transport, params, _: pp.value_and_grad(
-        given.stages, loss_fn, schedule, transport, argnums=(0, 1)
-    )(params, given.inputs, given.targets),
+    "saliency": lambda given, schedule, transport, params, _: pp.value_and_grad(given.stages, loss_fn, schedule, transport, argnums=(0, 1))(
+        params, given.inputs, given.targets
+    ),
 }
 
 

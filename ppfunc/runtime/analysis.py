@@ -14,6 +14,7 @@ from ppfunc.stage import Engine, StageProgram
 from ppfunc.stage.abstract import without_values
 from ppfunc.stage.example import Example
 from ppfunc.stage.output import children
+from ppfunc.stage.tracing.emit import emit
 
 from .compile import CompiledStep, build_programs, compile_step
 from .lower import Key, LoweredStage, LoweredStep
@@ -185,12 +186,16 @@ def _flops(program: StageProgram, low: LoweredStage, *, training: bool) -> tuple
             return forward, 0, 0, 0
         cotangents = tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device=seen.device) for leaf in gy)
         _, backward = _counted(program.flat.backward, saved, cotangents)
-        (_, rest), backward_input = _counted(program.flat.backward_input, program.flat.forward(*seen.make())[1], cotangents)
+        (_, rest), backward_input = _counted(program.flat.backward_input, _counted(program.flat.forward, *seen.make())[0][1], cotangents)
         _, backward_weight = _counted(program.flat.backward_weight, rest)
     return forward, backward, backward_input, backward_weight
 
 
 def _counted(function: Callable[..., Any], *args: Any) -> tuple[Any, int]:
+    """The result of a function of a program, as traced where it is compiled, and its operations."""
+    recipe = getattr(function, "recipe", None)
+    if recipe is not None and recipe.compile:
+        function = emit(recipe._replace(compile=False))
     with FlopCounterMode(display=False) as counter:
         result = function(*args)
     return result, counter.get_total_flops()

@@ -148,6 +148,9 @@ def read_arguments(
             raise ValueError(f"{name}: got {len(batch)} microbatches, the schedule has {m}; cut the batch into that many")
         return [read(tree, f"{name}[{i}]") for i, tree in enumerate(batch)]
 
+    for name in ("targets", "loss_weights"):
+        if getattr(raw, name) is not None and not with_targets:
+            raise ValueError(f"{name}: got some, but there is no loss function that would read them; give the loss function, or no {name}")
     _require_stages(raw.params, "params", stages)
     extras, state = ({} if given is None else given for given in (raw.extras, raw.state))
     _require_some(extras, "extras", stages)
@@ -282,8 +285,6 @@ def _require_some(trees: Any, name: str, stages: Sequence[int]) -> None:
 def _require_batches(raw: RawArguments, schedule: Schedule, stages: Sequence[int], with_targets: bool) -> None:
     model = schedule.model_stages
     ends = {"inputs": (raw.inputs, model[schedule.chains[0].stages[0]]), "targets": (raw.targets, model[schedule.chains[0].stages[-1]])}
-    if raw.targets is not None and not with_targets:
-        raise ValueError("targets: got a batch, but there is no loss function that would read it; give the loss function, or no targets")
     for name, (batch, stage) in ends.items():
         if batch is None and stage in stages and (with_targets or name == "inputs"):
             raise ValueError(f"{name}: got None, but this process runs stage {stage}, which needs them")
@@ -313,6 +314,6 @@ def _detached(leaves: Leaves) -> Leaves:
 def _read_seed(seed: Any) -> Seed:
     if seed is None:
         return None
-    if isinstance(seed, tuple | list) and len(seed) == 2 and all(isinstance(n, Integral) for n in seed):
+    if isinstance(seed, tuple | list) and len(seed) == 2 and all(isinstance(n, Integral) and not isinstance(n, bool) for n in seed):
         return int(seed[0]), int(seed[1])
     raise TypeError(f"seed: got {reprlib.repr(seed)}, expected (seed, step), two integers")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 from .failures import GONE, LinkError
 from .rendezvous import Rendezvous
@@ -68,6 +69,7 @@ class SocketLinks:
         self._listener = listen()
         self._address = Address(hosts(), self._listener.getsockname()[1], secrets.token_hex(16))
         rendezvous.write(f"address/{self.rank}", json.dumps(self._address))
+        _OPEN.add(self)
         self._thread = threading.Thread(target=self._watch, name="ppfunc links", daemon=True)
         self._thread.start()
 
@@ -244,6 +246,13 @@ class SocketLinks:
 
     def _watch(self) -> None:
         greeting: dict[int, socket.socket] = {}
+        try:
+            self._watch_until_closed(greeting)
+        finally:  # a watch that fails must not leave neighbours waiting
+            self._closed = True
+            self._let_go(greeting)
+
+    def _watch_until_closed(self, greeting: dict[int, socket.socket]) -> None:
         pause, probed = 0.001, time.monotonic()
         while not self._closed:
             poll = select.poll()
@@ -262,14 +271,14 @@ class SocketLinks:
                 self._probe(missing)
                 probed = time.monotonic()
             pause = min(2 * pause, 0.05)
-        self._let_go(greeting)
 
     def _serve(self, fd: int, streams: Mapping[int, Connection], greeting: dict[int, socket.socket]) -> None:
         """Do what a descriptor is ready for."""
         if fd == self._listener.fileno():
-            connection, _ = self._listener.accept()
-            connection.setblocking(False)
-            greeting[connection.fileno()] = connection
+            with suppress(OSError):  # whoever knocked is gone again
+                connection, _ = self._listener.accept()
+                connection.setblocking(False)
+                greeting[connection.fileno()] = connection
         elif fd == self._noted.fileno():
             self._noted.recv(1 << 12)
         elif fd in greeting:
@@ -343,6 +352,23 @@ class SocketLinks:
             stream.close()
         for end in (self._listener, self._woken, self._wake, self._noted, self._note, *greeting.values()):
             end.close()
+
+
+_OPEN: WeakSet[SocketLinks] = WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """Close, in a child that was forked, what it has inherited: peers would not notice that its parent has ended."""
+    for links in _OPEN:  # without their locks, which another thread may have held
+        links._closed = True
+        inherited = (stream.socket for stream in links._streams.values())
+        for end in (links._listener, links._woken, links._wake, links._noted, links._note, *inherited):
+            if end is not None:
+                end.close()
+    _OPEN.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _ring(bell: socket.socket) -> None:

@@ -179,8 +179,7 @@ def require_honoured(schedule: Schedule) -> None:
             (r, n, i) for r, program in enumerate(schedule.programs) for n, step in enumerate(program) for i in step if i.op is op
         )
         raise ValueError(
-            f"the schedule {schedule.name!r} has {instruction} (rank {rank}, step {position}), which nothing "
-            f"would honour: {refused[op]}"
+            f"the schedule {schedule.name!r} has {instruction} (rank {rank}, step {position}), which nothing would honour: {refused[op]}"
         )
 
 
@@ -297,16 +296,14 @@ class _StageLowering:
                 raise ValueError(f"the loss of stage {stage} must be a {wanted}, got {got}; {mend}")
             if "loss" not in self.spec.wants:
                 raise ValueError(
-                    f"stage {stage} returns an auxiliary loss, and evaluate without a loss function returns none; give it "
-                    "a loss function"
+                    f"stage {stage} returns an auxiliary loss, and evaluate without a loss function returns none; give it a loss function"
                 )
         if (metrics.leaves or state.leaves) and "aux" not in self.spec.wants:
             raise ValueError(f"stage {stage} returns {'metrics' if metrics.leaves else 'a state'}; pass has_aux=True to get them")
         given = self.form.state.get(stage)
         if (state.leaves or given is not None) and (given is None or given.without_grad() != state.without_grad()):
             raise ValueError(
-                f"stage {stage} returns the state {state}, it was given {given or 'none'}; pass "
-                f"state={{{stage}: ...}} of that form"
+                f"stage {stage} returns the state {state}, it was given {given or 'none'}; pass state={{{stage}: ...}} of that form"
             )
         if state.leaves and self.replicated:
             raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import platform
 import threading
@@ -70,6 +71,7 @@ class StepFunction(Generic[P, R]):
         self._ranks = transport.local_ranks(schedule.ranks)
         self._local = tuple(sorted({schedule.model_stages[s] for s, rank in enumerate(schedule.placement) if rank in self._ranks}))
         self._number = transport.register_step()
+        self.__signature__ = inspect.signature(prepare)  # for help() and editors
         self._lock = threading.Lock()
         self._building = threading.local()
         self._generation: int | None = None
@@ -174,7 +176,7 @@ class StepFunction(Generic[P, R]):
             name = batch_name(arguments.form) if last is None else last.name
             mine = f"{name}{_KNOWN}{self._has_run(name)}"
         name, _, known = self.transport.begin(self._terms(arguments), mine, self._source).rpartition(_KNOWN)
-        if known != self._has_run(name):
+        if mine is None and known != self._has_run(name):
             raise AgreementError(
                 "the ranks disagree on the step that begins: whether it has run with these shapes before, rank "
                 f"{self._source} says {known}, "

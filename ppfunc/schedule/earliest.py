@@ -30,9 +30,7 @@ class EarliestTimes(NamedTuple):
     done: dict[int, Time]
 
 
-def earliest(
-    schedule: Schedule, duration: Duration, pair: PairDuration, delay: Callable[[int, int], Time]
-) -> EarliestTimes:
+def earliest(schedule: Schedule, duration: Duration, pair: PairDuration, delay: Callable[[int, int], Time]) -> EarliestTimes:
     """Run the compute instructions of ``schedule`` as soon as possible; communications are skipped.
 
     Equivalent to, for each instruction in an order that respects its inputs::
@@ -67,24 +65,15 @@ def earliest(
     return times
 
 
-def _rows(
-    schedule: Schedule, flow: Dataflow, duration: Duration, delay: Callable[[int, int], Time]
-) -> dict[Op, list[tuple]]:
+def _rows(schedule: Schedule, flow: Dataflow, duration: Duration, delay: Callable[[int, int], Time]) -> dict[Op, list[tuple]]:
     """``rows[op][stage]``: duration, distance of the product, and the inputs with their delays."""
     home = schedule.placement
 
     def inputs(op: Op, stage: int) -> tuple:
-        return tuple(
-            (distance, delay(origin, stage) if home[origin] != home[stage] else 0)
-            for distance, origin in flow.needs[op][stage]
-        )
+        return tuple((distance, delay(origin, stage) if home[origin] != home[stage] else 0) for distance, origin in flow.needs[op][stage])
 
     used = schedule.ops
-    return {
-        op: [(duration(op, s), PRODUCT[op], inputs(op, s)) for s in range(schedule.stages)]
-        for op in flow.needs
-        if op in used
-    }
+    return {op: [(duration(op, s), PRODUCT[op], inputs(op, s)) for s in range(schedule.stages)] for op in flow.needs if op in used}
 
 
 def _advance(

@@ -51,9 +51,7 @@ class ScheduleError(ValueError):
         return f"{head}\n\n{self.picture}" if self.picture else head
 
 
-def schedule_error(
-    schedule: Schedule, rank: int | None, position: tuple[int, int] | None, reason: str
-) -> ScheduleError:
+def schedule_error(schedule: Schedule, rank: int | None, position: tuple[int, int] | None, reason: str) -> ScheduleError:
     """Make the error for one place of ``schedule``, with its instruction and its picture. The caller raises it."""
     if rank is None or position is None:
         return ScheduleError(rank, position, None, reason)

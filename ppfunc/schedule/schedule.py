@@ -184,9 +184,7 @@ def _flat(programs: Iterable[Program]) -> Iterator[Instruction]:
     return chain.from_iterable(chain.from_iterable(programs))
 
 
-def single_chain(
-    name: str, placement: Iterable[int], microbatches: int, programs: Iterable[Iterable[Instruction]]
-) -> Schedule:
+def single_chain(name: str, placement: Iterable[int], microbatches: int, programs: Iterable[Iterable[Instruction]]) -> Schedule:
     """Make a schedule with one chain through stages 0, 1, ... and one instruction per step."""
     placement = tuple(placement)
     return Schedule(

@@ -101,9 +101,7 @@ def measure(
     for rank in range(schedule.ranks):
         compute = [i[0] in COMPUTE for i in schedule.instructions(rank)]
         if not len(compute) == len(starts[rank]) == len(ends[rank]):
-            raise ValueError(
-                f"rank {rank} has {len(compute)} instructions, got {len(starts[rank])} starts and {len(ends[rank])} ends"
-            )
+            raise ValueError(f"rank {rank} has {len(compute)} instructions, got {len(starts[rank])} starts and {len(ends[rank])} ends")
         begins, stops = (list(compress(times[rank], compute)) for times in (starts, ends))
         last = max(stops, default=0)
         makespan = max(makespan, last)

@@ -299,6 +299,4 @@ def _require_unchanged(example: Example, trees: tuple[Any, ...], groups: tuple[L
         if written or not same:
             place = what + (written[0] if written else "")
             how = "writes into" if written else "replaces entries of"
-            raise StageError(
-                name, f"it is not pure: it {how} its argument {place}", "return the new value, or work on a clone"
-            )
+            raise StageError(name, f"it is not pure: it {how} its argument {place}", "return the new value, or work on a clone")

@@ -30,9 +30,7 @@ class DifferentiableStage:
     def primals(self, params: Leaves, x: Leaves) -> tuple[Leaves, Leaves]:
         return tuple(params[i] for i in self.param_at), tuple(x[i] for i in self.x_at)
 
-    def with_others(
-        self, params: Leaves, x: Leaves, extras: Leaves
-    ) -> Callable[[Leaves, Leaves], tuple[Leaves, Leaves]]:
+    def with_others(self, params: Leaves, x: Leaves, extras: Leaves) -> Callable[[Leaves, Leaves], tuple[Leaves, Leaves]]:
         """A function ``(primal params, primal x) -> (y leaves with gradient, all outputs)``."""
 
         def run(primal_params: Leaves, primal_x: Leaves) -> tuple[Leaves, Leaves]:

@@ -125,9 +125,7 @@ def _zeros(tree: Any, device: torch.device) -> Leaves:
     return tuple(torch.zeros_like(t.detach(), device=device if t.is_meta else None) for t in tree_leaves(tree))
 
 
-def split_aux(
-    out: Any, has_aux: bool, stage: str
-) -> tuple[tuple[Any, PyTreeSpec], tuple[Any, PyTreeSpec]]:
+def split_aux(out: Any, has_aux: bool, stage: str) -> tuple[tuple[Any, PyTreeSpec], tuple[Any, PyTreeSpec]]:
     """Flatten the return value of a stage to ``(leaves, structure)`` of ``y`` and of ``aux`` (``None`` without it).
 
     Raises:

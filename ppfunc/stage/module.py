@@ -177,7 +177,5 @@ def split_sequential(module: nn.Sequential | nn.ModuleList, boundaries: Sequence
         raise TypeError(f"boundaries: got {boundaries!r}, expected a list, such as [{boundaries!r}]")
     ranges = list(pairwise([0, *boundaries, len(module)]))
     if any(a > b for a, b in ranges):
-        raise ValueError(
-            f"got the boundaries {list(boundaries)}, expected ascending positions between 0 and {len(module)}"
-        )
+        raise ValueError(f"got the boundaries {list(boundaries)}, expected ascending positions between 0 and {len(module)}")
     return [nn.Sequential(*(module[i] for i in range(a, b))) for a, b in ranges]

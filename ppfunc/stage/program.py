@@ -111,9 +111,7 @@ class Engine(Protocol):
         ...
 
 
-def stage_program(
-    flat: FlatProgram, example: Example, outline: Outline, *, has_aux: bool, residual_bytes: int | None
-) -> StageProgram:
+def stage_program(flat: FlatProgram, example: Example, outline: Outline, *, has_aux: bool, residual_bytes: int | None) -> StageProgram:
     """The program on trees, made of the one on flat tuples."""
     y, aux = outline.y, outline.aux
     wants_param = [differentiable(leaf.dtype) for leaf in example.params.leaves]
@@ -158,6 +156,4 @@ def stage_program(
     def backward_weight(rest: tuple[Any, ...]) -> Any:
         return fill(example.params, wants_param, flat.backward_weight(rest))
 
-    return StageProgram(
-        forward, backward, backward_input, backward_weight, flat, y, aux, residual_bytes, outline.random
-    )
+    return StageProgram(forward, backward, backward_input, backward_weight, flat, y, aux, residual_bytes, outline.random)

@@ -36,9 +36,7 @@ class LeafSignature:
 
     def __post_init__(self) -> None:
         if self.grad and not differentiable(self.dtype):
-            raise ValueError(
-                f"a leaf of {self.dtype} was marked grad=True; only floating and complex leaves carry gradients"
-            )
+            raise ValueError(f"a leaf of {self.dtype} was marked grad=True; only floating and complex leaves carry gradients")
 
     @property
     def nbytes(self) -> int:
@@ -64,9 +62,7 @@ class Signature:
 
     def __post_init__(self) -> None:
         if len(self.leaves) != self.treedef.num_leaves:
-            raise ValueError(
-                f"got {len(self.leaves)} leaves for a structure of {self.treedef.num_leaves}: {self.treedef}"
-            )
+            raise ValueError(f"got {len(self.leaves)} leaves for a structure of {self.treedef.num_leaves}: {self.treedef}")
 
     @classmethod
     def of(cls, tree: Any, name: str = "tree") -> Signature:

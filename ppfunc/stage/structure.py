@@ -133,8 +133,7 @@ def _known_class(named: list[str], is_one: Callable[[type], bool], kind: str) ->
         found = getattr(found, "__dict__", {}).get(part)
     if not isinstance(found, type):
         raise ValueError(
-            f"the class {module}.{qualname} is not known in this process; "
-            "import its module, and define it at the module's top"
+            f"the class {module}.{qualname} is not known in this process; import its module, and define it at the module's top"
         )
     if not is_one(found):
         raise ValueError(f"{module}.{qualname} is not {kind} in this process")
@@ -156,8 +155,7 @@ def _plain(value: Any) -> Any:
     if type(value) is dict:
         return ["dict", *([_plain(k), _plain(v)] for k, v in value.items())]
     raise TypeError(
-        f"{value!r} of type {type(value).__name__} in a tree structure cannot be written as JSON; "
-        "expected texts, numbers, tuples"
+        f"{value!r} of type {type(value).__name__} in a tree structure cannot be written as JSON; expected texts, numbers, tuples"
     )
 
 

@@ -277,4 +277,3 @@ def _gradients(grads: Tree, params: Tree) -> list[Tensor]:
                 f"on {g.device}, expected {p.dtype}{list(p.shape)} on {p.device}"
             )
     return [_as_real(_dense(g)) for g in got if differentiable(g.dtype)]
-

@@ -94,8 +94,10 @@ def main() -> None:
     rounds = []
     for _ in range(options.rounds):
         command = [sys.executable, "-W", "ignore", __file__, f"--width={options.width}", f"--blocks={options.blocks}"]
-        runs = {side: subprocess.run([*command, f"--side={side}"], capture_output=True, text=True, check=True) for side in ("graph", "torch")}
-        rounds.append({side: tuple(map(float, run.stdout.split())) for side, run in runs.items()})
+        printed = {
+            s: subprocess.run([*command, f"--side={s}"], stdout=subprocess.PIPE, text=True, check=True).stdout for s in ("graph", "torch")
+        }
+        rounds.append({side: tuple(map(float, text.split())) for side, text in printed.items()})
     for side in ("graph", "torch"):
         first, later, calls = (median(r[side][i] for r in rounds) for i in range(3))
         print(f"{side}: first step {first:.3f} s, a later one {later:.3f} s, {calls:.0f} calls of the stage in the first")

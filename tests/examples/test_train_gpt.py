@@ -68,9 +68,7 @@ def test_same_curve_whatever_the_schedule_and_the_stages(trained):
 
 def test_runs_plainly_in_processes_of_its_own(environment, tmp_path):
     command = [sys.executable, EXAMPLES / "train_gpt.py", *SMALL, "--stages", "2", "--steps", "25", "--lr", "0.02"]
-    done = subprocess.run(
-        [*command, "--out", tmp_path], env=environment, capture_output=True, text=True, timeout=120, check=True
-    )
+    done = subprocess.run([*command, "--out", tmp_path], env=environment, capture_output=True, text=True, timeout=120, check=True)
     first, last = (float(x) for x in done.stdout.split("loss: ")[1].split(" at last")[0].split(" at first, "))
     assert first == pytest.approx(5.5, abs=0.2)
     assert last < 4.5

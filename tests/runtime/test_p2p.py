@@ -291,7 +291,6 @@ def test_random_stages_draw_the_same_in_any_process(two):
     two(randomness)
 
 
-
 class FakeNCCL:
     """A communicator of two ranks over gloo that takes operations as NCCL does: in groups, each of which is one work."""
 

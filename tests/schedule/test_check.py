@@ -207,7 +207,9 @@ def test_step_atomicity():
         for order in ("source", "head"):
             assert is_step_atomic(deepspeed_train(p, m, order=order))
         assert is_step_atomic(deepspeed_inference(p, m))
-    assert is_step_atomic(made_from(*GOOD[:1], GOOD[1].replace("1RECV_F0 1F0 | 1B0 | 1SEND_B0", "| 1RECV_F0 1F0 | 1B0 | 1SEND_B0"))) is False
+    assert (
+        is_step_atomic(made_from(*GOOD[:1], GOOD[1].replace("1RECV_F0 1F0 | 1B0 | 1SEND_B0", "| 1RECV_F0 1F0 | 1B0 | 1SEND_B0"))) is False
+    )
     aligned = made_from("0F0 | 0SEND_F0 | | 0RECV_B0 0B0", "| 1RECV_F0 1F0 | 1B0 | 1SEND_B0")
     assert is_step_atomic(aligned)
     assert not is_step_atomic(place_communication(one_f_one_b(3, 4)))
@@ -264,7 +266,11 @@ def test_a_sum_over_copies_waits_for_all_of_them():
     # The first rank sums its stage 0 and then waits for the sum while the other still needs its messages.
     program = [[i for i in step if (i.op, i.stage) not in ((Op.REDUCE_TIED, 0), (Op.REDUCE_GRAD, 0))] for step in lowered.programs[0]]
     last = max(k for k, step in enumerate(program) if any(p.stage == 0 and p.op in (Op.B, Op.W) for i in step for p in (i, *i.parts)))
-    early = (*map(tuple, program[: last + 1]), (Instruction(Op.REDUCE_TIED, 0), Instruction(Op.REDUCE_GRAD, 0)), *map(tuple, program[last + 1 :]))
+    early = (
+        *map(tuple, program[: last + 1]),
+        (Instruction(Op.REDUCE_TIED, 0), Instruction(Op.REDUCE_GRAD, 0)),
+        *map(tuple, program[last + 1 :]),
+    )
     moved = replace(lowered, programs=(early, *lowered.programs[1:]))
     if any(i.op is Op.SEND_B or i.op is Op.SEND_F for step in program[last + 1 :] for i in step):
         assert "sum over the replicas" in refused(moved).reason
@@ -276,7 +282,9 @@ def test_loads_may_leave_out_the_targets():
     check(insert_loads(gpipe(2, 2)))
     check(insert_loads(gpipe(2, 2), targets=False))
     schedule = insert_loads(gpipe(3, 2))
-    middle = replace(schedule, programs=tuple(((Instruction(Op.LOAD, 1, 0),), *p) if r == 1 else p for r, p in enumerate(schedule.programs)))
+    middle = replace(
+        schedule, programs=tuple(((Instruction(Op.LOAD, 1, 0),), *p) if r == 1 else p for r, p in enumerate(schedule.programs))
+    )
     assert "first and the last" in refused(middle).reason
 
 
@@ -328,7 +336,14 @@ def garbage(rng):
         return rng.choice([None, -1, 0, 1, 7, 10**20, 0.5, float("nan"), True, "F", (), (1,), [], rng.choice(list(Op))])
 
     def instruction(depth=0):
-        sound = [rng.choice(list(Op)), rng.randrange(3), rng.choice([None, 0, 0, 1]), rng.choice([None, None, 2]), rng.choice([None, None, 1]), ()]
+        sound = [
+            rng.choice(list(Op)),
+            rng.randrange(3),
+            rng.choice([None, 0, 0, 1]),
+            rng.choice([None, None, 2]),
+            rng.choice([None, None, 1]),
+            (),
+        ]
         if depth == 0 and rng.random() < 0.2:
             sound[5] = tuple(instruction(1) for _ in range(rng.randrange(3)))
         if rng.random() < 0.3:

@@ -68,7 +68,9 @@ def name_of(schedule, instruction):
 def wanted_compute(schedule):
     """How often each (stage, microbatch) has to do what."""
     walks = [(s, m) for c in schedule.chains for s in c.stages for m in c.microbatches]
-    done = Counter((p.op.value, p.stage, p.microbatch) for q in schedule.programs for step in q for i in step for p in parts(i) if p.op in COMPUTING)
+    done = Counter(
+        (p.op.value, p.stage, p.microbatch) for q in schedule.programs for step in q for i in step for p in parts(i) if p.op in COMPUTING
+    )
     forward_only = not any(op != "F" for op, _, _ in done)
     for s, m in walks:
         times = tuple(done.pop((op, s, m), 0) for op in COMPUTING)

@@ -223,5 +223,3 @@ def test_a_huge_range_takes_no_time():
     chain = Chain((0, 1), range(10**15))
     schedule = Schedule("x", (0, 1), (chain,), (((Instruction(Op.F, 0, 0), Instruction(Op.SEND_F, 0, 0)),), ((Instruction(Op.F, 1, 0),),)))
     assert prove_columns(schedule) is None
-
-

@@ -91,7 +91,10 @@ def test_files(tmp_path):
         ("0F0\x00,0B0\n", r"row 1 \(rank 0\), column 1"),
         ('0F0,"0B0\n', r"row 1 \(rank 0\): not CSV"),
         ('0F0,"0B0"x\n', r"row 1 \(rank 0\): not CSV"),
-        ("0F0,0SEND_F0,,0B0\n1RECV_F0,1F0,1B0\n", r"row 1 \(rank 0\), column 3: a blank, but only files of nothing but compute may have blanks: this has RECV_F"),
+        (
+            "0F0,0SEND_F0,,0B0\n1RECV_F0,1F0,1B0\n",
+            r"row 1 \(rank 0\), column 3: a blank, but only files of nothing but compute may have blanks: this has RECV_F",
+        ),
         ("0F0,0B0\n" + "1" * 10**6 + "F0\n", "row 2"),
         ("0F0,0B0\n1F0," + "x" * 100_000 + "\n", r"row 2 \(rank 1\), column 2"),
     ],

@@ -73,7 +73,9 @@ def test_idle_steps_are_dropped_and_other_instructions_kept():
 def test_a_gradient_leaves_before_the_weight_gradient_is_computed():
     lowered = place_communication(split_backward(gpipe(ranks=2, microbatches=1)))
     assert text(lowered)[1] == "1RECV_F0 1F0 | 1I0 | 1SEND_B0 1W0"
-    joined = replace(lowered, programs=(lowered.programs[0], (*lowered.programs[1][:1], (*lowered.programs[1][1], *lowered.programs[1][2]))))
+    joined = replace(
+        lowered, programs=(lowered.programs[0], (*lowered.programs[1][:1], (*lowered.programs[1][1], *lowered.programs[1][2])))
+    )
     assert place_communication(remove_communication(joined)) == lowered
 
 

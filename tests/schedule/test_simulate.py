@@ -55,7 +55,13 @@ def test_every_instruction_starts_as_soon_as_it_can(schedule, data):
     timeline = simulate(schedule, costs)
     flow = dataflow(schedule)
     rows = [[i for i in schedule.instructions(r)] for r in range(schedule.ranks)]
-    done = {v: end for r, row in enumerate(rows) for i, end in zip(row, timeline.ends[r], strict=True) if i.op in COMPUTE for v in products(flow, i)}
+    done = {
+        v: end
+        for r, row in enumerate(rows)
+        for i, end in zip(row, timeline.ends[r], strict=True)
+        if i.op in COMPUTE
+        for v in products(flow, i)
+    }
     for rank, row in enumerate(rows):
         free = 0
         for instruction, start, end in zip(row, timeline.starts[rank], timeline.ends[rank], strict=True):
@@ -63,8 +69,7 @@ def test_every_instruction_starts_as_soon_as_it_can(schedule, data):
                 assert start == end == free
                 continue
             arrivals = [
-                done[v] + (costs.communication[a] if schedule.placement[a] != rank else 0)
-                for v, a, _ in consumed(flow, instruction)
+                done[v] + (costs.communication[a] if schedule.placement[a] != rank else 0) for v, a, _ in consumed(flow, instruction)
             ]
             assert start == max([free, *arrivals])
             assert end - start == duration(costs, instruction)

@@ -96,8 +96,7 @@ def test_torch_finds_the_gradients_of_the_whole_model(name, form, folder):
     model = layers(len(found))
     inputs, targets = batch()
     losses = [
-        loss_of(torch.nn.Sequential(*model)(x), y)
-        for x, y in zip(inputs.chunk(MICROBATCHES), targets.chunk(MICROBATCHES), strict=True)
+        loss_of(torch.nn.Sequential(*model)(x), y) for x, y in zip(inputs.chunk(MICROBATCHES), targets.chunk(MICROBATCHES), strict=True)
     ]
     (sum(losses) / (MICROBATCHES if form else 1)).backward()
     for stage, gradients in found.items():

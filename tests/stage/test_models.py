@@ -85,10 +85,7 @@ def compare(cut: Cut, engine: str, schedule: str = "zero bubble") -> None:
     named = [dict(part.named_parameters()) for part in cut.parts]
     wanted = [p for own in named for p in own.values() if p.requires_grad]
     rest = iter(torch.autograd.grad(total, wanted, materialize_grads=True))
-    want = {
-        n: {k: next(rest) if p.requires_grad else torch.zeros_like(p) for k, p in own.items()}
-        for n, own in enumerate(named)
-    }
+    want = {n: {k: next(rest) if p.requires_grad else torch.zeros_like(p) for k, p in own.items()} for n, own in enumerate(named)}
     assert any(g.abs().max() > 1e-4 for own in want.values() for g in own.values())
     torch.testing.assert_close(loss, total.detach(), rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(grads, want, rtol=1e-10, atol=1e-10)
@@ -205,8 +202,7 @@ def test_packed_sequences_want_the_eager_engine():
 @ways
 def test_encoder_layers_with_a_mask_among_the_extras(engine, schedule):
     layers = [
-        nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, activation="gelu", batch_first=True, norm_first=n % 2 == 0)
-        for n in range(2)
+        nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, activation="gelu", batch_first=True, norm_first=n % 2 == 0) for n in range(2)
     ]
     nn.ModuleList(layers).double()
     mask = (torch.arange(5) < torch.tensor([5, 3])[:, None]).logical_not()
@@ -404,9 +400,7 @@ class LlamaLayers(nn.Module):
 
 
 def test_decoder_layers_of_llama(transformers):
-    config = transformers.LlamaConfig(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, vocab_size=32
-    )
+    config = transformers.LlamaConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, vocab_size=32)
     model = transformers.LlamaModel(config).double()
     parts = [LlamaLayers(model.layers[n : n + 1], model.rotary_emb) for n in range(2)]
 

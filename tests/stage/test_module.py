@@ -90,9 +90,7 @@ def test_a_shared_parameter_is_listed_once_with_one_gradient():
     y, residuals = program.forward(params, x)
     gparams, _ = program.backward(residuals, torch.ones_like(y))
     assert list(gparams) == ["0.weight"]
-    torch.testing.assert_close(
-        gparams["0.weight"], torch.autograd.grad(module(x).sum(), a.weight)[0], rtol=1e-12, atol=1e-12
-    )
+    torch.testing.assert_close(gparams["0.weight"], torch.autograd.grad(module(x).sum(), a.weight)[0], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)

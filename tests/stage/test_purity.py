@@ -23,12 +23,17 @@ EFFECTS = {
     "list of parameters": (lambda p, x: torch._foreach_add_([x.detach() * 2, p["a"].detach()], 1), r"its argument params\['a'\]"),
     "captured tensor": (lambda p, x: KEPT.add_(1), r"a tensor of shape \(2,\) that is not among its arguments"),
     "view of a captured tensor": (lambda p, x: KEPT.view(2, 1)[0].add_(1), r"a tensor of shape \(1,\) that is not among"),
-    "output of a captured tensor": (lambda p, x: torch.add(KEPT, x.detach(), out=KEPT), r"a tensor of shape \(2,\) that is not among its arguments"),
+    "output of a captured tensor": (
+        lambda p, x: torch.add(KEPT, x.detach(), out=KEPT),
+        r"a tensor of shape \(2,\) that is not among its arguments",
+    ),
     "captured running statistics": (
         lambda p, x: F.batch_norm(torch.stack([x.detach(), x.detach()]), *STATISTICS, training=True),
         r"a tensor of shape \(2,\) that is not among its arguments",
     ),
 }
+
+
 @pytest.fixture
 def args():
     KEPT.zero_()

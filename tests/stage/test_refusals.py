@@ -219,9 +219,7 @@ def test_an_error_of_a_running_stage_has_a_note_with_its_line_and_shapes(engine)
 @pytest.mark.parametrize("engine", [functional, eager], ids=lambda e: e.__name__)
 @pytest.mark.filterwarnings("ignore:.*Converting a tensor")
 def test_an_output_shape_that_depends_on_values_is_refused_when_it_changes(engine):
-    program = engine(
-        lambda w, x: (x[x > 0] if (x > 0).any() else x) * w, (torch.ones(()), torch.zeros(3)), name="stage 2"
-    )
+    program = engine(lambda w, x: (x[x > 0] if (x > 0).any() else x) * w, (torch.ones(()), torch.zeros(3)), name="stage 2")
     with pytest.raises(StageError, match="stage 2: its output depends on values"):
         program.forward(torch.ones(()), torch.tensor([1.0, -1.0, 1.0]))
 

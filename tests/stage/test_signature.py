@@ -32,9 +32,7 @@ optree.register_pytree_node(
     namespace=optree.registry.__GLOBAL_NAMESPACE,
 )
 
-dtypes = st.sampled_from(
-    [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float64]
-)
+dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float64])
 leaves = st.builds(lambda s, d: torch.empty(s, dtype=d), st.lists(st.integers(0, 3), max_size=3), dtypes)
 keys = st.one_of(st.text(max_size=3), st.integers(), st.booleans(), st.tuples(st.text(max_size=2), st.integers()))
 

@@ -32,6 +32,4 @@ def v_half(ranks: int, microbatches: int) -> Schedule:
     """
     require_counts(ranks=ranks, microbatches=microbatches)
     p, shift = ranks, 0 if ranks % 2 else 3
-    return from_pattern(
-        "v_half", ranks, microbatches, lambda r: (2 * r, 3 * p - r - 2, 3 * p + shift + 2 * r - 1, 6 * p + shift - r - 2)
-    )
+    return from_pattern("v_half", ranks, microbatches, lambda r: (2 * r, 3 * p - r - 2, 3 * p + shift + 2 * r - 1, 6 * p + shift - r - 2))

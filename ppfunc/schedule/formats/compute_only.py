@@ -16,7 +16,5 @@ def compute_only(schedule: Schedule) -> Schedule:
     >>> print(*compute_only(deepspeed_train(ranks=2, microbatches=1)).instructions(1))
     1F0 1B0
     """
-    programs = tuple(
-        tuple(tuple(i for i in step if i.op in COMPUTE) for step in program) for program in schedule.programs
-    )
+    programs = tuple(tuple(tuple(i for i in step if i.op in COMPUTE) for step in program) for program in schedule.programs)
     return remove_slots(replace(schedule, programs=programs))

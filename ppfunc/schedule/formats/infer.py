@@ -101,6 +101,4 @@ def _chains(rows: Sequence[Row], stages: int, microbatches: int, forwards: set[t
         reason = f"{stages} stages with {microbatches} microbatches need far more than the {len(forwards)} forwards there are"
         _refuse(rows, lambda part: part.microbatch == microbatches - 1, reason)
     length, share = stages // best, microbatches // best
-    return tuple(
-        Chain(tuple(range(j * length, (j + 1) * length)), range(j * share, (j + 1) * share)) for j in range(best)
-    )
+    return tuple(Chain(tuple(range(j * length, (j + 1) * length)), range(j * share, (j + 1) * share)) for j in range(best))

@@ -41,9 +41,7 @@ def to_json(schedule: Schedule) -> str:
         "chains": chains,
         "skips": [list(edge) for edge in schedule.skips],
     }
-    programs = ",\n".join(
-        json.dumps([[str(i) for i in step] for step in program], separators=(",", ":")) for program in schedule.programs
-    )
+    programs = ",\n".join(json.dumps([[str(i) for i in step] for step in program], separators=(",", ":")) for program in schedule.programs)
     return f'{json.dumps(head)[:-1]}, "programs": [\n{programs}\n]}}\n'
 
 

@@ -8,9 +8,7 @@ from ..instruction import Instruction, Op
 from ..schedule import Schedule, Step
 
 
-def append_tail(
-    schedule: Schedule, *, tied: bool | None = None, reduce_grad: bool = True, step: bool = True
-) -> Schedule:
+def append_tail(schedule: Schedule, *, tied: bool | None = None, reduce_grad: bool = True, step: bool = True) -> Schedule:
     """Add one last step to every rank: the reductions and optimizer steps of all its stages.
 
     Equivalent to, on each rank::

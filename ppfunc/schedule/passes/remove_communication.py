@@ -18,7 +18,5 @@ def remove_communication(schedule: Schedule) -> Schedule:
     >>> remove_communication(place_communication(schedule)) == schedule
     True
     """
-    programs = (
-        [(step, tuple(i for i in step if i.op not in COMMUNICATION)) for step in program] for program in schedule.programs
-    )
+    programs = ([(step, tuple(i for i in step if i.op not in COMMUNICATION)) for step in program] for program in schedule.programs)
     return replace(schedule, programs=tuple(tuple(new for old, new in p if new or not old) for p in programs))

@@ -119,9 +119,7 @@ def _enter(schedule: Schedule, flow: Dataflow, record: OrderRecord, instruction:
             record.made[output + product] = position
 
 
-def _message(
-    schedule: Schedule, flow: Dataflow, routes: Routes, record: OrderRecord, instruction: Instruction, position: Position
-) -> str:
+def _message(schedule: Schedule, flow: Dataflow, routes: Routes, record: OrderRecord, instruction: Instruction, position: Position) -> str:
     """Record one end of a message; returns its fault in words, empty where there is none."""
     route = routes.get((instruction[0], instruction[1], instruction[3]))
     if route is None:

@@ -186,9 +186,7 @@ def _blocker(found: Traffic, state: QueueState, batch: int) -> tuple[int, int, i
 
 def _both_at_head(found: Traffic, state: QueueState, message: int) -> bool:
     """Whether a message has moved: all its ends are, or were, at the head of their queues."""
-    return all(
-        state.pending[e] == 0 or (state.pending[e] > 0 and state.posted[found.queue[e]][0] == e) for e in found.ends[message]
-    )
+    return all(state.pending[e] == 0 or (state.pending[e] > 0 and state.posted[found.queue[e]][0] == e) for e in found.ends[message])
 
 
 def _first_wait(found: Traffic, state: QueueState, nodes: list[tuple[int, int | None]]) -> tuple[int, tuple[int, int]]:

@@ -28,9 +28,7 @@ def without_onednn() -> Iterator[None]:
         onednn.enabled = before
 
 
-def compiled(
-    part: Part, constants: dict[str, torch.Tensor]
-) -> tuple[Callable[..., Any], tuple[Node, ...], tuple[Node, ...]]:
+def compiled(part: Part, constants: dict[str, torch.Tensor]) -> tuple[Callable[..., Any], tuple[Node, ...], tuple[Node, ...]]:
     """Compile the body of a part as one function.
 
     The shapes of a trace are fixed, so nothing is checked at a call: no guards, no dispatch.
@@ -39,9 +37,7 @@ def compiled(
         the function, the nodes of its arguments, the nodes of its results.
     """
     body = set(part.body)
-    inputs = tuple(
-        dict.fromkeys(a for n in part.body for a in n.all_input_nodes if a not in body and a.op != "get_attr")
-    )
+    inputs = tuple(dict.fromkeys(a for n in part.body for a in n.all_input_nodes if a not in body and a.op != "get_attr"))
     outputs = tuple(dict.fromkeys(n for results in part.results for n in results if n in body))
     module = _module(part, inputs, outputs, constants)
     with FakeTensorMode():  # one for all: the arguments may come from two traces
@@ -57,9 +53,7 @@ def _compile(module: GraphModule, examples: list[torch.Tensor]) -> Callable[...,
     return compile_fx(module, examples, config_patches=_OPTIONS, decompositions=deterministic)
 
 
-def _module(
-    part: Part, inputs: tuple[Node, ...], outputs: tuple[Node, ...], constants: dict[str, torch.Tensor]
-) -> GraphModule:
+def _module(part: Part, inputs: tuple[Node, ...], outputs: tuple[Node, ...], constants: dict[str, torch.Tensor]) -> GraphModule:
     graph = Graph()
     copies = {n: graph.placeholder(n.name) for n in inputs}
     used = {a for n in part.body for a in n.all_input_nodes if a.op == "get_attr"}

@@ -24,9 +24,7 @@ def _batch_norm(
     return aten._native_batch_norm_legit_no_training.default(x, w, b, mean, var, *rest)
 
 
-def _cudnn_batch_norm(
-    x: Tensor, w: Tensor, b: Tensor | None, mean: Tensor | None, var: Tensor | None, training: bool, *rest: float
-) -> Any:
+def _cudnn_batch_norm(x: Tensor, w: Tensor, b: Tensor | None, mean: Tensor | None, var: Tensor | None, training: bool, *rest: float) -> Any:
     """``cudnn_batch_norm``, which updates ``mean`` and ``var`` in training, by the kernels of torch."""
     y, *saved = _batch_norm(x, w, b, mean, var, training, *rest)
     return (y, *(saved if training else (w.new_empty(0), w.new_empty(0))), x.new_empty(0, dtype=torch.uint8))

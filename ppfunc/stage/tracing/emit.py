@@ -127,11 +127,7 @@ class _Writer:
         else:
             target = self.bind(node) if node in self.last else "_"
         self.lines.append(f"{target} = {text}")
-        gone = [
-            self.names[n]
-            for n in dict.fromkeys(node.all_input_nodes)
-            if self.last.get(n) is node and n.op != "get_attr"
-        ]
+        gone = [self.names[n] for n in dict.fromkeys(node.all_input_nodes) if self.last.get(n) is node and n.op != "get_attr"]
         if "_" in target.split(", ") or target in ("_", "_,"):
             gone.append("_")
         if gone:

@@ -74,7 +74,8 @@ def _kind(value: Any, numbers: dict[Node, int]) -> Hashable:
 def _find(node: Node) -> OperatorCall:
     if node.target in RECORDING:
         return OperatorCall(torch.enable_grad()(binding(node.target)))
-    tensors = {n: n.meta["val"].detach() for n in node.all_input_nodes}
+    # A tensor that requires no gradient can stand for a number, if it has no axis.
+    tensors = {n: t if (t := n.meta["val"]).dim() else t.detach() for n in node.all_input_nodes}
     args, kwargs = map_arg((node.args, node.kwargs), tensors.__getitem__)
     itself = OperatorCall(binding(node.target))
     wanted = _dispatched(itself, args, kwargs, node)

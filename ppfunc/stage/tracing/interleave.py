@@ -52,8 +52,5 @@ def _copied(both: Graph, recipe: Recipe, constants: dict[str, torch.Tensor]) -> 
 
 def _in_turn(one: Part, two: Part) -> Iterator[Node]:
     """Both bodies as one, each operator as far on its way as those beside it are on theirs."""
-    bodies = [
-        [((n + 0.5) / len(part.body), which, n, node) for n, node in enumerate(part.body)]
-        for which, part in enumerate((one, two))
-    ]
+    bodies = [[((n + 0.5) / len(part.body), which, n, node) for n, node in enumerate(part.body)] for which, part in enumerate((one, two))]
     return (node for *_, node in merge(*bodies, key=lambda entry: entry[:3]))

@@ -97,7 +97,9 @@ def _record(fn: Callable[..., Results], groups: tuple[Leaves, ...], name: str) -
 def _joint(stage: DifferentiableStage, record: Record, params: Leaves, x: Leaves, extras: Leaves, gy: Leaves) -> Results:
     """Outputs, gradients of the parameters and of ``x``."""
     with torch.enable_grad():
-        primals = tuple(tuple(t.detach().requires_grad_() for t in group) for group in stage.primals(params, x))
+        primals = stage.primals(params, x)
+        for tensor in chain(*primals):
+            tensor.requires_grad_()
         y, outputs = stage.with_others(params, x, extras)(*primals)
         record.end_of_forward()
         inputs = primals[0] + primals[1]
@@ -111,7 +113,8 @@ def _without_effects(joint: Joint, record: Record, *groups: Leaves) -> Results:
     record.end_of_forward()
     sizes = [len(nodes) for nodes in (joint.outputs, joint.gparams, joint.gx)]
     joint.graph.output([*joint.outputs, *joint.gparams, *joint.gx])
-    results = iter(torch.func.functionalize(GraphModule(joint.constants, joint.graph))(*chain(*groups)))
+    with torch.no_grad():
+        results = iter(torch.func.functionalize(GraphModule(joint.constants, joint.graph))(*chain(*groups)))
     outputs, gparams, gx = (tuple(islice(results, size)) for size in sizes)
     return outputs, gparams, gx
 

@@ -45,9 +45,7 @@ def cut_for(joint: Joint, remat: Remat, name: str) -> Parts:
     if remat == "full":
         return cut(joint, _repeatable(joint))
     if not callable(remat):
-        raise ValueError(
-            f'got remat={remat!r}, expected "none", "full", a predicate on operators, or a number of bytes'
-        )
+        raise ValueError(f'got remat={remat!r}, expected "none", "full", a predicate on operators, or a number of bytes')
     return cut(joint, {n for n in _repeatable(joint) if is_call(root(n)) and remat(_operator(root(n)))})
 
 

@@ -80,8 +80,7 @@ def _hold(pairs: Any) -> Any:
     if isinstance(pairs, Output):
         if pairs.loss is not None:
             raise ValueError(
-                "got a stage with an auxiliary loss, which has no Gauss-Newton matrix; give it to the loss function "
-                "of the last stage"
+                "got a stage with an auxiliary loss, which has no Gauss-Newton matrix; give it to the loss function of the last stage"
             )
         skips = None if pairs.skips is None else {s: _hold(pair) for s, pair in pairs.skips.items()}
         return pairs._replace(y=_hold(pairs.y), skips=skips)

@@ -73,8 +73,7 @@ def _instance_norm(
         return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
     if running_mean is not None or running_var is not None:
         raise NotImplementedError(
-            "instance norm that keeps running statistics has no second derivatives here; set "
-            "track_running_stats=False"
+            "instance norm that keeps running statistics has no second derivatives here; set track_running_stats=False"
         )
     require_spatial(input.size())
     b = len(input)

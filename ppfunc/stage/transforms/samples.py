@@ -32,8 +32,7 @@ def per_sample(fn: Stage, *, randomness: str = "error") -> Stage:
         out = fn(params, *tree_map(_alone, sample))
         if isinstance(out, Output) and (out.loss, out.metrics, out.state) != (None, None, None):
             raise ValueError(
-                "it returns an auxiliary loss, metrics or a state, of which there are none per sample; return y and "
-                "skips alone"
+                "it returns an auxiliary loss, metrics or a state, of which there are none per sample; return y and skips alone"
             )
         return out
 
