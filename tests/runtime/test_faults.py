@@ -54,9 +54,7 @@ def refused(match, call, *args, error=ValueError, **kwargs):
 def test_wrong_batches_are_refused_with_what_was_got_and_expected():
     params, inputs, targets = problem(2, 4)
     step = pp.value_and_grad([stage] * 2, squared, pp.gpipe(2, 4))
-    refused(
-        "batch: got 10 rows .* 4 microbatches do not divide; the nearest numbers that do are 2 and 5", pp.microbatch, torch.ones(10, D), 4
-    )
+    refused("got 10 rows .* 4 microbatches do not divide; the nearest numbers that do are 2 and 5", pp.microbatch, torch.ones(10, D), 4)
     refused("batch: got 3 rows .* for 4 microbatches; use at most 3", pp.microbatch, torch.ones(3, D), 4)
     refused(r"same number of rows.* batch\['a'\]: 4, batch\['b'\]: 8", pp.microbatch, {"a": torch.ones(4), "b": torch.ones(8)}, 4)
     refused("at least 1", pp.microbatch, torch.ones(4), 0)
@@ -77,7 +75,7 @@ def test_a_list_is_a_tree_like_any_other():
     assert torch.equal(loss, pp.value_and_grad([stage] * 2, squared, pp.gpipe(2, 4))(params, inputs, targets)[0])
     step = pp.value_and_grad([stage] * 2, squared, pp.gpipe(2, 4))
     refused(r"inputs\[0\]: got 3 rows .* for 4 microbatches", step, params, list(inputs.chunk(4)), targets)
-    refused("stage 0.*list", step, params, list(inputs.chunk(3)), targets, error=pp.StageError)
+    refused("stage 0.*list", step, params, [inputs], targets, error=pp.StageError)
     refused(r"targets\[0\]: got 3 rows .* for 4 microbatches", step, params, inputs, list(targets.chunk(4)))
 
 
@@ -91,13 +89,8 @@ def test_wrong_parameters_stages_weights_and_losses_are_refused():
     refused(r"extras: got the stages \[2\], this process runs \[0, 1\]", step, params, inputs, targets, extras={2: inputs})
     refused("stages: got 3, the schedule 'gpipe' has 2", pp.value_and_grad, [stage] * 3, squared, schedule)
     refused(r"stages\[1\]: got None", pp.value_and_grad([stage, None], squared, schedule), params, inputs, targets)
-    refused(
-        r"loss_weights: got shape \(3,\)",
-        pp.value_and_grad([stage] * 2, squared, schedule, loss_weights=[1, 2, 3]),
-        params,
-        inputs,
-        targets,
-    )
+    weighted = pp.value_and_grad([stage] * 2, squared, schedule, loss_weights=[1, 2, 3])
+    refused(r"loss_weights: got shape \(3,\)", weighted, params, inputs, targets)
     refused(r"loss_weights: got shape \(3,\)", step, params, inputs, targets, loss_weights=[1, 2, 3])
     refused("no backward", pp.value_and_grad, [stage] * 2, squared, pp.inference(2, 4))
     refused("nothing", pp.evaluate, [stage] * 2, None, schedule)
@@ -148,9 +141,7 @@ def test_losses_of_several_dtypes_are_refused():
     rows = pp.microbatch(inputs, 4)
     mixed = pp.Microbatches([rows[0].double(), *rows[1:]])
     step = pp.value_and_grad([kept] * 2, lambda y, t: y.mean(), pp.gpipe(2, 4))
-    refused(
-        r"stage 1 gives losses of different forms for different microbatches, .*float64\[\] and .*float32\[\]", step, params, mixed, targets
-    )
+    refused(r"stage 1 gives losses of different forms .*float64\[\] and .*float32\[\]", step, params, mixed, targets)
     step = pp.value_and_grad([kept] * 2, lambda y, t: y.double().mean(), pp.gpipe(2, 4))
     step(params, mixed, targets)
     outputs = pp.evaluate([kept] * 2, None, pp.gpipe(2, 4), return_outputs=True)(params, mixed)
@@ -187,14 +178,8 @@ def test_stages_that_do_not_fit_each_other_are_refused_by_name():
     params, inputs, targets = problem(2, 4)
     step = pp.value_and_grad([stage] * 2, squared, pp.gpipe(2, 4))
     params[1]["w"] = torch.ones(D + 1, D)
-    refused(
-        r"stage 1: .*test_faults.py:\d+.*given params = {'w': float32\[5,4\]}, x = float32\[3,4\]",
-        step,
-        params,
-        inputs,
-        targets,
-        error=pp.StageError,
-    )
+    told = r"stage 1: .*test_faults.py:\d+.*given params = {'w': float32\[5,4\]}, x = float32\[3,4\]"
+    refused(told, step, params, inputs, targets, error=pp.StageError)
     # Matrix products of different dtypes are found out only when they run.
     params[1]["w"] = torch.ones(D, D, dtype=torch.float64)
     refused(r"1F0.*float != double.*input was float32\[3,4\]", step, params, inputs, targets, error=pp.PipelineError)
@@ -442,6 +427,9 @@ LEAVE = {
 }
 
 
+OPEN = []  # transports that end with their process: one that is closed is taken for one that is gone
+
+
 def leave(rank, ranks, victim, how, when):
     """One process ends; the others say what they saw of it, and how long that took."""
     params, inputs, targets = problem(ranks, 5)
@@ -455,14 +443,14 @@ def leave(rank, ranks, victim, how, when):
         return stage(p, x)
 
     def go_on():
-        transports.append(pp.P2P(timeout=60))
-        return pp.value_and_grad([fragile] * ranks, squared, pp.one_f_one_b(ranks, 5), transports[0], engine=pp.functional)
+        OPEN.append(pp.P2P(timeout=60))
+        return pp.value_and_grad([fragile] * ranks, squared, pp.one_f_one_b(ranks, 5), OPEN[-1], engine=pp.functional)
 
     def leave_now(moment):
         if rank == victim and when == moment:
             LEAVE[how]()
 
-    held, transports = {rank: params[rank]}, []
+    held = {rank: params[rank]}
     if when == "before its transport":
         dist.barrier()
         leave_now("before its transport")

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ppfunc.parallel import Topology, membership, pipe_data
-from ppfunc.runtime.mesh import ProcessGroups, device_mesh, topology_of_mesh
+from ppfunc.runtime import ProcessGroups, device_mesh, topology_of_mesh
 
 
 def summed(group):

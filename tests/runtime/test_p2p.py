@@ -66,11 +66,8 @@ def compare(rank, ranks, name):
     schedule = SCHEDULES[name](ranks)
     params, inputs, targets = problem(schedule)
     held, first, last = held_by(schedule, rank, params), runs(schedule, rank, 0), runs(schedule, rank, -1)
-    own_stages, own_inputs, own_targets = (
-        [stage if s in held else None for s in params],
-        inputs if first else None,
-        targets if last else None,
-    )
+    own_stages = [stage if s in held else None for s in params]
+    own_inputs, own_targets = inputs if first else None, targets if last else None
     cut = pp.microbatch(inputs, schedule.microbatches)  # not all outputs have the rows of a whole batch
     with pp.P2P(timeout=30) as transport:
         judge = pp.evaluate(own_stages, loss_fn, schedule, transport, return_outputs=True)
@@ -84,9 +81,8 @@ def compare(rank, ranks, name):
             assert (outputs is None) != last
             if last:
                 here = [m for chain in schedule.chains if schedule.placement[chain.stages[-1]] == rank for m in chain.microbatches]
-                assert [optree.tree_map(torch.equal, y, wanted[m]) for y, m in zip(outputs, here, strict=True)] == [
-                    dict.fromkeys(wanted[0], True)
-                ] * len(here)
+                same = [optree.tree_map(torch.equal, y, wanted[m]) for y, m in zip(outputs, here, strict=True)]
+                assert same == [dict.fromkeys(wanted[0], True)] * len(here)
             if not schedule.forward_only:
                 mine, own = step(held, own_inputs, own_targets)
                 assert torch.equal(mine, loss)
@@ -113,10 +109,8 @@ def change_shapes(rank, ranks):
         step = pp.value_and_grad([stage] * ranks, loss_fn, schedule, transport, argnums=(0, 1))
         for sizes in ([3] * 4, [2, 3, 2, 5], [6] * 4, [3] * 4, [2, 3, 2, 5]):
             generator = torch.Generator().manual_seed(sum(sizes))
-            inputs = pp.Microbatches(
-                [{"h": torch.randn(n, D, generator=generator), "mask": torch.ones(n, dtype=torch.bool)} for n in sizes]
-            )
-            targets = pp.Microbatches([torch.randn(n, D, generator=generator) for n in sizes])
+            hidden, targets = (pp.Microbatches([torch.randn(n, D, generator=generator) for n in sizes]) for _ in range(2))
+            inputs = hidden.map(lambda h: {"h": h, "mask": torch.ones(len(h), dtype=torch.bool)})
             loss, (grads, moved) = step({rank: params[rank]}, inputs if rank == 0 else None, targets if rank == ranks - 1 else None)
             want, (wanted, all_moved) = alone(params, inputs, targets)
             assert torch.equal(loss, want)
