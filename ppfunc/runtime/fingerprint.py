@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from enum import Enum
 from functools import partial
@@ -11,7 +12,10 @@ from weakref import ref
 
 import torch
 
-_DEPTH = 4  # objects within objects
+from ppfunc.stage.abstract import is_of_a_library
+
+_DEPTH = 8  # objects within objects
+_ALL = 20_000  # objects in all
 _MOST = 1000  # entries of a container
 _PLAIN = (int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device, torch.Size)
 _OWN = frozenset({"training", "_modules", "_parameters", "_buffers"})  # attributes of a module that a step is given, or follows
@@ -69,7 +73,7 @@ def _visit(value: Any, found: list[Any], seen: set[int], depth: int) -> None:
         found.append(_Identity(value))
     except TypeError:
         found.append(type(value) if container or depth > 0 else object())
-    if container and (len(value) > _MOST or depth == 0):
+    if len(seen) > _ALL or (container and (len(value) > _MOST or depth == 0)):
         found.append(object())
     elif depth > 0:
         for name, part in _parts(value):
@@ -88,21 +92,49 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
             yield from enumerate((value.func, *value.args, value.keywords))
         case MethodType():
             yield from enumerate((value.__self__, value.__func__))
+        case property():
+            yield "fget", value.fget
+        case staticmethod() | classmethod():
+            yield "func", value.__func__
         case FunctionType():
-            cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-            yield from ((name, cell.cell_contents) for name, cell in cells if _is_filled(cell))
-            yield from enumerate((value.__defaults__ or (), value.__kwdefaults__ or {}, vars(value)))
-            yield from ((name, value.__globals__[name]) for name in _names(value.__code__) if name in value.__globals__)
+            yield from _parts_of_function(value)
         case torch.nn.Module():
             for path, module in value.named_modules():
+                yield f"{path}.type", type(module)
                 yield from ((f"{path}.{name}", part) for name, part in vars(module).items() if name not in _OWN)
                 yield from ((f"{path}.{name}", buffer) for name, buffer in module.named_buffers(recurse=False))
+        case type() if not _is_of_a_library(sys.modules.get(value.__module__), value.__module__):
+            kept = (FunctionType, property, staticmethod, classmethod)
+            yield from ((name, part) for name, part in vars(value).items() if isinstance(part, kept) or not name.startswith("__"))
         case torch.Tensor() | type() | ModuleType() | BuiltinFunctionType():
             pass
         case _:
+            yield "type", type(value)
             yield from getattr(value, "__dict__", {}).items()
             slots = (name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()))
             yield from ((name, getattr(value, name, None)) for name in slots if name not in ("__dict__", "__weakref__"))
+
+
+def _parts_of_function(function: FunctionType) -> Iterator[tuple[Any, Any]]:
+    code = function.__code__
+    typed = code.co_filename.startswith("<") and not code.co_filename.startswith("<frozen")  # into an interpreter
+    if is_of_a_library(code.co_filename) and not typed:
+        return
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    yield from ((name, cell.cell_contents) for name, cell in cells if _is_filled(cell))
+    yield from enumerate((function.__defaults__ or (), function.__kwdefaults__ or {}, vars(function)))
+    names = set(_names(code))
+    for name in sorted(names & function.__globals__.keys()):
+        value = function.__globals__[name]
+        yield name, value
+        if isinstance(value, ModuleType) and not _is_of_a_library(value, value.__name__):
+            yield from ((f"{name}.{read}", getattr(value, read)) for read in sorted(names) if hasattr(value, read))
+
+
+def _is_of_a_library(module: ModuleType | None, name: str) -> bool:
+    """Whether a module is of torch, of Python or of this library."""
+    file = getattr(module, "__file__", None)
+    return name in sys.stdlib_module_names or (is_of_a_library(file) if file else name == "builtins")
 
 
 def _names(code: CodeType) -> Iterator[str]:
