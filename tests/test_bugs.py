@@ -109,7 +109,7 @@ def test_argnums_name_each_argument_once():
 def test_targets_that_no_loss_function_reads_are_refused():
     """They were dropped."""
     params, inputs, targets = problem()
-    with pytest.raises(ValueError, match="targets: got a batch, but there is no loss function"):
+    with pytest.raises(ValueError, match="targets: got some, but there is no loss function"):
         pp.evaluate([dense] * 2, None, pp.gpipe(2, 2), return_outputs=True)(params, inputs, targets)
 
 

@@ -14,7 +14,7 @@ from optree import PyTreeSpec
 from ppfunc.schedule import Schedule
 from ppfunc.stage import Signature
 from ppfunc.stage.signature import flatten
-from ppfunc.stage.tree import tree_flatten, tree_paths
+from ppfunc.stage.tree import key_order, tree_flatten, tree_paths
 
 from .batch import Leaves, Microbatches, cut, refuse_microbatches, require_divisible
 from .functorch import transformed
@@ -43,16 +43,18 @@ class TreeForm:
         treedef: its structure.
         metadata: types, shapes, dtypes, strides and devices of its leaves, a list of each.
         signature: of the tree, or, of a whole batch, of one microbatch.
+        order: of the keys of its dictionaries.
     """
 
     treedef: PyTreeSpec
     metadata: tuple[list[Any], ...]
     signature: Signature
+    order: Any
 
     @property
     def key(self) -> tuple[Any, ...]:
         """Hashable, equal for equal forms."""
-        return self.signature, *(tuple(map(str, part)) for part in (self.metadata[0], *self.metadata[3:]))
+        return self.signature, self.order, *(tuple(map(str, part)) for part in (self.metadata[0], *self.metadata[3:]))
 
 
 class StepForm(NamedTuple):
@@ -198,7 +200,7 @@ def _read_tree(tree: Any, form: TreeForm | None, name: str, microbatches: int) -
     if form is not None:
         found, treedef = tree_flatten(tree, name)
         try:
-            if treedef == form.treedef and _metadata(found) == form.metadata:
+            if treedef == form.treedef and _metadata(found) == form.metadata and key_order(tree) == form.order:
                 return tuple(found), form
         except (AttributeError, RuntimeError):
             pass  # a leaf is something else than a dense tensor, which flatten below refuses by name
@@ -208,7 +210,7 @@ def _read_tree(tree: Any, form: TreeForm | None, name: str, microbatches: int) -
     if microbatches:
         require_divisible(leaves, tree_paths(treedef), microbatches, name)
         example = [leaf[: leaf.shape[0] // microbatches] for leaf in leaves]
-    return leaves, TreeForm(treedef, _metadata(leaves), Signature.of(treedef.unflatten(example), name))
+    return leaves, TreeForm(treedef, _metadata(leaves), Signature.of(treedef.unflatten(example), name), key_order(tree))
 
 
 def _metadata(leaves: Sequence[torch.Tensor]) -> tuple[list[Any], ...]:

@@ -76,4 +76,9 @@ def weights_of(lowered: LoweredStep, arguments: StepArguments, stage: int) -> tu
     if weights is None:
         weights = torch.full((m,), 1 / m, dtype=torch.float64)
     device = lowered.form.devices[lowered.schedule.model_stages[stage]]
+    if arguments.loss_weights is not None and bool(((weights != 0) & (weights.to(lowered.losses[stage].leaf.dtype) == 0)).any()):
+        raise ValueError(
+            f"loss_weights: got {weights.tolist()}, of which some become 0 in {lowered.losses[stage].leaf.dtype}, the dtype of the loss; "
+            f"compute the loss in float32"
+        )
     return weights.to(device, lowered.losses[stage].leaf.dtype).unbind()

@@ -60,6 +60,12 @@ def fingerprint(*functions: Callable[..., Any] | None) -> Fingerprint:
     return found
 
 
+def modules_read(*functions: Callable[..., Any] | None) -> tuple[torch.nn.Module, ...]:
+    """The modules, and their submodules, that functions hold directly: a stage may read their mode without calling them."""
+    held = [part for function in functions for _, part in _parts(function)]
+    return tuple(module for part in held if isinstance(part, torch.nn.Module) for module in part.modules())
+
+
 def _visit(value: Any, found: list[Any], seen: set[int], depth: int) -> None:
     if isinstance(value, _PLAIN):
         found.append((type(value), repr(value)))

@@ -15,9 +15,9 @@ import torch
 
 from ppfunc.stage import Engine, Loss, Outline, Signature, Stage, StageProgram, outline
 from ppfunc.stage.output import canonical
-from ppfunc.stage.tree import tree_leaves
+from ppfunc.stage.tree import key_order, tree_leaves
 
-from .fingerprint import Fingerprint, fingerprint
+from .fingerprint import Fingerprint, fingerprint, modules_read
 from .functorch import suspended
 from .rng import process_lock
 
@@ -50,7 +50,8 @@ class StageFunction(NamedTuple):
         """Equal for stages with one function, on one form of its arguments: signatures, types and strides."""
         tensors = [t for tree in example if not isinstance(tree, Signature) for t in tree_leaves(tree)]
         form = tuple(map(Signature.of, example)), tuple((type(t), t.stride()) for t in tensors)
-        return id(self.fn), id(self.loss_fn), self.variant, form, device, autocast()
+        order = tuple(key_order(tree.unflatten(tree.leaves) if isinstance(tree, Signature) else tree) for tree in example)
+        return id(self.fn), id(self.loss_fn), self.variant, form, order, device, autocast()
 
 
 class _Kept(NamedTuple):
@@ -103,6 +104,7 @@ def outline_of(function: StageFunction, example: tuple[Any, ...], name: str, dev
 
     def make() -> tuple[Outline, Outline]:
         found = outline(function.call, example, has_aux=True, name=name, device=device)
+        found = found._replace(modules=tuple(dict.fromkeys((*found.modules, *modules_read(function.fn, function.loss_fn)))))
         return found, found._replace(modules=())
 
     kept = _shared(function, None, function.key(example, device), make)

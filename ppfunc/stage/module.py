@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from torch.nn.parameter import is_lazy
 from .output import Output
 
 State = dict[str, Tensor]
+
+_calling = threading.RLock()  # a call puts its tensors into the module, which threads share
 
 _CONTAINERS = {dict, OrderedDict, defaultdict, list, set}
 
@@ -87,7 +90,7 @@ def stage_from_module(module: nn.Module, *, constants: bool = False) -> ModuleSt
             tensors[name] = tensors[name].detach()
         for place, name in shared.items():
             tensors[place] = tensors[name]
-        with _kept(module):
+        with _calling, _kept(module):
             return torch.func.functional_call(module, tensors, args, kwargs, tie_weights=False)
 
     def plain(params: State, *given: Any) -> Any:

@@ -6,6 +6,7 @@ Dictionaries are read in the order of their sorted keys, and ``None`` is a node 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -65,6 +66,19 @@ def tree_paths(treedef: PyTreeSpec, name: str = "") -> tuple[str, ...]:
     return tuple(accessor.codify(name) for accessor in optree.treespec_accessors(treedef))
 
 
+def key_order(tree: Any) -> Any:
+    """The keys of the dictionaries in a tree, in their order: trees of one structure may differ in it, and a stage may see that.
+
+    >>> key_order({"b": 1, "a": {"d": 2, "c": 3}}) == key_order({"b": 1, "a": {"c": 3, "d": 2}})
+    False
+    """
+    if isinstance(tree, dict):
+        return tuple(tree), tuple([key_order(part) for part in tree.values() if isinstance(part, dict | list | tuple)])
+    if isinstance(tree, list | tuple):
+        return tuple([key_order(part) for part in tree if isinstance(part, dict | list | tuple)])
+    return ()
+
+
 def is_registered(kind: type) -> bool:
     """Whether a class is registered as a node of trees, named tuples and the like left aside."""
     tree_flatten(())
@@ -86,10 +100,16 @@ class _NodeEntry(optree.PyTreeEntry):
 
 
 _seen: set[Any] = set()
+_adopting = threading.Lock()
 
 
 def _adopt() -> None:
     """Register the classes that torch knows and optree does not."""
+    with _adopting:
+        _adopt_all()
+
+
+def _adopt_all() -> None:
     for kind, node in list(PYTREE_NODES.items()):
         known = kind in _seen or not isinstance(kind, type) or optree.is_structseq_class(kind)
         if not known and optree.register_pytree_node.get(kind, namespace=NAMESPACE) is None:

@@ -89,8 +89,8 @@ def test_wrong_parameters_stages_weights_and_losses_are_refused():
     refused(r"extras: got the stages \[2\], this process runs \[0, 1\]", step, params, inputs, targets, extras={2: inputs})
     refused("stages: got 3, the schedule 'gpipe' has 2", pp.value_and_grad, [stage] * 3, squared, schedule)
     refused(r"stages\[1\]: got None", pp.value_and_grad([stage, None], squared, schedule), params, inputs, targets)
-    weighted = pp.value_and_grad([stage] * 2, squared, schedule, loss_weights=[1, 2, 3])
-    refused(r"loss_weights: got shape \(3,\)", weighted, params, inputs, targets)
+    with pytest.raises(ValueError, match=r"loss_weights: got shape \(3,\)"):
+        pp.value_and_grad([stage] * 2, squared, schedule, loss_weights=[1, 2, 3])
     refused(r"loss_weights: got shape \(3,\)", step, params, inputs, targets, loss_weights=[1, 2, 3])
     refused("no backward", pp.value_and_grad, [stage] * 2, squared, pp.inference(2, 4))
     refused("nothing", pp.evaluate, [stage] * 2, None, schedule)
