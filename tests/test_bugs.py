@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -553,3 +554,61 @@ def test_an_operator_may_be_called_what_a_program_calls_its_own(engine):
     got = pp.value_and_grad([lambda p, x: transforms0(dense(p, x)), dense], squared, pp.gpipe(2, 2), engine=engine)(*given)
     want = pp.value_and_grad([lambda p, x: dense(p, x) * 2, dense], squared, pp.gpipe(2, 2), engine=engine)(*given)
     torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("engine", [pp.graph, pp.functional, pp.eager], ids=["graph", "functional", "eager"])
+def test_the_order_of_keys_is_part_of_the_form(engine):
+    """Dictionaries in another order ran the program of the first one: the layers were applied in its order."""
+
+    def in_turn(params, x):
+        for w in params.values():
+            x = torch.tanh(x @ w)
+        return x
+
+    a, b, x, t = normal(D, D), normal(D, D, seed=1), normal(4, D, seed=2), normal(4, D, seed=3)
+    step = pp.value_and_grad([in_turn], squared, pp.gpipe(1, 1), engine=engine)
+    for params in ({"a": a, "b": b}, {"b": b, "a": a}):
+        loss, grads = step({0: params}, x, t)
+        torch.testing.assert_close(loss, squared(in_turn(params, x), t))
+        assert list(grads[0]) == list(params)
+
+
+def test_gradients_come_in_the_order_of_the_stages_that_were_given():
+    """They came in the order of the schedule, so that the leaves of both trees, taken in turn, did not belong together."""
+    params, inputs, targets = problem()
+    grads = pp.value_and_grad([dense, dense], squared, pp.gpipe(2, 2))({1: params[1], 0: params[0]}, inputs, targets)[1]
+    assert list(grads) == [1, 0]
+
+
+def test_the_mode_of_a_module_counts_also_where_its_forward_is_called_by_name():
+    """Only modules that were called as such were noticed."""
+
+    class Scaled(torch.nn.Module):
+        def forward(self, w, x):
+            return (1.0 if self.training else 3.0) * x @ w
+
+    module = Scaled()
+    step = pp.value_and_grad([lambda w, x: module.forward(w, x)], lambda y, t: y.sum(), pp.gpipe(1, 1))
+    given = {0: normal(D, D)}, normal(2, D), normal(2, D)
+    first = step(*given)[0]
+    module.eval()
+    torch.testing.assert_close(step(*given)[0], 3 * first)
+
+
+def test_threads_may_share_a_module_under_an_engine_that_runs_it():
+    """A call puts its tensors into the module: threads computed with those of each other."""
+    fn, params, _ = pp.stage_from_module(torch.nn.Sequential(torch.nn.Linear(D, D), torch.nn.Tanh()).double())
+    step = pp.value_and_grad([fn], squared, pp.gpipe(1, 2), engine=pp.functional)
+    given = [({0: {k: v + n for k, v in params.items()}}, normal(4, D), normal(4, D, seed=1)) for n in range(4)]
+    want = [step(*each)[0] for each in given]
+    with ThreadPoolExecutor(4) as pool:
+        got = list(pool.map(lambda n: step(*given[n % 4])[0], range(80)))
+    assert all(torch.equal(loss, want[n % 4]) for n, loss in enumerate(got))
+
+
+def test_a_loss_weight_that_the_dtype_of_the_loss_cannot_hold_is_refused():
+    """It became 0, and so did the gradients."""
+    params, inputs, targets = problem()
+    step = pp.value_and_grad([dense, dense], lambda y, t: squared(y, t).half(), pp.gpipe(2, 2), loss_weights=[2e-8, 1.0])
+    with pytest.raises(ValueError, match="loss_weights: .* become 0 in torch.float16"):
+        step(params, inputs, targets)
