@@ -112,8 +112,9 @@ def value_and_grad(
     (tensor(2.5000), tensor(15.), tensor(10.))
     """
     wanted = argnums if isinstance(argnums, tuple) else (argnums,)
+    fault = None
     if wanted not in ((0,), (1,), (0, 1), (1, 0)):
-        raise ValueError(f"argnums: got {argnums!r}, expected 0 (parameters), 1 (inputs), or a tuple of both, each once")
+        fault = ValueError(f"argnums: got {argnums!r}, expected 0 (parameters), 1 (inputs), or a tuple of both, each once")
     wants = {"loss", *("input_grads" if n else "grads" for n in wanted), *(["aux"] if has_aux else [])}
     if per_microbatch and 0 not in wanted:
         raise ValueError(
@@ -126,7 +127,7 @@ def value_and_grad(
         made = tuple(result.input_grads if n else result.grads for n in wanted)
         return (result.loss, result.aux) if has_aux else result.loss, made if isinstance(argnums, tuple) else made[0]
 
-    return make_step(stages, loss_fn, schedule, transport, engine, spec, _arguments(loss_weights), finish, loss_weights)
+    return make_step(stages, loss_fn, schedule, transport, engine, spec, _arguments(loss_weights), finish, loss_weights, fault=fault)
 
 
 def evaluate(
@@ -194,6 +195,7 @@ def make_step(
     loss_weights: LossWeights = None,
     *,
     training: bool = True,
+    fault: Exception | None = None,
 ) -> StepFunction[..., Any]:
     """Make the step function of :func:`value_and_grad`, :func:`evaluate` and the transforms.
 
@@ -204,10 +206,13 @@ def make_step(
         finish: ``(results, arguments) -> return value of a call``.
         loss_weights: the weights that ``prepare`` gives where a call has none of its own.
         training: whether there are backwards.
+        fault: of other arguments, raised here so that it is told too.
     """
     transport = InProcess() if transport is None else transport
     _require_transport(transport)
     try:
+        if fault is not None:
+            raise fault
         _require(stages, loss_fn, schedule, engine, spec)
         if training and schedule.forward_only:
             raise ValueError(f"the schedule {schedule.name!r} has no backward; use ppfunc.evaluate, or a schedule for training")
