@@ -72,11 +72,14 @@ def key_order(tree: Any) -> Any:
     >>> key_order({"b": 1, "a": {"d": 2, "c": 3}}) == key_order({"b": 1, "a": {"c": 3, "d": 2}})
     False
     """
-    if isinstance(tree, dict):
-        return tuple(tree), tuple([key_order(part) for part in tree.values() if isinstance(part, dict | list | tuple)])
-    if isinstance(tree, list | tuple):
-        return tuple([key_order(part) for part in tree if isinstance(part, dict | list | tuple)])
-    return ()
+    orders, left = [], [tree]
+    while left:
+        node = left.pop()
+        if isinstance(node, dict):
+            orders.append(tuple(node))
+        parts = node.values() if isinstance(node, dict) else node if isinstance(node, list | tuple) else ()
+        left += [part for part in parts if isinstance(part, dict | list | tuple)]
+    return tuple(orders)
 
 
 def is_registered(kind: type) -> bool:
