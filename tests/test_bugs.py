@@ -114,6 +114,28 @@ def test_targets_that_no_loss_function_reads_are_refused():
         pp.evaluate([dense] * 2, None, pp.gpipe(2, 2), return_outputs=True)(params, inputs, targets)
 
 
+def test_options_that_nothing_would_read_are_refused():
+    """They were dropped."""
+    stages, schedule = [dense] * 2, pp.gpipe(2, 2)
+    params, inputs, _ = problem()
+    outputs = pp.evaluate(stages, None, schedule, return_outputs=True)
+    for told, make in {
+        "per_microbatch=True keeps gradients of parameters apart": lambda: pp.value_and_grad(
+            stages, squared, schedule, argnums=1, per_microbatch=True
+        ),
+        "loss_shape: got .2,., and no loss function": lambda: pp.evaluate(stages, None, schedule, return_outputs=True, loss_shape=(2,)),
+        "loss_weights: got some, and no loss function": lambda: pp.evaluate(
+            stages, None, schedule, return_outputs=True, loss_weights=[1, 2]
+        ),
+        "overlapped: got a function, and the schedule 'gpipe' overlaps nothing": lambda: pp.value_and_grad(
+            stages, squared, schedule, overlapped=pp.interleaved()
+        ),
+        "loss_weights: got some, but there is no loss function": lambda: outputs(params, inputs, loss_weights=[1, 2]),
+    }.items():
+        with pytest.raises(ValueError, match=told):
+            make()
+
+
 def test_targets_of_other_rows_do_not_broadcast():
     """Four rows of inputs and two of targets in two microbatches: each target was taken for two inputs."""
     params, inputs, targets = problem(rows=4)

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
 from enum import Enum
 from functools import partial
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import ref
 
 import torch
+from torch import Tensor, nn
 
 from ppfunc.stage.abstract import is_of_a_library
 
-_DEPTH = 8  # objects within objects
-_ALL = 20_000  # objects in all
-_MOST = 1000  # entries of a container
-_PLAIN = (int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device, torch.Size)
-_OWN = frozenset({"training", "_modules", "_parameters", "_buffers"})  # attributes of a module that a step is given, or follows
+_MOST = 5000  # objects
+_PLAIN = (int, float, complex, str, bytes, type(None), type(...), range, slice, Enum)
+_PLAIN_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+
+Fingerprint = dict[tuple[Hashable, ...], Any]
+"""By path (of names of cells, globals, attributes, items), what is found there."""
 
 
 class _Identity:
@@ -33,114 +37,110 @@ class _Identity:
     __hash__ = None  # type: ignore[assignment]  # it changes when the object goes
 
 
-Fingerprint = dict[tuple[int, Any], tuple[Any, ...]]
-"""By function and name (of a cell, a global, an attribute), what is found there, a few objects deep."""
+def fingerprint(*functions: Callable[..., Any] | None) -> Fingerprint | None:
+    """Take down what functions read: closures, defaults, globals, helpers, and attributes of objects, modules and classes.
 
+    Two fingerprints are equal where all numbers and texts are equal and all other objects are the same. The values of
+    a tensor, and the globals of libraries, are taken for constant. No object is kept alive.
 
-def fingerprint(*functions: Callable[..., Any] | None) -> Fingerprint:
-    """Take down what functions read: closures, defaults, globals, helpers, and attributes of objects and modules.
-
-    Two fingerprints are equal where all numbers and texts are equal and all other objects are the same. What cannot be
-    compared is equal to nothing. No object is kept alive.
+    Returns:
+        None where there is too much to look at, or something that cannot be told from another.
 
     >>> def scaled(k):
-    ...     return lambda x: k * x
-    >>> f = scaled(2)
-    >>> fingerprint(f) == fingerprint(f), fingerprint(f) == fingerprint(scaled(2))
-    (True, True)
-    >>> fingerprint(f) == fingerprint(scaled(3))
+    ...     return lambda x: k[0] * x
+    >>> f = scaled([2])
+    >>> fingerprint(f) == fingerprint(f), fingerprint(f) == fingerprint(scaled([2]))
+    (True, False)
+    >>> before = fingerprint(f)
+    >>> f.__closure__[0].cell_contents[0] = 3
+    >>> fingerprint(f) == before
     False
     """
     found: Fingerprint = {}
-    for number, function in enumerate(functions):
-        for name, part in _parts(function):
-            parts: list[Any] = []
-            _visit(part, parts, {id(function)}, _DEPTH)
-            found[number, name] = tuple(parts)
+    seen: dict[int, tuple[Any, Any]] = {}  # holds what it has seen, so that no other gets its id
+    ahead: list[tuple[tuple[Hashable, ...], Any]] = [((number,), function) for number, function in enumerate(functions)]
+    while ahead:
+        path, value = ahead.pop()
+        if isinstance(value, _PLAIN + _PLAIN_OF_TORCH):
+            found[path] = type(value), repr(value)
+            continue
+        if id(value) in seen:
+            found[path] = "again", seen[id(value)][0]
+            continue
+        seen[id(value)] = path, value
+        parts = list(_parts(value))
+        if isinstance(value, (*_CONTAINERS, MethodType)):
+            found[path] = type(value), len(parts)
+        elif type(value).__weakrefoffset__:
+            found[path] = _Identity(value)
+        elif parts:
+            found[path] = type(value)
+        else:
+            return None
+        ahead += [((*path, name), part) for name, part in parts]
+        if len(found) + len(ahead) > _MOST:
+            return None
     return found
 
 
-def modules_read(*functions: Callable[..., Any] | None) -> tuple[torch.nn.Module, ...]:
+def modules_read(*functions: Callable[..., Any] | None) -> tuple[nn.Module, ...]:
     """The modules, and their submodules, that functions hold directly: a stage may read their mode without calling them."""
     held = [part for function in functions for _, part in _parts(function)]
-    return tuple(module for part in held if isinstance(part, torch.nn.Module) for module in part.modules())
+    return tuple(module for part in held if isinstance(part, nn.Module) for module in part.modules())
 
 
-def _visit(value: Any, found: list[Any], seen: set[int], depth: int) -> None:
-    if isinstance(value, _PLAIN):
-        found.append((type(value), repr(value)))
-        return
-    if id(value) in seen:
-        found.append("again")
-        return
-    seen.add(id(value))
-    container = isinstance(value, dict | list | tuple | set | frozenset)
-    try:
-        found.append(_Identity(value))
-    except TypeError:
-        found.append(type(value) if container or depth > 0 else object())
-    if len(seen) > _ALL or (container and (len(value) > _MOST or depth == 0)):
-        found.append(object())
-    elif depth > 0:
-        for name, part in _parts(value):
-            found.append(name)
-            _visit(part, found, seen, depth - 1)
-
-
-def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
-    """The objects that a call of ``value``, or of a method of it, may read, each with a name."""
+def _parts(value: Any) -> Iterator[tuple[Hashable, Any]]:
+    """The objects that a call of ``value``, or of a method of it, may read there, each with a name."""
     match value:
+        case Tensor() | ModuleType():
+            pass
         case dict():
-            yield from enumerate(part for item in value.items() for part in item)
-        case list() | tuple() | set() | frozenset():
+            yield from (((n, which), part) for n, item in enumerate(value.items()) for which, part in enumerate(item))
+        case list() | tuple() | set() | frozenset() | deque():
             yield from enumerate(value)
         case partial():
-            yield from enumerate((value.func, *value.args, value.keywords))
+            yield from enumerate((value.func, value.args, value.keywords))
         case MethodType():
             yield from enumerate((value.__self__, value.__func__))
-        case property():
-            yield "fget", value.fget
-        case staticmethod() | classmethod():
-            yield "func", value.__func__
         case FunctionType():
             yield from _parts_of_function(value)
-        case torch.nn.Module():
-            for path, module in value.named_modules():
-                yield f"{path}.type", type(module)
-                yield from ((f"{path}.{name}", part) for name, part in vars(module).items() if name not in _OWN)
-                yield from ((f"{path}.{name}", buffer) for name, buffer in module.named_buffers(recurse=False))
-        case type() if not _is_of_a_library(sys.modules.get(value.__module__), value.__module__):
-            kept = (FunctionType, property, staticmethod, classmethod)
-            yield from ((name, part) for name, part in vars(value).items() if isinstance(part, kept) or not name.startswith("__"))
-        case torch.Tensor() | type() | ModuleType() | BuiltinFunctionType():
-            pass
-        case _:
-            yield "type", type(value)
-            yield from getattr(value, "__dict__", {}).items()
-            slots = (name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()))
-            yield from ((name, getattr(value, name, None)) for name in slots if name not in ("__dict__", "__weakref__"))
+        case type():
+            for kind in value.__mro__:
+                if not _of_library(kind.__module__):
+                    yield from _parts_of_class(kind)
+        case _ if isinstance(value, nn.Module) or type(value).__module__.partition(".")[0] != "torch":
+            # Whether a module trains is not read here: a step follows it.
+            own = getattr(value, "__dict__", {})
+            yield from ((name, part) for name, part in own.items() if name != "training" or not isinstance(value, nn.Module))
+            slots = (name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ()))
+            yield from ((name, getattr(value, name)) for name in slots if name not in ("__dict__", "__weakref__") and hasattr(value, name))
+            if not _of_library(type(value).__module__):
+                yield "class", type(value)
 
 
-def _parts_of_function(function: FunctionType) -> Iterator[tuple[Any, Any]]:
-    code = function.__code__
-    typed = code.co_filename.startswith("<") and not code.co_filename.startswith("<frozen")  # into an interpreter
-    if is_of_a_library(code.co_filename) and not typed:
-        return
-    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+def _parts_of_function(fn: FunctionType) -> Iterator[tuple[Hashable, Any]]:
+    cells = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
     yield from ((name, cell.cell_contents) for name, cell in cells if _is_filled(cell))
-    yield from enumerate((function.__defaults__ or (), function.__kwdefaults__ or {}, vars(function)))
-    names = set(_names(code))
-    for name in sorted(names & function.__globals__.keys()):
-        value = function.__globals__[name]
-        yield name, value
-        if isinstance(value, ModuleType) and not _is_of_a_library(value, value.__name__):
-            yield from ((f"{name}.{read}", getattr(value, read)) for read in sorted(names) if hasattr(value, read))
+    yield from enumerate((fn.__defaults__ or (), fn.__kwdefaults__ or {}, vars(fn)))
+    if _of_library(fn.__module__):
+        return
+    names = set(_names(fn.__code__))
+    for name in sorted(names & fn.__globals__.keys()):
+        read = fn.__globals__[name]
+        yield name, read
+        if isinstance(read, ModuleType) and not _of_library(read.__name__):
+            yield from (((name, inner), vars(read)[inner]) for inner in sorted(names & vars(read).keys()))
 
 
-def _is_of_a_library(module: ModuleType | None, name: str) -> bool:
-    """Whether a module is of torch, of Python or of this library."""
-    file = getattr(module, "__file__", None)
-    return name in sys.stdlib_module_names or (is_of_a_library(file) if file else name == "builtins")
+def _parts_of_class(kind: type) -> Iterator[tuple[Hashable, Any]]:
+    """The functions of a class and its attributes, but for those that Python puts there."""
+    for name, attribute in vars(kind).items():
+        if isinstance(attribute, staticmethod | classmethod):
+            yield (kind.__name__, name), attribute.__func__
+        elif isinstance(attribute, property):
+            yield (kind.__name__, name), attribute.fget
+        elif isinstance(attribute, FunctionType) or not (name.startswith("__") or hasattr(type(attribute), "__get__")):
+            yield (kind.__name__, name), attribute
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -156,3 +156,9 @@ def _is_filled(cell: Any) -> bool:
         return cell.cell_contents is not cell
     except ValueError:
         return False
+
+
+def _of_library(module: str | None) -> bool:
+    """Whether a module is of torch, of Python or of this library."""
+    file = getattr(sys.modules.get(str(module)), "__file__", None)
+    return is_of_a_library(file) if file else module != "__main__" and str(module).partition(".")[0] in sys.stdlib_module_names

@@ -144,14 +144,14 @@ def _shared(function: StageFunction, engine: Engine | None, key: tuple[Hashable,
         except TypeError:  # a function that cannot be hashed, or referenced weakly
             by_key = {}
         for kept in by_key.get(key, ()):
-            if kept.holds(function, engine, read):
+            if read is not None and kept.holds(function, engine, read):
                 return kept
         known, made = make()
         after = fingerprint(function.fn, function.loss_fn)
-        read = {name: part for name, part in read.items() if after.get(name) == part}
+        stays = None if read is None or after is None else {path: part for path, part in read.items() if after.get(path) == part}
         loss = None if function.loss_fn is None else _weakly(function.loss_fn)
-        fresh = _Kept(engine, loss, tuple((ref(module), module.training) for module in known.modules), read, made)
-        if _lets_go(made) and (loss is None or loss() is not None):
+        fresh = _Kept(engine, loss, tuple((ref(module), module.training) for module in known.modules), stays or {}, made)
+        if stays is not None and _lets_go(made) and (loss is None or loss() is not None):
             by_key.setdefault(key, []).append(fresh)
             while sum(map(len, by_key.values())) > _MOST:
                 by_key.pop(next(iter(by_key)))

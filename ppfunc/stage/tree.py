@@ -12,6 +12,7 @@ from typing import Any
 
 import optree
 from optree import PyTreeSpec
+from torch import Tensor
 
 from ._torch import PYTREE_NODES
 
@@ -72,14 +73,17 @@ def key_order(tree: Any) -> Any:
     >>> key_order({"b": 1, "a": {"d": 2, "c": 3}}) == key_order({"b": 1, "a": {"c": 3, "d": 2}})
     False
     """
-    orders, left = [], [tree]
-    while left:
-        node = left.pop()
+    found, ahead = [], [tree]
+    while ahead:  # not by recursion: trees may be as deep as optree allows
+        node = ahead.pop()
         if isinstance(node, dict):
-            orders.append(tuple(node))
-        parts = node.values() if isinstance(node, dict) else node if isinstance(node, list | tuple) else ()
-        left += [part for part in parts if isinstance(part, dict | list | tuple)]
-    return tuple(orders)
+            found.append(tuple(node))
+            ahead += node.values()
+        elif isinstance(node, list | tuple):
+            ahead += node
+        elif node is not None and not isinstance(node, Tensor) and is_registered(type(node)):
+            ahead += optree.tree_flatten_one_level(node, namespace=NAMESPACE)[0]
+    return tuple(found)
 
 
 def is_registered(kind: type) -> bool:
