@@ -595,6 +595,41 @@ def test_the_order_of_keys_is_part_of_the_form(engine):
         assert list(grads[0]) == list(params)
 
 
+@every_engine
+def test_microbatches_and_processes_keep_the_order_of_keys(engine):
+    """Structures that differ in it alone were taken for one, and read in the order of their sorted keys on the other side."""
+
+    def in_turn(params, x):
+        y = torch.ones(2, D, dtype=torch.float64)
+        for w in x.values():
+            y = torch.tanh(y @ w)
+        return y
+
+    a, b, t = normal(D, D), normal(D, D, seed=1), normal(2, D, seed=2)
+    inputs, targets = pp.Microbatches([{"a": a, "b": b}, {"b": b, "a": a}, {"a": a, "b": b}]), pp.Microbatches([t] * 3)
+    want = sum(squared(in_turn((), x), t) for x in inputs) / 3
+    for stages in ([in_turn, same], [same, in_turn]):
+        loss, _ = pp.value_and_grad(stages, squared, pp.gpipe(2, 3), engine=engine)({0: {}, 1: {}}, inputs, targets)
+        torch.testing.assert_close(loss, want)
+    signatures = [Signature.of(x) for x in inputs]
+    assert signatures[0] == signatures[2] != signatures[1]
+    for signature in signatures:
+        read = Signature.from_json(signature.to_json())
+        assert read == signature
+        assert list(read.unflatten([0, 1])) == list(signature.unflatten([0, 1]))
+
+
+@every_engine
+def test_a_state_may_come_back_with_its_keys_in_another_order(engine):
+    def stage(params, x, state):
+        return pp.Output(x, state={"b": state["b"] + 1, "a": state["a"]})
+
+    step = pp.evaluate([stage], squared, pp.gpipe(1, 3), engine=engine, has_aux=True)
+    state = {0: {"a": torch.zeros(1), "b": torch.zeros(1)}}
+    _, aux = step({0: {}}, torch.ones(3, D), torch.ones(3, D), state=state)
+    assert {key: value.item() for key, value in aux.state[0].items()} == {"a": 0, "b": 3}
+
+
 def test_gradients_come_in_the_order_of_the_stages_that_were_given():
     """They came in the order of the schedule, so that the leaves of both trees, taken in turn, did not belong together."""
     params, inputs, targets = problem()

@@ -43,18 +43,16 @@ class TreeForm:
         treedef: its structure.
         metadata: types, shapes, dtypes, strides and devices of its leaves, a list of each.
         signature: of the tree, or, of a whole batch, of one microbatch.
-        order: of the keys of its dictionaries.
     """
 
     treedef: PyTreeSpec
     metadata: tuple[list[Any], ...]
     signature: Signature
-    order: Any
 
     @property
     def key(self) -> tuple[Any, ...]:
         """Hashable, equal for equal forms."""
-        return self.signature, self.order, *(tuple(map(str, part)) for part in (self.metadata[0], *self.metadata[3:]))
+        return self.signature, *(tuple(map(str, part)) for part in (self.metadata[0], *self.metadata[3:]))
 
 
 class StepForm(NamedTuple):
@@ -200,7 +198,7 @@ def _read_tree(tree: Any, form: TreeForm | None, name: str, microbatches: int) -
     if form is not None:
         found, treedef = tree_flatten(tree, name)
         try:
-            if treedef == form.treedef and _metadata(found) == form.metadata and key_order(tree) == form.order:
+            if treedef == form.treedef and _metadata(found) == form.metadata and key_order(tree) == form.signature.order:
                 return tuple(found), form
         except (AttributeError, RuntimeError):
             pass  # a leaf is something else than a dense tensor, which flatten below refuses by name
@@ -210,7 +208,7 @@ def _read_tree(tree: Any, form: TreeForm | None, name: str, microbatches: int) -
     if microbatches:
         require_divisible(leaves, tree_paths(treedef), microbatches, name)
         example = [leaf[: leaf.shape[0] // microbatches] for leaf in leaves]
-    return leaves, TreeForm(treedef, _metadata(leaves), Signature.of(treedef.unflatten(example), name), key_order(tree))
+    return leaves, TreeForm(treedef, _metadata(leaves), Signature.of(treedef.unflatten(example), name))
 
 
 def _metadata(leaves: Sequence[torch.Tensor]) -> tuple[list[Any], ...]:

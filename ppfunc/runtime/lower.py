@@ -307,7 +307,9 @@ class _StageLowering:
             )
             raise ValueError(f"stage {stage} returns {'metrics' if metrics.leaves else 'a state'}; pass has_aux=True to get them{constant}")
         given = self.form.state.get(stage)
-        if (state.leaves or (given is not None and given.leaves)) and (given is None or given.without_grad() != state.without_grad()):
+        if (state.leaves or (given is not None and given.leaves)) and (
+            given is None or (given.treedef, given.without_grad().leaves) != (state.treedef, state.without_grad().leaves)
+        ):
             raise ValueError(
                 f"stage {stage} returns the state {state}, it was given {given or 'none'}; pass state={{{stage}: ...}} of that form"
             )

@@ -15,7 +15,7 @@ import torch
 
 from ppfunc.stage import Engine, Loss, Outline, Signature, Stage, StageProgram, outline
 from ppfunc.stage.output import canonical
-from ppfunc.stage.tree import key_order, tree_leaves
+from ppfunc.stage.tree import tree_leaves
 
 from .fingerprint import Fingerprint, fingerprint, modules_read
 from .functorch import suspended
@@ -50,8 +50,7 @@ class StageFunction(NamedTuple):
         """Equal for stages with one function, on one form of its arguments: signatures, types and strides."""
         tensors = [t for tree in example if not isinstance(tree, Signature) for t in tree_leaves(tree)]
         form = tuple(map(Signature.of, example)), tuple((type(t), t.stride()) for t in tensors)
-        order = tuple(key_order(tree.unflatten(tree.leaves) if isinstance(tree, Signature) else tree) for tree in example)
-        return id(self.fn), id(self.loss_fn), self.variant, form, order, device, autocast()
+        return id(self.fn), id(self.loss_fn), self.variant, form, device, autocast()
 
 
 class _Kept(NamedTuple):

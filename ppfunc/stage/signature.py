@@ -6,14 +6,14 @@ import json
 import math
 import reprlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any
 
 import torch
 from optree import PyTreeSpec
 
 from .structure import structure_from_json, structure_to_json
-from .tree import tree_flatten, tree_paths, tree_unflatten
+from .tree import key_order, tree_flatten, tree_paths, tree_unflatten
 
 _SHORT = reprlib.Repr()
 _SHORT.maxother = 80
@@ -55,14 +55,19 @@ class Signature:
     Args:
         treedef: the structure, as ``optree`` gives it (``None`` is a node without leaves).
         leaves: one entry per tensor, in the order of :func:`~ppfunc.stage.tree.tree_leaves`.
+
+    Attributes:
+        order: the keys of its dictionaries in their order, which ``treedef`` keeps and does not compare.
     """
 
     treedef: PyTreeSpec
     leaves: tuple[LeafSignature, ...]
+    order: tuple[Any, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if len(self.leaves) != self.treedef.num_leaves:
             raise ValueError(f"got {len(self.leaves)} leaves for a structure of {self.treedef.num_leaves}: {self.treedef}")
+        object.__setattr__(self, "order", key_order(self.unflatten(self.leaves)))
 
     @classmethod
     def of(cls, tree: Any, name: str = "tree") -> Signature:

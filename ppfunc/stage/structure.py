@@ -66,17 +66,18 @@ def _encode(tree: Any) -> tuple[Any, tuple[Any, ...]]:
         return None, ()
     if tree is _LEAF:
         return "*", ()
-    children, metadata, entries, _ = optree.tree_flatten_one_level(tree, namespace=NAMESPACE)
-    below, keys = tuple(children), lambda: [_plain(key) for key in entries]
+    children, metadata, _, _ = optree.tree_flatten_one_level(tree, namespace=NAMESPACE)
+    below = tuple(children)
     if kind in (tuple, list):
         return [kind.__name__, len(below)], below
-    if kind in (dict, OrderedDict):
-        return [kind.__name__, keys()], below
-    if kind is defaultdict:
+    if kind in (dict, OrderedDict, defaultdict):  # in its own order, which is not that of the leaves
+        below, keys = tuple(tree.values()), [_plain(key) for key in tree]
+        if kind is not defaultdict:
+            return [kind.__name__, keys], below
         factory = tree.default_factory
         if factory is not None and factory not in _FACTORIES.values():
             raise TypeError(f"defaultdict({factory!r}) cannot be written as JSON; expected one of {sorted(_FACTORIES)}")
-        return ["defaultdict", None if factory is None else factory.__name__, keys()], below
+        return ["defaultdict", None if factory is None else factory.__name__, keys], below
     if kind is deque:
         return ["deque", tree.maxlen, len(below)], below
     named = [kind.__module__, kind.__qualname__]

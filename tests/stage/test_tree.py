@@ -94,7 +94,7 @@ def test_transforms_take_them():
 def test_the_order_of_keys_does_not_depend_on_what_else_is_imported():
     code = (
         "import torch; from ppfunc.stage import Signature; before = Signature.of({'b': torch.ones(1), 'a': torch.ones(2)}); "
-        "import torch.utils._cxx_pytree; after = Signature.of({'a': torch.ones(2), 'b': torch.ones(1)}); "
+        "import torch.utils._cxx_pytree; after = Signature.of({'b': torch.ones(1), 'a': torch.ones(2)}); "
         "assert before == after and before.to_json() == after.to_json() and before.leaves[0].shape == (2,)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
