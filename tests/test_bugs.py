@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -652,15 +653,27 @@ def test_the_mode_of_a_module_counts_also_where_its_forward_is_called_by_name():
     torch.testing.assert_close(step(*given)[0], 3 * first)
 
 
+@pytest.fixture
+def restless():
+    """Threads take turns as often as can be."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("restless")
 def test_threads_may_share_a_module_under_an_engine_that_runs_it():
-    """A call puts its tensors into the module: threads computed with those of each other."""
-    fn, params, _ = pp.stage_from_module(torch.nn.Sequential(torch.nn.Linear(D, D), torch.nn.Tanh()).double())
+    """A call puts its tensors into the module: threads computed with those of each other, and left them there."""
+    module = torch.nn.Sequential(torch.nn.Linear(D, D), torch.nn.Tanh()).double()
+    fn, params, _ = pp.stage_from_module(module)
     step = pp.value_and_grad([fn], squared, pp.gpipe(1, 2), engine=pp.functional)
     given = [({0: {k: v + n for k, v in params.items()}}, normal(4, D), normal(4, D, seed=1)) for n in range(4)]
     want = [step(*each)[0] for each in given]
     with ThreadPoolExecutor(4) as pool:
-        got = list(pool.map(lambda n: step(*given[n % 4])[0], range(80)))
+        got = list(pool.map(lambda n: step(*given[n % 4])[0], range(200)))
     assert all(torch.equal(loss, want[n % 4]) for n, loss in enumerate(got))
+    assert all(type(p) is torch.nn.Parameter for p in module.parameters())
 
 
 def test_a_loss_weight_that_the_dtype_of_the_loss_cannot_hold_is_refused():

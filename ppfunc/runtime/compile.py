@@ -26,14 +26,12 @@ class CompiledStep(NamedTuple):
         programs: of every stage of this process, by (stage of the schedule, microbatch).
         calls: what a step runs, in order.
         places: where in the schedule each call comes from.
-        transport: carries its messages.
     """
 
     lowered: LoweredStep
     programs: Mapping[Key, StageProgram]
     calls: tuple[Call, ...]
     places: tuple[Place, ...]
-    transport: Transport
 
     def __repr__(self) -> str:
         return f"<compiled {self.lowered.spec.name}, {self.lowered.schedule!r}, {len(self.calls)} calls>"
@@ -63,7 +61,7 @@ def compile_step(lowered: LoweredStep, engine: Engine, transport: Transport) -> 
         bound += share_input_gradients(schedule, inputs, lowered.form.devices.get(0, torch.device("cpu")), transport, lowered.ranks)
     bare = {id(low): low._replace(example=tuple(map(Signature.of, low.example))) for low in lowered.stages.values()}
     lowered = lowered._replace(stages={key: bare[id(low)] for key, low in lowered.stages.items()})  # keeps no parameters alive
-    return CompiledStep(lowered, programs, tuple(call for call, _ in bound), tuple(place for _, place in bound), transport)
+    return CompiledStep(lowered, programs, tuple(call for call, _ in bound), tuple(place for _, place in bound))
 
 
 def build_programs(lowered: LoweredStep, engine: Engine) -> dict[Key, StageProgram]:

@@ -358,7 +358,10 @@ _OPEN: WeakSet[SocketLinks] = WeakSet()
 
 
 def _leave_to_parent() -> None:
-    """Close, in a child that was forked, what it has inherited: peers would not notice that its parent has ended."""
+    """Close, in a child that was forked, the connections that it has inherited: peers would not notice that its parent has ended.
+
+    Those of gloo stay open: a peer that waits for data of the parent already is let go when the child ends.
+    """
     for links in _OPEN:  # without their locks, which another thread may have held
         links._closed = True
         inherited = (stream.socket for stream in links._streams.values())

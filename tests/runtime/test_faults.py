@@ -427,6 +427,17 @@ LEAVE = {
 }
 
 
+def leave_a_child():
+    """End, while a child that was forked, such as a worker of a data loader, lives for some seconds more."""
+    if os.fork() == 0:
+        time.sleep(CHILD_LIVES)
+        os._exit(0)
+    LEAVE["SIGKILL"]()
+
+
+CHILD_LIVES = 8.0
+
+
 OPEN = []  # transports that end with their process: one that is closed is taken for one that is gone
 
 
@@ -468,6 +479,10 @@ def leave(rank, ranks, victim, how, when):
             dist.barrier()
         if when == "between steps":
             dist.barrier()
+            if rank == victim and how == "leaves a child":
+                leave_a_child()
+            if how == "leaves a child":
+                time.sleep(0.5)  # who waits for data already is let go only by the end of the child, which holds gloo's connections
         leave_now(when if when != "inside a step" else "")
     return caught(step, held, inputs, targets)
 
@@ -488,3 +503,13 @@ def test_a_process_that_ends_is_named_by_the_others_at_once(fresh, victim, how, 
             assert name == "PipelineError", text
             assert f"rank {victim} failed" in text
             assert seconds < soon
+
+
+def test_a_process_that_ends_is_noticed_by_the_next_step_although_a_child_of_it_lives(fresh, soon):
+    """A child inherits connections: with those of control open, nobody noticed before the child ended."""
+    processes = fresh(2)
+    processes.start(leave, 1, "leaves a child", "between steps")
+    (name, text, seconds), gone = processes.answers()
+    assert gone is None
+    assert name == "PipelineError" and "rank 1 failed" in text
+    assert seconds < min(soon, CHILD_LIVES / 2)

@@ -152,6 +152,8 @@ def test_operations_are_those_of_the_matrix_products():
         assert [rank.total for rank in cost.values()] == [2 * M * product, 3 * M * product]
     again = pp.value_and_grad([dense] * 2, squared, pp.gpipe(2, M), engine=pp.graph(remat="full")).lower(*given).cost_analysis()
     assert [rank.backward for rank in again.values()] == [2 * M * product, 3 * M * product]
+    compiled = pp.value_and_grad([dense] * 2, squared, pp.gpipe(2, M), engine=pp.graph(compile=True)).lower(*given).cost_analysis()
+    assert compiled == pp.value_and_grad([dense] * 2, squared, pp.gpipe(2, M)).lower(*given).cost_analysis()
     forward = pp.evaluate([dense] * 2, squared, pp.gpipe(2, M)).lower(*given).cost_analysis()
     assert forward == dict.fromkeys(range(2), (M * product, 0, 0, 0))
 

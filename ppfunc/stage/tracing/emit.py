@@ -49,7 +49,7 @@ def emit(recipe: Recipe) -> TracedFunction:
 
 
 class TracedFunction:
-    # It owns its code, written and compiled at the first call: a schedule that does not split its backward pays for F and B alone.
+    """A function of a program. It owns its code, written at the first call: who never calls W does not pay for it."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
