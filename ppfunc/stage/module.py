@@ -18,7 +18,7 @@ from .output import Output
 
 State = dict[str, Tensor]
 
-_calling = threading.RLock()  # a call puts its tensors into the module, which threads share
+calling = threading.RLock()  # a call puts its tensors into the module, which threads share
 
 _CONTAINERS = {dict, OrderedDict, defaultdict, list, set}
 
@@ -76,7 +76,7 @@ def stage_from_module(module: nn.Module, *, constants: bool = False) -> ModuleSt
     frozen = {name for name, p in module.named_parameters() if not p.requires_grad}
     parameters = set(map(id, module.parameters()))  # a buffer may be one of them under another name
     state = {} if constants else {name: b.detach() for name, b in module.named_buffers() if id(b) not in parameters}
-    shared = _further_places(module, {*params, *state})
+    shared = further_places(module, {*params, *state})
 
     def call(tensors: State, given: tuple[Any, ...]) -> Any:
         args: tuple[Any, ...] = ()
@@ -90,7 +90,7 @@ def stage_from_module(module: nn.Module, *, constants: bool = False) -> ModuleSt
             tensors[name] = tensors[name].detach()
         for place, name in shared.items():
             tensors[place] = tensors[name]
-        with _calling, _kept(module):
+        with calling, unmodified(module):
             return torch.func.functional_call(module, tensors, args, kwargs, tie_weights=False)
 
     def plain(params: State, *given: Any) -> Any:
@@ -116,12 +116,12 @@ def stage_from_module(module: nn.Module, *, constants: bool = False) -> ModuleSt
     return ModuleStage(stateful if state else plain, params, state)
 
 
-def _further_places(module: nn.Module, names: set[str]) -> dict[str, str]:
+def further_places(module: nn.Module, names: set[str]) -> dict[str, str]:
     """Find the other places of the tensors of these names, each once, however often its submodule is listed.
 
     >>> a, b = nn.Linear(2, 2), nn.Linear(2, 2)
     >>> b.weight = a.weight
-    >>> _further_places(nn.Sequential(a, b, b), {"0.weight", "0.bias", "1.bias"})
+    >>> further_places(nn.Sequential(a, b, b), {"0.weight", "0.bias", "1.bias"})
     {'1.weight': '0.weight'}
     """
     places = [
@@ -134,7 +134,7 @@ def _further_places(module: nn.Module, names: set[str]) -> dict[str, str]:
 
 
 @contextmanager
-def _kept(module: nn.Module) -> Iterator[None]:
+def unmodified(module: nn.Module) -> Iterator[None]:
     """Restore the attributes of the module and of its submodules afterwards, and the contents of plain containers among them."""
     parts = [vars(part) for part in module.modules()]
     containers = [value for attributes in parts for value in attributes.values() if type(value) in _CONTAINERS]

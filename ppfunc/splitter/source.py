@@ -1,0 +1,150 @@
+"""Keep the code of the stages of a model, which is traced once for every form of its inputs."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ppfunc.stage import StageError
+from ppfunc.stage._torch import without_modes
+
+from .call import CallForm
+from .cut import Part, WrittenElsewhereError, cut
+from .functional import without_writes
+from .program import StageCode, stage_codes
+from .record import MODEL, Region, autocast
+from .trace import LeafForm, Tensors, Trace, trace
+
+_MOST = 32  # forms of inputs whose code is kept
+
+
+class Layout(NamedTuple):
+    """What stays the same for every form of the inputs of a split.
+
+    Args:
+        params: the parameters of each stage.
+        state: the stage of every buffer that is written.
+        skips: the stages between which values travel that are not neighbours.
+    """
+
+    params: tuple[tuple[str, ...], ...]
+    state: Mapping[str, int]
+    skips: tuple[tuple[int, int], ...]
+
+
+class Source:
+    """A model, how it is called, and where it is cut.
+
+    Args:
+        model: any module.
+        form: how it is called.
+        begins: the stage that begins with each named module.
+        stages: their number.
+        loaded: buffers to be read in the place of the model's.
+    """
+
+    def __init__(self, model: nn.Module, form: CallForm, begins: Mapping[str, int], stages: int, loaded: Mapping[str, Tensor]) -> None:
+        self.model, self.form, self.begins, self.stages, self.loaded = model, form, begins, stages, loaded
+        self.layout: Layout | None = None
+        self._codes: OrderedDict[Hashable, tuple[StageCode, ...]] = OrderedDict()
+        self._moved: dict[tuple[str, torch.device], tuple[Tensor, Tensor]] = {}
+        self._lock = threading.RLock()
+
+    def with_buffers(self, loaded: Mapping[str, Tensor]) -> Source:
+        """The same with other buffers."""
+        other = Source(self.model, self.form, self.begins, self.stages, {**self.loaded, **loaded})
+        other.layout = self.layout
+        return other
+
+    def codes(self, inputs: Sequence[LeafForm], device: torch.device) -> tuple[StageCode, ...]:
+        """The code of every stage for inputs of these forms on a device, in the mode that the model has now.
+
+        Raises:
+            StageError: the model cannot be traced, or the stages would not be those of the split.
+        """
+        tensors = Tensors.of(self.model)
+        key = (
+            *inputs,
+            device,
+            tuple(module.training for module in self.model.modules()),
+            tuple(p.requires_grad for p in tensors.params.values()),
+            tuple((b.shape, b.dtype) for b in tensors.buffers.values()),
+            autocast(),
+            torch.get_default_dtype(),
+        )
+        with self._lock:
+            if key not in self._codes:
+                self._codes[key] = self._make(inputs, device)
+                while len(self._codes) > _MOST:
+                    self._codes.popitem(last=False)
+            self._codes.move_to_end(key)
+            return self._codes[key]
+
+    def buffers(self, names: Sequence[str], device: torch.device, stage: int) -> tuple[Tensor, ...]:
+        """The values of buffers that are only read, on a device."""
+        return tuple(self._buffer(name, device, stage) for name in names)
+
+    def trace(self, inputs: Sequence[LeafForm], device: torch.device) -> tuple[Trace, tuple[Part, ...]]:
+        """The trace of the model and its parts."""
+        found = trace(self.model, self.form, inputs, device, self.begins)
+        state = {} if self.layout is None else self.layout.state
+        try:
+            return found, cut(found, self.stages, state)
+        except WrittenElsewhereError:
+            found = without_writes(found)
+            return found, cut(found, self.stages, state)
+
+    def _make(self, inputs: Sequence[LeafForm], device: torch.device) -> tuple[StageCode, ...]:
+        ambient = Region(True, autocast())
+        found, parts = self.trace(inputs, device)
+        layout = layout_of(parts)
+        if self.layout is None:
+            self.layout = layout
+        else:
+            _require_same(self.layout, layout, parts)
+        return stage_codes(found, parts, ambient)
+
+    def _buffer(self, name: str, device: torch.device, stage: int) -> Tensor:
+        buffer = self.loaded[name] if name in self.loaded else self.model.get_buffer(name)
+        if buffer.device == device:
+            return buffer.detach()
+        if buffer.is_meta:
+            raise StageError(
+                f"stage {stage}",
+                f"the buffer {name} of the model is on the device meta, it has no values",
+                "load them by split.load, or assign the values to the buffer of the model",
+            )
+        with self._lock, without_modes():
+            before, moved = self._moved.get((name, device), (None, None))
+            if moved is None or before is not buffer:
+                moved = buffer.detach().to(device)
+                self._moved[name, device] = buffer, moved
+            return moved
+
+
+def layout_of(parts: Sequence[Part]) -> Layout:
+    """The layout of the parts of a trace."""
+    skips = {(source, stage) for stage, part in enumerate(parts) for source in part.received if source < stage - 1}
+    state = {name: stage for stage, part in enumerate(parts) for name in part.state}
+    return Layout(tuple(part.params for part in parts), state, tuple(sorted(skips)))
+
+
+def _require_same(fixed: Layout, now: Layout, parts: Sequence[Part]) -> None:
+    """Raise where these stages take other parameters, state or values than those of the split."""
+    when = "for the inputs, or the mode (training or evaluation), that it gets now; split with those"
+    for stage, names in enumerate(now.params):
+        if other := [name for name in names if name not in fixed.params[stage]]:
+            raise StageError(f"stage {stage}", f"it reads the parameter {other[0]} {when.partition(';')[0]}, and did not at the split", when[-16:])
+    if other := [name for name in now.state if name not in fixed.state]:
+        stage, name = now.state[other[0]], other[0]
+        raise StageError(f"stage {stage}", f"it writes into the buffer {name} {when.partition(';')[0]}, and did not at the split", when[-16:])
+    for source, stage in now.skips:
+        if (source, stage) not in fixed.skips:
+            value = parts[stage].received[source][0]
+            reason = f"it takes {value} of shape {list(value.meta['value'].shape)} from stage {source} {when.partition(';')[0]}, and did not at the split"
+            raise StageError(f"stage {stage}", reason, when[-16:])
