@@ -12,6 +12,9 @@ import torch
 # Modes of the key `PreDispatch`, which sees operators above autograd and autocast, need the dispatcher of Python.
 from torch._dispatch.python import enable_python_dispatcher
 
+# Makes operators functional: what they write becomes new values.
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+
 # Computes with values during a trace.
 from torch._subclasses.fake_tensor import unset_fake_temporarily as with_values
 
@@ -27,11 +30,17 @@ from torch.utils.checkpoint import CheckpointFunction
 __all__ = [
     "BackwardCFunction",
     "CheckpointFunction",
+    "FunctionalMode",
     "PreDispatchMode",
     "enable_python_dispatcher",
+    "from_functional",
     "saved_tensor_hooks",
+    "to_functional",
     "with_values",
+    "without_functionalize",
 ]
+
+to_functional = FunctionalTensor.to_functional
 
 
 class PreDispatchMode(ProxyTorchDispatchMode):
@@ -44,3 +53,23 @@ class PreDispatchMode(ProxyTorchDispatchMode):
 def saved_tensor_hooks() -> Any:
     """The innermost hooks on saved tensors, None where there are none."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+class FunctionalMode(FunctionalTensorMode):
+    """Makes the operators functional that are called before dispatch."""
+
+    def __init__(self) -> None:
+        super().__init__(pre_dispatch=True, export=True)
+
+
+def from_functional(value: Any) -> Any:
+    """The tensor within a functional one, with all that was written into it."""
+    if not isinstance(value, FunctionalTensor):
+        return value
+    torch._sync(value)
+    return torch._from_functional_tensor(value.elem)
+
+
+def without_functionalize() -> Any:
+    """Within it, the kernel of the dispatcher that makes operators functional is not asked: the mode does it."""
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize))

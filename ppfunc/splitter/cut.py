@@ -77,11 +77,15 @@ def _require_homes(trace: Trace, effects: Effects, homes: Mapping[str, int], sta
     buffers = {node: name for name, node in trace.buffers.items()}
     for name, stage in state.items():
         if homes[name] != stage:
-            raise StageError(MODEL, f"its buffer {name} is the state of stage {stage}, and is written in stage {homes[name]}", "split again")
+            raise StageError(
+                MODEL, f"its buffer {name} is the state of stage {stage}, and is written in stage {homes[name]}", "split again"
+            )
     for at, writers in effects.written().items():
         maker, (writer, *_) = effects.maker[at], writers
         if maker in names:
-            raise StageError(MODEL, f"it writes into its parameter {names[maker]}{writer.meta['place']}", f"return a new value, or {BY_HAND}")
+            raise StageError(
+                MODEL, f"it writes into its parameter {names[maker]}{writer.meta['place']}", f"return a new value, or {BY_HAND}"
+            )
         if maker.op == "get_attr":
             reason = f"it writes into a tensor that is neither a parameter nor a buffer{writer.meta['place']}"
             raise StageError(MODEL, reason, "register it as a buffer")

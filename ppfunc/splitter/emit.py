@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import groupby
 from typing import Any
 
@@ -39,12 +39,14 @@ def emit(
     for region, nodes in groupby(body, key=lambda n: ambient if is_element(n) else n.meta["region"]):
         indent = ""
         if region != ambient:
-            lines.append(f"with {_bind(scope, _within(region, ambient))}():")
+            lines.append(f"with {_bind(scope, _entering(region, ambient))}():")
             indent = "    "
         for node in nodes:
             call = _call(node, constants, scope)
             lines.append(f"{indent}v_{node.name} = {call}")
-            dead = [f"v_{n.name}" for n in (*node.all_input_nodes, node) if n not in results and n.op != "get_attr" and last.get(n, n) is node]
+            dead = [
+                f"v_{n.name}" for n in (*node.all_input_nodes, node) if n not in results and n.op != "get_attr" and last.get(n, n) is node
+            ]
             if dead:
                 lines.append(f"{indent}del {', '.join(dict.fromkeys(dead))}")
     returned = "".join(f"{_text(n, constants, scope)}, " for n in results)
@@ -88,17 +90,16 @@ def _bind(scope: dict[str, Any], value: Any) -> str:
     return name
 
 
-def _within(region: Region, ambient: Region) -> Callable[[], AbstractContextManager[None]]:
-    """A function that enters the region."""
+def _entering(region: Region, ambient: Region) -> Callable[[], AbstractContextManager[None]]:
+    return lambda: within(region, ambient)
 
-    @contextmanager
-    def enter() -> Iterator[None]:
-        with ExitStack() as stack:
-            if not region.grad:
-                stack.enter_context(torch.no_grad())
-            for kind, (on, dtype), outside in zip(KINDS, region.autocast, ambient.autocast, strict=True):
-                if (on, dtype) != outside:
-                    stack.enter_context(torch.autocast(kind, dtype, enabled=on))
-            yield
 
-    return enter
+@contextmanager
+def within(region: Region, ambient: Region | None = None) -> Iterator[None]:
+    """Call operators in a region, where that differs from the ambient one."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.set_grad_enabled(region.grad) if ambient is None else torch.no_grad() if not region.grad else nullcontext())
+        for at, (kind, (on, dtype)) in enumerate(zip(KINDS, region.autocast, strict=True)):
+            if ambient is None or (on, dtype) != ambient.autocast[at]:
+                stack.enter_context(torch.autocast(kind, dtype, enabled=on))
+        yield

@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ppfunc.stage import StageError
-from ppfunc.stage._torch import FakeTensor, OpOverload, TorchDispatchMode, innermost_transform, is_wrapped, schema, storage
+from ppfunc.stage._torch import FakeTensor, OpOverload, TorchDispatchMode, innermost_transform, is_wrapped, schema, storage, version
 from ppfunc.stage.abstract import is_of_a_library
 from ppfunc.stage.purity import NoValuesError
 from ppfunc.stage.tracing.operators import ELEMENT
@@ -163,22 +163,11 @@ class Recording(PreDispatchMode):
         if cls is CheckpointFunction:
             self._warn_of_checkpoint()
             return args[0](*args[2:])
-        given = _tensors((args, kwargs))
-        nodes = [self.node(t) for t in given]
-        versions = [t._version for t in given]
-        self._inside = True
-        try:
-            made = apply(*args, **kwargs)
-        finally:
-            self._inside = False
-        results = _tensors(made)
-        if versions != [t._version for t in given] or any(a is b for a in given for b in results):
-            reason = f"its autograd.Function {cls.__name__} writes into its arguments, or returns one{calling_place()}"
-            raise StageError(MODEL, reason, "return new tensors, or a clone")
-        self._functions.update(id(t.grad_fn) for t in results)
-        self._alive += [t.grad_fn for t in results]
         leaves, treedef = tree_flatten((args, kwargs))
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        given = tuple(leaves[i] for i in places)
+        for i in places:
+            leaves[i] = None
 
         def call(*tensors: torch.Tensor) -> Any:
             filled = list(leaves)
@@ -187,12 +176,27 @@ class Recording(PreDispatchMode):
             args, kwargs = tree_unflatten(treedef, filled)
             return apply(*args, **kwargs)
 
-        for i in places:
-            leaves[i] = None
         call.__name__ = cls.__name__
-        node = self.graph.create_node("call_function", call, tuple(nodes))
+        return self.call_whole(call, given)
+
+    def call_whole(self, call: Callable[..., Any], given: tuple[torch.Tensor, ...]) -> Any:
+        """Call a function as one operator."""
+        nodes = tuple(map(self.node, given))
+        versions = [version(t) for t in given]
+        self._inside = True
+        try:
+            made = call(*given)
+        finally:
+            self._inside = False
+        results = _tensors(made)
+        if versions != [version(t) for t in given] or any(a is b for a in given for b in results):
+            reason = f"its autograd.Function {call.__name__} writes into its arguments, or returns one{calling_place()}"
+            raise StageError(MODEL, reason, "return new tensors, or a clone")
+        self._functions.update(id(t.grad_fn) for t in results)
+        self._alive += [t.grad_fn for t in results]
+        node = self.graph.create_node("call_function", call, nodes)
         node.meta["opaque"] = True
-        self._finish(node, made, _storages(given))
+        self._finish(node, made, _storages(list(given)))
         return made
 
     def _finish(self, node: Node, made: Any, reads: frozenset[int], writes: frozenset[int] = frozenset()) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from .call import CallForm
 from .cut import Part, WrittenElsewhereError, cut
 from .functional import without_writes
 from .program import StageCode, stage_codes
-from .record import MODEL, Region, autocast
+from .record import Region, autocast
 from .trace import LeafForm, Tensors, Trace, trace
 
 _MOST = 32  # forms of inputs whose code is kept
@@ -51,6 +52,7 @@ class Source:
     def __init__(self, model: nn.Module, form: CallForm, begins: Mapping[str, int], stages: int, loaded: Mapping[str, Tensor]) -> None:
         self.model, self.form, self.begins, self.stages, self.loaded = model, form, begins, stages, loaded
         self.layout: Layout | None = None
+        self._constants: tuple[tuple[str, ...], ...] = ()
         self._codes: OrderedDict[Hashable, tuple[StageCode, ...]] = OrderedDict()
         self._moved: dict[tuple[str, torch.device], tuple[Tensor, Tensor]] = {}
         self._lock = threading.RLock()
@@ -58,7 +60,7 @@ class Source:
     def with_buffers(self, loaded: Mapping[str, Tensor]) -> Source:
         """The same with other buffers."""
         other = Source(self.model, self.form, self.begins, self.stages, {**self.loaded, **loaded})
-        other.layout = self.layout
+        other.layout, other._constants = self.layout, self._constants
         return other
 
     def codes(self, inputs: Sequence[LeafForm], device: torch.device) -> tuple[StageCode, ...]:
@@ -89,6 +91,10 @@ class Source:
         """The values of buffers that are only read, on a device."""
         return tuple(self._buffer(name, device, stage) for name in names)
 
+    def constants(self, stages: Sequence[int]) -> list[str]:
+        """The buffers that stages read, and none writes into."""
+        return list(dict.fromkeys(name for stage in stages for name in self._constants[stage]))
+
     def trace(self, inputs: Sequence[LeafForm], device: torch.device) -> tuple[Trace, tuple[Part, ...]]:
         """The trace of the model and its parts."""
         found = trace(self.model, self.form, inputs, device, self.begins)
@@ -96,15 +102,16 @@ class Source:
         try:
             return found, cut(found, self.stages, state)
         except WrittenElsewhereError:
-            found = without_writes(found)
+            found = without_writes(found, device)
             return found, cut(found, self.stages, state)
 
     def _make(self, inputs: Sequence[LeafForm], device: torch.device) -> tuple[StageCode, ...]:
         ambient = Region(True, autocast())
         found, parts = self.trace(inputs, device)
+        _require_order(self.begins, found)
         layout = layout_of(parts)
         if self.layout is None:
-            self.layout = layout
+            self.layout, self._constants = layout, tuple(part.constants for part in parts)
         else:
             _require_same(self.layout, layout, parts)
         return stage_codes(found, parts, ambient)
@@ -134,17 +141,31 @@ def layout_of(parts: Sequence[Part]) -> Layout:
     return Layout(tuple(part.params for part in parts), state, tuple(sorted(skips)))
 
 
+def _require_order(begins: Mapping[str, int], found: Trace) -> None:
+    """Raise unless each named module is called, after an operator of the stage before it, and in this order."""
+    names = sorted(begins, key=begins.__getitem__)
+    if missing := [name for name in names if name not in found.begun]:
+        raise ValueError(f"at: the module {missing[0]} is not called; name one that is, or the modules within it")
+    real = sorted(names, key=found.begun.__getitem__)
+    if [found.begun[name] for name in names] != sorted(found.begun.values()):
+        raise ValueError(f"at: got {names}, expected the order in which they are called, {real}")
+    for before, name in pairwise(["", *names]):
+        if found.begun[name] == found.begun.get(before, 0):
+            where = f"at the same operator as {before}" if before else "at the first operator of the model"
+            raise ValueError(f"at: the module {name} begins {where}, which leaves a stage without any; leave one out")
+
+
 def _require_same(fixed: Layout, now: Layout, parts: Sequence[Part]) -> None:
     """Raise where these stages take other parameters, state or values than those of the split."""
-    when = "for the inputs, or the mode (training or evaluation), that it gets now; split with those"
+    when = "for the inputs, or in the mode, that it gets now, and did not at the split"
+    mend = "split with inputs of this form, in this mode (training or evaluation)"
     for stage, names in enumerate(now.params):
         if other := [name for name in names if name not in fixed.params[stage]]:
-            raise StageError(f"stage {stage}", f"it reads the parameter {other[0]} {when.partition(';')[0]}, and did not at the split", when[-16:])
+            raise StageError(f"stage {stage}", f"it reads the parameter {other[0]} {when}", mend)
     if other := [name for name in now.state if name not in fixed.state]:
-        stage, name = now.state[other[0]], other[0]
-        raise StageError(f"stage {stage}", f"it writes into the buffer {name} {when.partition(';')[0]}, and did not at the split", when[-16:])
+        raise StageError(f"stage {now.state[other[0]]}", f"it writes into the buffer {other[0]} {when}", mend)
     for source, stage in now.skips:
         if (source, stage) not in fixed.skips:
-            value = parts[stage].received[source][0]
-            reason = f"it takes {value} of shape {list(value.meta['value'].shape)} from stage {source} {when.partition(';')[0]}, and did not at the split"
-            raise StageError(f"stage {stage}", reason, when[-16:])
+            node = parts[stage].received[source][0]
+            value = f"{node} of shape {list(node.meta['value'].shape)}{node.meta.get('place', '')}"
+            raise StageError(f"stage {stage}", f"it takes the value {value}, from stage {source} {when}", mend)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppfunc.stage.output import Output, Received
+from ppfunc.stage.output import Output
 
 from .program import StageCode
 from .record import MODEL
@@ -76,14 +76,16 @@ def _read(source: Source, stage: int, x: Any) -> tuple[tuple[Tensor, ...], tuple
 
 
 def _device(params: Mapping[str, Tensor], inputs: Sequence[Tensor], forms: Sequence[Tensor]) -> torch.device:
-    return next((t.device for t in (*params.values(), *inputs, *forms)))
+    return next(t.device for t in (*params.values(), *inputs, *forms))
 
 
 def _state_of(states: tuple[Any, ...], names: tuple[str, ...], stage: int) -> dict[str, Tensor]:
     """The state of a stage, which is its last argument."""
     if not names:
         if states:
-            raise TypeError(f"stage {stage} of {MODEL} got {len(states)} further arguments (extras or state), expected none; leave them out")
+            raise TypeError(
+                f"stage {stage} of {MODEL} got {len(states)} further arguments (extras or state), expected none; leave them out"
+            )
         return {}
     if len(states) != 1 or not isinstance(states[0], Mapping) or set(states[0]) != set(names):
         raise ValueError(

@@ -46,7 +46,7 @@ class Trace(NamedTuple):
         results: the leaves of it: nodes, or values of Python.
         replaced: the nodes of the tensors that the model has put in the place of buffers.
         frozen: the parameters that require no gradient.
-        begun: for every module named in ``begins``, how many nodes there were at its first call.
+        begun: for every module named in ``begins``, how many operators came before its first call.
     """
 
     nodes: tuple[Node, ...]
@@ -97,12 +97,10 @@ def trace(model: nn.Module, form: CallForm, inputs: Sequence[LeafForm], device: 
     """
     tensors = Tensors.of(model)
     before = torch.default_generator.get_state()
-    with calling, _undisturbed(), without_values(), ExitStack() as stack:
+    with calling, undisturbed(), without_values(), ExitStack() as stack:
         recording = Recording()
         fakes = {name: _like(t, device) for name, t in (*tensors.params.items(), *tensors.buffers.items())}
         given = tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device=device) for leaf in inputs)
-        # Inputs may be differentiated, which tells functions whose own backward would be missed.
-        given = tuple(t.requires_grad_().clone() if t.is_floating_point() or t.is_complex() else t for t in given)
         nodes = {name: recording.place(t, _identifier(name)) for name, t in fakes.items()}
         input_nodes = tuple(recording.place(t, f"input{i}") for i, t in enumerate(given))
         begun: dict[str, int] = {}
@@ -147,7 +145,7 @@ def _call(model: nn.Module, tensors: dict[str, Any], arguments: tuple[tuple[Any,
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """Within it, neither the modes nor the transforms that are active outside are seen."""
     with without_transforms(), without_modes(), torch.inference_mode(False), torch.enable_grad():
         yield
@@ -161,7 +159,7 @@ def _labelled(model: nn.Module, begins: Mapping[str, int], recording: Recording,
     def hook(name: str, stage: int) -> Callable[..., None]:
         def begin(module: nn.Module, args: Any) -> None:
             if threading.get_ident() == this and name not in begun:
-                begun[name] = len(recording.graph.nodes)
+                begun[name] = sum(n.op == "call_function" for n in recording.graph.nodes)
                 recording.stage = max(recording.stage, stage)
 
         return begin
