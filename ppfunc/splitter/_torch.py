@@ -12,11 +12,11 @@ import torch
 # Modes of the key `PreDispatch`, which sees operators above autograd and autocast, need the dispatcher of Python.
 from torch._dispatch.python import enable_python_dispatcher
 
-# Makes operators functional: what they write becomes new values.
-from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
-
 # Computes with values during a trace.
 from torch._subclasses.fake_tensor import unset_fake_temporarily as with_values
+
+# Makes operators functional: what they write becomes new values.
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
 # The history of a result of an `autograd.Function` is an object of a subclass of it.
 from torch.autograd.function import BackwardCFunction

@@ -98,7 +98,9 @@ def _entering(region: Region, ambient: Region) -> Callable[[], AbstractContextMa
 def within(region: Region, ambient: Region | None = None) -> Iterator[None]:
     """Call operators in a region, where that differs from the ambient one."""
     with ExitStack() as stack:
-        stack.enter_context(torch.set_grad_enabled(region.grad) if ambient is None else torch.no_grad() if not region.grad else nullcontext())
+        stack.enter_context(
+            torch.set_grad_enabled(region.grad) if ambient is None else torch.no_grad() if not region.grad else nullcontext()
+        )
         for at, (kind, (on, dtype)) in enumerate(zip(KINDS, region.autocast, strict=True)):
             if ambient is None or (on, dtype) != ambient.autocast[at]:
                 stack.enter_context(torch.autocast(kind, dtype, enabled=on))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -28,15 +29,15 @@ def without_writes(trace: Trace, device: torch.device) -> Trace:
     """
     with undisturbed(), without_values(), ExitStack() as stack:
         recording = Recording()
-        named = {**trace.params, **trace.buffers}
-        fakes = {node: _fake(node, device, name not in trace.frozen) for name, node in named.items() if name in trace.params}
-        fakes |= {node: _fake(node, device, False) for node in (*trace.buffers.values(), *trace.inputs)}
+        fakes = fake_sources(trace, device)
         places = {node: recording.place(fake, node.name) for node, fake in fakes.items()}
         stack.enter_context(enable_python_dispatcher())
         stack.enter_context(recording)
         stack.enter_context(without_functionalize())
         stack.enter_context(FunctionalMode())
-        values = _replay(trace, recording, {node: to_functional(fake) for node, fake in fakes.items()})
+        values = {node: to_functional(fake) for node, fake in fakes.items()}
+        for node in replay(trace, values, recording):
+            recording.stage = node.meta["stage"]
         results = tuple(_node(recording, values[r]) if isinstance(r, Node) else r for r in trace.results)
         ends = {name: _node(recording, values[trace.replaced.get(name, node)]) for name, node in trace.buffers.items()}
     return trace._replace(
@@ -50,21 +51,31 @@ def without_writes(trace: Trace, device: torch.device) -> Trace:
     )
 
 
-def _replay(trace: Trace, recording: Recording, values: dict[Node, Any]) -> dict[Node, Any]:
-    """Call every operator of the trace, in its stage and in its region."""
+def fake_sources(trace: Trace, device: torch.device) -> dict[Node, Any]:
+    """Tensors without values for the parameters, the buffers and the inputs of a trace."""
+    fakes = {node: _fake(node, device, name not in trace.frozen) for name, node in trace.params.items()}
+    return fakes | {node: _fake(node, device, False) for node in (*trace.buffers.values(), *trace.inputs)}
+
+
+def replay(trace: Trace, values: dict[Node, Any], recording: Recording | None = None) -> Iterator[Node]:
+    """Call every operator of a trace, in its region, after it was yielded.
+
+    Args:
+        values: of the sources; those of all nodes are put there.
+        recording: sees functions with a backward of their own as one operator, and gets plain tensors for them.
+    """
     for node in trace.nodes:
-        recording.stage = node.meta["stage"]
+        yield node
         if node.op == "get_attr":
             values[node] = trace.constants[constant_name(node)]
             continue
         args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
         with within(node.meta["region"]):
-            if "opaque" in node.meta:
+            if recording is not None and "opaque" in node.meta:
                 made = recording.call_whole(node.target, tuple(map(from_functional, args)))
                 values[node] = tree_map(to_functional, made)
             else:
                 values[node] = node.target(*args, **kwargs)
-    return values
 
 
 def _node(recording: Recording, value: Tensor) -> Node:

@@ -134,7 +134,7 @@ def split(
         at: names of modules, each of which begins a stage at its first call; or the number of stages, which are then
             balanced; or a partition of the layers of the model.
         balance: of ``at=n``, what is made equal: ``"flops"``, those of the operators; or ``"time"``, measured by calling the
-            model once more with random inputs.
+            model with these arguments.
 
     Returns:
         The split, in the mode that the model is in.
@@ -153,7 +153,7 @@ def split(
     form, tensors = CallForm.of(args, kwargs)
     inputs = tuple(LeafForm(tuple(t.shape), t.dtype) for t in tensors)
     device = _device(model, tensors)
-    names = _names(model, at) if isinstance(at, Sequence) else choose(model, form, inputs, device, at, balance)
+    names = _names(model, at) if isinstance(at, Sequence) else choose(model, form, tensors, device, at, balance)
     source = Source(model, form, {name: stage for stage, name in enumerate(names, 1)}, len(names) + 1, {})
     source.codes(inputs, device)
     layout = source.layout
