@@ -66,7 +66,7 @@ def from_functional(value: Any) -> Any:
     """The tensor within a functional one, with all that was written into it."""
     if not isinstance(value, FunctionalTensor):
         return value
-    torch._sync(value)
+    torch._sync(value)  # type: ignore[attr-defined]  # the stubs leave it out
     return torch._from_functional_tensor(value.elem)
 
 

@@ -27,7 +27,7 @@ _REPEATS = 3  # measurements, of which the least counts
 
 def choose(
     model: nn.Module, form: CallForm, tensors: Sequence[Tensor], device: torch.device, at: int | Partition, balance: Balance
-) -> list[str]:
+) -> tuple[list[str], Trace]:
     """The names of the modules that begin the stages after the first.
 
     The layers of a model are the elements of its ``ModuleList`` and ``Sequential`` containers, those of the outermost
@@ -38,22 +38,23 @@ def choose(
         at: the number of stages, or a partition of the layers.
         balance: how the cost of layers is found.
 
+    Returns:
+        The names, and the trace by which they were found.
+
     Raises:
         ValueError: there are not so many layers.
     """
     levels = _levels(model)
-    found = trace(
-        model, form, [LeafForm(tuple(t.shape), t.dtype) for t in tensors], device, dict.fromkeys((n for names in levels for n in names), 0)
-    )
+    found = trace(model, form, [LeafForm(tuple(t.shape), t.dtype) for t in tensors], device, levels[-1])
     called = [_in_order(names, found.begun) for names in levels]
     if isinstance(at, Partition):
-        return _of_partition(called, at)
+        return _of_partition(called, at), found
     if isinstance(at, bool) or not isinstance(at, int) or at < 1:
         raise ValueError(f"at: got {at!r}, expected names of modules, a number of stages, or a Partition")
     if balance not in ("flops", "time"):
         raise ValueError(f"balance: got {balance!r}, expected 'flops' or 'time'")
     marks = _flops(found, device) if balance == "flops" else _seconds(model, form, tensors, found, device)
-    return _balanced(called, found.begun, marks, at)
+    return _balanced(called, found.begun, marks, at), found
 
 
 def _levels(model: nn.Module) -> list[list[str]]:
@@ -90,7 +91,7 @@ def _of_partition(called: Sequence[Sequence[str]], partition: Partition) -> list
 
 def _balanced(called: Sequence[Sequence[str]], begun: Mapping[str, int], marks: Sequence[float], stages: int) -> list[str]:
     """The cuts of the outermost level whose heaviest stage is near the least of all levels."""
-    cuts = [[name for name in names if begun[name]] for names in called]
+    cuts = [[name for name in names if 0 < begun[name] < len(marks) - 1] for names in called]
     levels = [names for names in cuts[:-1] if len(names) >= stages - 1] or [names for names in cuts[-1:] if len(names) >= stages - 1]
     choices: list[tuple[float, list[str]]] = []
     for names in levels:
@@ -142,6 +143,7 @@ def _measured(
             torch.cuda.synchronize(device)
         return time.perf_counter()
 
+    start = now()
     handles = [
         model.get_submodule(name).register_forward_pre_hook(lambda *_, at=at: times.setdefault(at, now() - start))
         for name, at in begun.items()

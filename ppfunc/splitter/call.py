@@ -81,6 +81,7 @@ class CallForm(NamedTuple):
         Raises:
             ValueError: it has another structure than the call at the split.
         """
+        given: tuple[Any, Any]
         match self.kind:
             case "one":
                 given = (x,), {}

@@ -14,7 +14,7 @@ from .record import BY_HAND, MODEL
 from .trace import Trace
 
 
-class Part(NamedTuple):
+class StagePart(NamedTuple):
     """One stage of a trace.
 
     Args:
@@ -38,7 +38,7 @@ class WrittenElsewhereError(Exception):
     """A stage writes into memory that another stage has made; the trace has to be made functional."""
 
 
-def cut(trace: Trace, stages: int, state: Mapping[str, int]) -> tuple[Part, ...]:
+def cut(trace: Trace, stages: int, state: Mapping[str, int]) -> tuple[StagePart, ...]:
     """Cut a trace.
 
     Args:
@@ -104,7 +104,7 @@ class _Cutter:
         self.buffer_of = {node: name for name, node in trace.buffers.items()}
         self.wanted: dict[int, dict[int, set[Node]]] = {}  # by the stage that has them, by the stage that takes them
 
-    def part(self, stage: int, last: bool) -> Part:
+    def part(self, stage: int, last: bool) -> StagePart:
         """The part of a stage; those of all later ones have been made."""
         state = {name: self.trace.replaced.get(name, self.trace.buffers[name]) for name, home in self.homes.items() if home == stage}
         sent = self.wanted.pop(stage, {})
@@ -115,7 +115,7 @@ class _Cutter:
         here, taken = self._follow(roots, stage)
         for source, nodes in taken.items():
             self.wanted.setdefault(source, {})[stage] = nodes
-        return Part(
+        return StagePart(
             self._sorted(n for n in here if n.op == "call_function"),
             tuple(self.param_of[n] for n in self._sorted(here & self.param_of.keys())),
             tuple(self.buffer_of[n] for n in self._sorted(here & self.buffer_of.keys()) if self.buffer_of[n] not in self.homes),

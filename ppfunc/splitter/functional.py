@@ -69,6 +69,7 @@ def replay(trace: Trace, values: dict[Node, Any], recording: Recording | None = 
         if node.op == "get_attr":
             values[node] = trace.constants[constant_name(node)]
             continue
+        assert callable(node.target)
         args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
         with within(node.meta["region"]):
             if recording is not None and "opaque" in node.meta:

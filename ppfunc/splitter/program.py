@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from ppfunc.stage.tree import NAMESPACE, tree_unflatten
 
-from .cut import Part
+from .cut import StagePart
 from .effects import storages_of
 from .emit import emit
 from .record import Region
@@ -64,16 +64,20 @@ class NotKept:
         return f"<{self._kind.__name__}, not kept by the split>"
 
 
+def _flatten(node: Any) -> tuple[tuple[()], type]:
+    return (), node._kind
+
+
 # In the outputs of a step it is a node without tensors.
-optree.register_pytree_node(NotKept, lambda node: ((), node._kind), lambda kind, _: NotKept(kind), namespace=NAMESPACE)  # type: ignore[arg-type]
+optree.register_pytree_node(NotKept, _flatten, lambda kind, _: NotKept(kind), namespace=NAMESPACE)  # type: ignore[arg-type]
 
 
-def stage_codes(trace: Trace, parts: Sequence[Part], ambient: Region) -> tuple[StageCode, ...]:
+def stage_codes(trace: Trace, parts: Sequence[StagePart], ambient: Region) -> tuple[StageCode, ...]:
     """The code of every stage."""
     return tuple(_code(trace, parts, stage, ambient) for stage in range(len(parts)))
 
 
-def _code(trace: Trace, parts: Sequence[Part], stage: int, ambient: Region) -> StageCode:
+def _code(trace: Trace, parts: Sequence[StagePart], stage: int, ambient: Region) -> StageCode:
     part, last = parts[stage], stage == len(parts) - 1
     inputs = trace.inputs if stage == 0 else ()
     taken = tuple(node for nodes in part.received.values() for node in nodes)

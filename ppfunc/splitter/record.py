@@ -1,4 +1,4 @@
-"""Record the operators that a model calls, as one graph, before they are dispatched: above autograd and autocast."""
+"""Record the operators that a model calls, before they are dispatched: above autograd and autocast."""
 
 from __future__ import annotations
 
@@ -82,6 +82,7 @@ class Recording(PreDispatchMode):
             into) and ``place`` (the line that called it).
         constants: what ``get_attr`` nodes name: tensors that are neither inputs nor made within.
         stage: that of the operators to come.
+        operators: how many there are.
     """
 
     def __init__(self) -> None:
@@ -89,6 +90,7 @@ class Recording(PreDispatchMode):
         self.graph = Graph()
         self.constants: dict[str, torch.Tensor] = {}
         self.stage = 0
+        self.operators = 0
         self._thread = threading.get_ident()
         # Held weakly: of a new tensor that somebody else holds, torch returns a copy.
         self._nodes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -203,6 +205,7 @@ class Recording(PreDispatchMode):
         """Fill in what is known of a node, and remember its results."""
         node.meta |= {"stage": self.stage, "region": Region(torch.is_grad_enabled(), autocast()), "reads": reads, "writes": writes}
         if node.op == "call_function":
+            self.operators += 1
             node.meta["place"] = calling_place()
             if saved_tensor_hooks() is not None:
                 self._warn_of_checkpoint()

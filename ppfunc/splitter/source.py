@@ -15,17 +15,17 @@ from ppfunc.stage import StageError
 from ppfunc.stage._torch import without_modes
 
 from .call import CallForm
-from .cut import Part, WrittenElsewhereError, cut
+from .cut import StagePart, WrittenElsewhereError, cut
 from .functional import without_writes
 from .program import StageCode, stage_codes
 from .record import Region, autocast
-from .trace import LeafForm, Tensors, Trace, trace
+from .trace import LeafForm, Tensors, Trace, label, trace
 
 _MOST = 32  # forms of inputs whose code is kept
 
 
-class Layout(NamedTuple):
-    """What stays the same for every form of the inputs of a split.
+class SplitLayout(NamedTuple):
+    """The part of a split that is the same for every form of the inputs.
 
     Args:
         params: the parameters of each stage.
@@ -44,14 +44,14 @@ class Source:
     Args:
         model: any module.
         form: how it is called.
-        begins: the stage that begins with each named module.
-        stages: their number.
+        names: the modules that begin the stages after the first.
         loaded: buffers to be read in the place of the model's.
     """
 
-    def __init__(self, model: nn.Module, form: CallForm, begins: Mapping[str, int], stages: int, loaded: Mapping[str, Tensor]) -> None:
-        self.model, self.form, self.begins, self.stages, self.loaded = model, form, begins, stages, loaded
-        self.layout: Layout | None = None
+    def __init__(self, model: nn.Module, form: CallForm, names: Sequence[str], loaded: Mapping[str, Tensor]) -> None:
+        self.model, self.form, self.names, self.loaded = model, form, tuple(names), loaded
+        self.stages = len(names) + 1
+        self.layout: SplitLayout | None = None
         self._constants: tuple[tuple[str, ...], ...] = ()
         self._codes: OrderedDict[Hashable, tuple[StageCode, ...]] = OrderedDict()
         self._moved: dict[tuple[str, torch.device], tuple[Tensor, Tensor]] = {}
@@ -59,12 +59,17 @@ class Source:
 
     def with_buffers(self, loaded: Mapping[str, Tensor]) -> Source:
         """The same with other buffers."""
-        other = Source(self.model, self.form, self.begins, self.stages, {**self.loaded, **loaded})
+        other = Source(self.model, self.form, self.names, {**self.loaded, **loaded})
         other.layout, other._constants = self.layout, self._constants
         return other
 
-    def codes(self, inputs: Sequence[LeafForm], device: torch.device) -> tuple[StageCode, ...]:
+    def codes(self, inputs: Sequence[LeafForm], device: torch.device, found: Trace | None = None) -> tuple[StageCode, ...]:
         """The code of every stage for inputs of these forms on a device, in the mode that the model has now.
+
+        Args:
+            inputs: the forms.
+            device: where the stages compute.
+            found: the trace of the model for them, where there is one.
 
         Raises:
             StageError: the model cannot be traced, or the stages would not be those of the split.
@@ -81,7 +86,7 @@ class Source:
         )
         with self._lock:
             if key not in self._codes:
-                self._codes[key] = self._make(inputs, device)
+                self._codes[key] = self._make(inputs, device, found)
                 while len(self._codes) > _MOST:
                     self._codes.popitem(last=False)
             self._codes.move_to_end(key)
@@ -95,20 +100,16 @@ class Source:
         """The buffers that stages read, and none writes into."""
         return list(dict.fromkeys(name for stage in stages for name in self._constants[stage]))
 
-    def trace(self, inputs: Sequence[LeafForm], device: torch.device) -> tuple[Trace, tuple[Part, ...]]:
-        """The trace of the model and its parts."""
-        found = trace(self.model, self.form, inputs, device, self.begins)
+    def _make(self, inputs: Sequence[LeafForm], device: torch.device, found: Trace | None) -> tuple[StageCode, ...]:
+        ambient = Region(True, autocast())
+        found = trace(self.model, self.form, inputs, device, self.names) if found is None else found
+        label(found, _begins(self.names, found))
         state = {} if self.layout is None else self.layout.state
         try:
-            return found, cut(found, self.stages, state)
+            parts = cut(found, self.stages, state)
         except WrittenElsewhereError:
             found = without_writes(found, device)
-            return found, cut(found, self.stages, state)
-
-    def _make(self, inputs: Sequence[LeafForm], device: torch.device) -> tuple[StageCode, ...]:
-        ambient = Region(True, autocast())
-        found, parts = self.trace(inputs, device)
-        _require_order(self.begins, found)
+            parts = cut(found, self.stages, state)
         layout = layout_of(parts)
         if self.layout is None:
             self.layout, self._constants = layout, tuple(part.constants for part in parts)
@@ -134,28 +135,31 @@ class Source:
             return moved
 
 
-def layout_of(parts: Sequence[Part]) -> Layout:
+def layout_of(parts: Sequence[StagePart]) -> SplitLayout:
     """The layout of the parts of a trace."""
     skips = {(source, stage) for stage, part in enumerate(parts) for source in part.received if source < stage - 1}
     state = {name: stage for stage, part in enumerate(parts) for name in part.state}
-    return Layout(tuple(part.params for part in parts), state, tuple(sorted(skips)))
+    return SplitLayout(tuple(part.params for part in parts), state, tuple(sorted(skips)))
 
 
-def _require_order(begins: Mapping[str, int], found: Trace) -> None:
-    """Raise unless each named module is called, after an operator of the stage before it, and in this order."""
-    names = sorted(begins, key=begins.__getitem__)
+def _begins(names: Sequence[str], found: Trace) -> list[int]:
+    """The operators with which stages begin; raise unless each named module is called, in this order, with some in between."""
     if missing := [name for name in names if name not in found.begun]:
         raise ValueError(f"at: the module {missing[0]} is not called; name one that is, or the modules within it")
-    real = sorted(names, key=found.begun.__getitem__)
-    if [found.begun[name] for name in names] != sorted(found.begun.values()):
-        raise ValueError(f"at: got {names}, expected the order in which they are called, {real}")
-    for before, name in pairwise(["", *names]):
-        if found.begun[name] == found.begun.get(before, 0):
+    begins = [found.begun[name] for name in names]
+    if begins != sorted(begins):
+        real = sorted(names, key=found.begun.__getitem__)
+        raise ValueError(f"at: got {list(names)}, expected the order in which they are called, {real}")
+    for (before, start), (name, end) in pairwise([("", 0), *zip(names, begins, strict=True)]):
+        if start == end:
             where = f"at the same operator as {before}" if before else "at the first operator of the model"
             raise ValueError(f"at: the module {name} begins {where}, which leaves a stage without any; leave one out")
+    if begins and begins[-1] == sum(node.op == "call_function" for node in found.nodes):
+        raise ValueError(f"at: the module {names[-1]} calls no operator, nor does any after it; leave it out")
+    return begins
 
 
-def _require_same(fixed: Layout, now: Layout, parts: Sequence[Part]) -> None:
+def _require_same(fixed: SplitLayout, now: SplitLayout, parts: Sequence[StagePart]) -> None:
     """Raise where these stages take other parameters, state or values than those of the split."""
     when = "for the inputs, or in the mode, that it gets now, and did not at the split"
     mend = "split with inputs of this form, in this mode (training or evaluation)"

@@ -153,9 +153,12 @@ def split(
     form, tensors = CallForm.of(args, kwargs)
     inputs = tuple(LeafForm(tuple(t.shape), t.dtype) for t in tensors)
     device = _device(model, tensors)
-    names = _names(model, at) if isinstance(at, Sequence) else choose(model, form, tensors, device, at, balance)
-    source = Source(model, form, {name: stage for stage, name in enumerate(names, 1)}, len(names) + 1, {})
-    source.codes(inputs, device)
+    if isinstance(at, Sequence):
+        names, found = _names(model, at), None
+    else:
+        names, found = choose(model, form, tensors, device, at, balance)
+    source = Source(model, form, names, {})
+    source.codes(inputs, device, found)
     layout = source.layout
     assert layout is not None
     tensors_of = Tensors.of(model)

@@ -1,10 +1,11 @@
-"""Trace one call of a model without values: its operators, each with the stage that it belongs to."""
+"""Trace one call of a model without values."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +47,7 @@ class Trace(NamedTuple):
         results: the leaves of it: nodes, or values of Python.
         replaced: the nodes of the tensors that the model has put in the place of buffers.
         frozen: the parameters that require no gradient.
-        begun: for every module named in ``begins``, how many operators came before its first call.
+        begun: for the modules that were asked for, how many operators came before its first call.
     """
 
     nodes: tuple[Node, ...]
@@ -82,7 +83,7 @@ class Tensors(NamedTuple):
         return cls(params, buffers, further_places(model, {*params, *buffers}))
 
 
-def trace(model: nn.Module, form: CallForm, inputs: Sequence[LeafForm], device: torch.device, begins: Mapping[str, int]) -> Trace:
+def trace(model: nn.Module, form: CallForm, inputs: Sequence[LeafForm], device: torch.device, names: Iterable[str]) -> Trace:
     """Call the model on tensors without values, and record what it does.
 
     Args:
@@ -90,7 +91,7 @@ def trace(model: nn.Module, form: CallForm, inputs: Sequence[LeafForm], device: 
         form: how to call it.
         inputs: the form of the tensors among its arguments.
         device: where it computes, wherever its tensors are now.
-        begins: the stage that begins with the first call of a module, by the module's name.
+        names: of modules, whose first calls are noted.
 
     Raises:
         StageError: it cannot be traced.
@@ -105,7 +106,7 @@ def trace(model: nn.Module, form: CallForm, inputs: Sequence[LeafForm], device: 
         input_nodes = tuple(recording.place(t, f"input{i}") for i, t in enumerate(given))
         begun: dict[str, int] = {}
         stack.enter_context(unmodified(model))
-        stack.enter_context(_labelled(model, begins, recording, begun))
+        stack.enter_context(_noted(model, names, recording, begun))
         stack.enter_context(functions_kept(recording))
         called = fakes | {place: fakes[name] for place, name in tensors.places.items()}
         result = _call(model, called, form.arguments(given), recording)
@@ -127,6 +128,14 @@ def trace(model: nn.Module, form: CallForm, inputs: Sequence[LeafForm], device: 
         frozenset(name for name, p in tensors.params.items() if not p.requires_grad),
         begun,
     )
+
+
+def label(found: Trace, begins: Sequence[int]) -> None:
+    """Say of each operator which stage it belongs to, by the operators with which the stages after the first begin."""
+    operators = [node for node in found.nodes if node.op == "call_function"]
+    for stage, (start, end) in enumerate(pairwise([0, *begins, len(operators)])):
+        for node in operators[start:end]:
+            node.meta["stage"] = stage
 
 
 def _call(model: nn.Module, tensors: dict[str, Any], arguments: tuple[tuple[Any, ...], dict[str, Any]], recording: Recording) -> Any:
@@ -152,19 +161,18 @@ def undisturbed() -> Iterator[None]:
 
 
 @contextmanager
-def _labelled(model: nn.Module, begins: Mapping[str, int], recording: Recording, begun: dict[str, int]) -> Iterator[None]:
-    """Within it, the first call of a named module begins its stage."""
+def _noted(model: nn.Module, names: Iterable[str], recording: Recording, begun: dict[str, int]) -> Iterator[None]:
+    """Within it, the first call of each named module is noted."""
     this = threading.get_ident()
 
-    def hook(name: str, stage: int) -> Callable[..., None]:
-        def begin(module: nn.Module, args: Any) -> None:
+    def hook(name: str) -> Callable[..., None]:
+        def note(module: nn.Module, args: Any) -> None:
             if threading.get_ident() == this and name not in begun:
-                begun[name] = sum(n.op == "call_function" for n in recording.graph.nodes)
-                recording.stage = max(recording.stage, stage)
+                begun[name] = recording.operators
 
-        return begin
+        return note
 
-    handles = [model.get_submodule(name).register_forward_pre_hook(hook(name, s), prepend=True) for name, s in begins.items()]
+    handles = [model.get_submodule(name).register_forward_pre_hook(hook(name), prepend=True) for name in names]
     try:
         yield
     finally:

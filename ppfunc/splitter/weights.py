@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 from os import PathLike
 from pathlib import Path
@@ -67,8 +67,8 @@ def join(params: Trees, state: Trees | None, tied: Mapping[str, Sequence[tuple[i
         ValueError: the places of a tied parameter differ.
     """
     for name, places in tied.items():
-        first, *others = [params[stage][key] for stage, key in places if stage in params] or [None]
-        if any(first is not other and not torch.equal(first, other) for other in others):
+        found = [params[stage][key] for stage, key in places if stage in params]
+        if any(found[0] is not other and not torch.equal(found[0], other) for other in found[1:]):
             raise ValueError(
                 f"{name} is tied, and its places in the stages {', '.join(str(s) for s, _ in places)} differ; give each the sum"
             )
@@ -110,11 +110,11 @@ def _fit(tensor: Tensor, like: Tensor, name: str) -> Tensor:
     return tensor.detach().to(device="cpu" if like.is_meta else like.device, dtype=like.dtype)
 
 
-def _mapping_reader(weights: Mapping[str, Tensor]) -> tuple[Iterable[str], Read]:
+def _mapping_reader(weights: Mapping[str, Tensor]) -> tuple[Collection[str], Read]:
     return set(weights), weights.__getitem__
 
 
-def _file_reader(path: Path) -> tuple[Iterable[str], Read]:
+def _file_reader(path: Path) -> tuple[Collection[str], Read]:
     """The names in safetensors files, and a function that reads one tensor."""
     from safetensors import safe_open
 

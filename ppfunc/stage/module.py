@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ._torch import version
+from .errors import StageError
 from .output import Output
 
 State = dict[str, Tensor]
@@ -27,8 +29,8 @@ class ModuleStage(NamedTuple):
     """A module as a pure function.
 
     Args:
-        fn: ``(params, x) -> y`` for a module without buffers, else ``(params, x, state) -> Output(y, state=new)``.
-            Extras of the stage come before the state.
+        fn: ``(params, x) -> y``; given a state too, ``(params, x, state) -> Output(y, state=new)``. Extras of the
+            stage come before the state.
         params: the parameters by name, detached; those of the module are not copied.
         state: the buffers by name.
     """
@@ -38,21 +40,23 @@ class ModuleStage(NamedTuple):
     state: State
 
 
-def stage_from_module(module: nn.Module, *, constants: bool = False) -> ModuleStage:
+def stage_from_module(module: nn.Module, *, constants: bool = False, spread: bool = True) -> ModuleStage:
     """Make the pure function that ``module`` computes, in the mode (training or evaluation) that it has when a step begins.
 
     A tuple ``x`` becomes positional arguments, a dictionary with texts as keys keyword arguments,
     anything else the one argument. Extras become further arguments in the same way. A parameter
     known by two names is listed once, under the first, and gets one gradient. One that requires no
-    gradient is frozen: it gets zeros. Buffers go into a step as ``state={stage: state}``, and come back,
-    with ``has_aux=True``, as ``aux.state[stage]``. Other attributes (numbers, which parameters are
-    frozen) are read when the stage is made or traced.
+    gradient is frozen: it gets zeros. Buffers that the module writes into are a state: they go into a step as
+    ``state={stage: state}``, and come back, with ``has_aux=True``, as ``aux.state[stage]``. Where it only reads them, as
+    a trial without values shows, no state is needed: they are constants. Other attributes (numbers, which parameters
+    are frozen) are read when the stage is made or traced.
 
     Args:
         module: any module. It is left unmodified: attributes set during a call, and changes to dicts, lists and
             sets held as attributes, are rolled back.
         constants: whether the module only reads its buffers (masks, tables of positions, the statistics of a
-            batch norm in evaluation). There is no state then, and a module that writes into one is refused.
+            batch norm in evaluation), for certain. There is no state then, and a module that writes into one is refused.
+        spread: whether tuples and dictionaries are taken apart into arguments; else each is one argument.
 
     Raises:
         TypeError: not a module, or a scripted one.
@@ -82,10 +86,10 @@ def stage_from_module(module: nn.Module, *, constants: bool = False) -> ModuleSt
         args: tuple[Any, ...] = ()
         kwargs: dict[str, Any] = {}
         for x in given:
-            if isinstance(x, dict):
+            if spread and isinstance(x, dict):
                 kwargs |= x
             else:
-                args += x if type(x) is tuple else (x,)
+                args += x if spread and type(x) is tuple else (x,)
         for name in frozen:
             tensors[name] = tensors[name].detach()
         for place, name in shared.items():
@@ -96,13 +100,31 @@ def stage_from_module(module: nn.Module, *, constants: bool = False) -> ModuleSt
     def plain(params: State, *given: Any) -> Any:
         return call(dict(params), given)
 
-    def stateful(params: State, *given: Any) -> Output:
-        given, buffers = given[:-1], given[-1]
-        if not (isinstance(buffers, dict) and buffers.keys() == state.keys()):
-            raise ValueError(
-                f"the module has the buffers {', '.join(state)}, which are its state: give it to the step, state={{stage: state}}, "
-                f"and has_aux=True to get the next one; or, where it only reads them, take stage_from_module(module, constants=True)"
-            )
+    mend = (
+        f"the module has the buffers {', '.join(state)}, which are its state: give it to the step, state={{stage: state}}, "
+        "and has_aux=True to get the next one"
+    )
+
+    def reading(params: State, given: tuple[Any, ...]) -> Any:
+        """The result of a module that only reads its buffers."""
+        buffers = {name: module.get_buffer(name) for name in state}
+        tensors, before = params | buffers, [version(b) for b in buffers.values()]
+        try:
+            y = call(tensors, given)
+        except StageError as error:
+            raise StageError(error.stage, error.reason, mend if "writes into" in error.reason else error.instead) from error
+        written = [name for (name, b), count in zip(buffers.items(), before, strict=True) if tensors[name] is not b or version(b) != count]
+        if written:
+            raise ValueError(f"the module has written into its buffer {written[0]}, and was given no state; {mend}")
+        return y
+
+    def stateful(params: State, *given: Any) -> Any:
+        last = given[-1] if len(given) > 1 and isinstance(given[-1], dict) else {}
+        if not last.keys() & state.keys():
+            return reading(params, given)
+        given, buffers = given[:-1], last
+        if buffers.keys() != state.keys():
+            raise ValueError(f"got a state with {', '.join(buffers)}; {mend}")
         tensors = params | {name: b.clone() for name, b in buffers.items()}
         y = call(tensors, given)
         # The call leaves in ``tensors`` what a module has put in the place of a buffer.
