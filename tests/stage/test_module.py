@@ -330,7 +330,7 @@ def test_a_buffer_that_is_a_parameter_by_another_name_stays_one():
     torch.testing.assert_close(gparams["a.weight"], want)
 
 
-class Scaled(nn.Module):
+class ReadsABuffer(nn.Module):
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(2, 2)
@@ -342,7 +342,7 @@ class Scaled(nn.Module):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_buffers_that_are_only_read_need_no_state(engine):
-    module = Scaled()
+    module = ReadsABuffer()
     fn, params, _ = stage_from_module(module)
     step = pp.value_and_grad([fn], lambda y, t: (y * t).sum(), pp.gpipe(1, 2), engine=engine)
     x, t = torch.randn(4, 2), torch.randn(4, 2)
