@@ -222,7 +222,8 @@ class Recording(PreDispatchMode):
     def _fold(self, func: OpOverload, args: Any, kwargs: Any, nodes: list[Node]) -> Any:
         """The value of a call on nothing but numbers in the code of the model; None where it is not known."""
         if func is aten.lift_fresh.default:
-            return args[0].clone() if args[0].numel() <= _MOST_FOLDED else None
+            with with_values():
+                return args[0].clone() if args[0].numel() <= _MOST_FOLDED else None
         known = {id(t): self._folded.get(n) for t, n in zip(_tensors((args, kwargs)), nodes, strict=True)}
         if not known or None in known.values() or torch.Tag.nondeterministic_seeded in func.tags:
             for node, argument in zip(nodes, _tensors((args, kwargs)), strict=True) if schema(func).is_mutable else ():
