@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -144,10 +144,14 @@ def _measured(
         return time.perf_counter()
 
     start = now()
-    handles = [
-        model.get_submodule(name).register_forward_pre_hook(lambda *_, at=at: times.setdefault(at, now() - start))
-        for name, at in begun.items()
-    ]
+
+    def mark(at: int) -> Callable[..., None]:
+        def note(module: nn.Module, args: Any) -> None:
+            times.setdefault(at, now() - start)
+
+        return note
+
+    handles = [model.get_submodule(name).register_forward_pre_hook(mark(at)) for name, at in begun.items()]
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     args, kwargs = form.arguments(tuple(tensors))
     try:

@@ -63,12 +63,15 @@ class Source:
         other.layout, other._constants = self.layout, self._constants
         return other
 
-    def codes(self, inputs: Sequence[LeafForm], device: torch.device, found: Trace | None = None) -> tuple[StageCode, ...]:
-        """The code of every stage for inputs of these forms on a device, in the mode that the model has now.
+    def codes(
+        self, inputs: Sequence[LeafForm], device: torch.device, modes: Sequence[bool], found: Trace | None = None
+    ) -> tuple[StageCode, ...]:
+        """The code of every stage for inputs of these forms.
 
         Args:
             inputs: the forms.
             device: where the stages compute.
+            modes: whether each module is in training mode, see `modes_of`.
             found: the trace of the model for them, where there is one.
 
         Raises:
@@ -78,7 +81,7 @@ class Source:
         key = (
             *inputs,
             device,
-            tuple(module.training for module in self.model.modules()),
+            modes,
             tuple(p.requires_grad for p in tensors.params.values()),
             tuple((b.shape, b.dtype) for b in tensors.buffers.values()),
             autocast(),
@@ -133,6 +136,11 @@ class Source:
                 moved = buffer.detach().to(device)
                 self._moved[name, device] = buffer, moved
             return moved
+
+
+def modes_of(model: nn.Module) -> tuple[bool, ...]:
+    """Whether each module is in training mode now."""
+    return tuple([module.training for module in model.modules()])
 
 
 def layout_of(parts: Sequence[StagePart]) -> SplitLayout:

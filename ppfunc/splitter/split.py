@@ -16,7 +16,7 @@ from ppfunc.parallel.partition import Partition
 
 from .balance import Balance, choose
 from .call import CallForm
-from .source import Source
+from .source import Source, modes_of
 from .stages import make_stage
 from .trace import LeafForm, Tensors
 from .weights import by_stage, join, put_back, read_weights, state_dict
@@ -158,7 +158,7 @@ def split(
     else:
         names, found = choose(model, form, tensors, device, at, balance)
     source = Source(model, form, names, {})
-    source.codes(inputs, device, found)
+    source.codes(inputs, device, modes_of(model), found)
     layout = source.layout
     assert layout is not None
     tensors_of = Tensors.of(model)

@@ -12,7 +12,7 @@ from ppfunc.stage.output import Output
 
 from .program import StageCode
 from .record import MODEL
-from .source import Source
+from .source import Source, modes_of
 from .trace import LeafForm
 
 
@@ -22,7 +22,7 @@ def make_stage(source: Source, stage: int) -> Callable[..., Any]:
     Between stages ``x`` is ``(forms, values)``: for every input of the model a tensor without elements, of shape
     ``(0, *shape)``, by which each stage knows for which inputs to trace the model; and the values from the stage before.
     """
-    model = source.model  # a step looks for the modules that a stage holds, and follows their mode
+    model = source.model  # held by the function itself: a step follows the modes of modules that it finds there
     assert source.layout is not None
     names = source.layout.params[stage]
     state_names = tuple(name for name, home in source.layout.state.items() if home == stage)
@@ -38,7 +38,7 @@ def make_stage(source: Source, stage: int) -> Callable[..., Any]:
             x, skips = x
         inputs, forms, before = _read(source, stage, x)
         device = _device(params, inputs, forms)
-        code = source.codes([LeafForm(tuple(f.shape[1:]), f.dtype) for f in forms], device)[stage]
+        code = source.codes([LeafForm(tuple(f.shape[1:]), f.dtype) for f in forms], device, modes_of(model))[stage]
         received = tuple(t for a in code.received for t in (before if a == stage - 1 else skips[a]))
         made = _run(source, code, stage, device, params, state, inputs, received)
         sent, new_state, results = made

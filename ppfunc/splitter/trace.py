@@ -97,8 +97,7 @@ def trace(model: nn.Module, form: CallForm, inputs: Sequence[LeafForm], device: 
         StageError: it cannot be traced.
     """
     tensors = Tensors.of(model)
-    before = torch.default_generator.get_state()
-    with calling, undisturbed(), without_values(), ExitStack() as stack:
+    with calling, undisturbed(), _unseeded(), without_values(), ExitStack() as stack:
         recording = Recording()
         fakes = {name: _like(t, device) for name, t in (*tensors.params.items(), *tensors.buffers.items())}
         given = tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device=device) for leaf in inputs)
@@ -113,9 +112,6 @@ def trace(model: nn.Module, form: CallForm, inputs: Sequence[LeafForm], device: 
         leaves, treedef = tree_flatten(result, "the result of the model")
         results = tuple(recording.node(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         replaced = {name: recording.node(called[name]) for name in tensors.buffers if called[name] is not fakes[name]}
-    if not torch.equal(before, torch.default_generator.get_state()):
-        torch.default_generator.set_state(before)
-        raise StageError(MODEL, "it seeds the default random generator, which is not traced", f"leave that out, or {BY_HAND}")
     return Trace(
         tuple(n for n in recording.graph.nodes if n.op != "placeholder"),
         {name: nodes[name] for name in tensors.params},
@@ -158,6 +154,18 @@ def undisturbed() -> Iterator[None]:
     """Within it, neither the modes nor the transforms that are active outside are seen."""
     with without_transforms(), without_modes(), torch.inference_mode(False), torch.enable_grad():
         yield
+
+
+@contextmanager
+def _unseeded() -> Iterator[None]:
+    """Raise if the default generator is seeded within; nothing is drawn without values. Restore it."""
+    before = torch.default_generator.get_state()
+    try:
+        yield
+        if not torch.equal(before, torch.default_generator.get_state()):
+            raise StageError(MODEL, "it seeds the default random generator, which is not traced", f"leave that out, or {BY_HAND}")
+    finally:
+        torch.default_generator.set_state(before)
 
 
 @contextmanager

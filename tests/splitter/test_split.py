@@ -65,3 +65,403 @@ def test_stages_in_turn_are_the_whole_model(kind, at, training):
     parts = pp.split(model, m.rows(), at=at)
     m.require_equal(model, parts, m.rows())
     m.require_equal(model, parts, m.rows(7))
+
+
+def ids(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 11, shape)
+
+
+def translation(rows: int = 2, time: int = 5) -> dict[str, torch.Tensor]:
+    mask = torch.ones(rows, time, dtype=torch.int64)
+    mask[0, -1] = 0
+    return {"ids": ids(rows, time), "decoder_ids": ids(rows, time + 1), "mask": mask}
+
+
+CUTS = {
+    "names": ["encoder.1", "decoder.0", "decoder.1"],
+    "inside a layer": ["encoder.1.linear1", "decoder.0.multihead_attn", "decoder.1.norm2"],
+    "number": 4,
+    "two": 2,
+    "partition": Partition((0, 1, 3, 4)),
+}
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("at", CUTS.values(), ids=CUTS)
+def test_an_encoder_and_decoder_with_tied_embeddings(at, training):
+    model = made(m.EncoderDecoder).train(training)
+    parts = pp.split(model, kwargs=translation(), at=at)
+    for inputs in (translation(), translation(3, 4), translation(1, 7)):
+        m.require_equal(model, parts, inputs)
+    assert "embed.weight" in parts.tied and not parts.unused
+    stages = [{n for n in tree} for tree in parts.params.values()]
+    assert set().union(*stages) == {name for name, _ in model.named_parameters()}
+    assert parts.tied == {
+        name: tuple((s, name) for s, names in enumerate(stages) if name in names)
+        for name in (n for n, _ in model.named_parameters())
+        if sum(name in names for names in stages) > 1
+    }
+
+
+ENGINES = {"graph": pp.graph, "functional": pp.functional, "eager": pp.eager}
+
+
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+@pytest.mark.parametrize("build", [pp.one_f_one_b, pp.zbv, pp.dualpipev], ids=lambda b: b.__name__)
+def test_schedules_give_the_gradients_of_the_whole_model(build, engine):
+    model = made(m.EncoderDecoder).eval()
+    parts = pp.split(model, kwargs=translation(), at=["encoder.1", "decoder.0", "decoder.1"])
+    schedule = build(4, 4) if build is pp.one_f_one_b else build(2, 4)
+    step = pp.value_and_grad(parts.stages, lambda y, t: m.scalar(y) + 0 * t.sum(), pp.with_skips(schedule, parts.skips), engine=engine)
+    for time in (5, 3):
+        inputs = translation(8, time)
+        loss, grads = step(parts.params, inputs, torch.zeros(8))
+        each = [m.whole(model, {k: v[2 * i : 2 * i + 2] for k, v in inputs.items()}) for i in range(4)]
+        torch.testing.assert_close(loss, sum(m.scalar(result).detach() for _, _, result in each) / 4)
+        for name, grad in m.added_up(grads).items():
+            torch.testing.assert_close(grad, sum(want[name] for want, _, _ in each) / 4, rtol=1e-12, atol=1e-12)
+
+
+def test_dropout_is_that_of_the_seed_under_every_schedule():
+    model = made(m.Dropouts)
+    parts = pp.split(model, m.rows(2), at=["b", "c"])
+    x = m.rows(8)
+    runs = []
+    for schedule in (pp.one_f_one_b(3, 4), pp.gpipe(3, 4)):
+        step = pp.value_and_grad(parts.stages, lambda y, t: (y * t).sum(), schedule)
+        runs.append(step(parts.params, x, x, seed=(1, 2)))
+    assert torch.equal(runs[0][0], runs[1][0])
+    torch.testing.assert_close(runs[0][1], runs[1][1], rtol=1e-12, atol=1e-12)
+
+
+def test_a_state_goes_through_a_step_and_into_the_model():
+    model = made(m.BatchNorms)
+    parts = pp.split(model, m.rows(), at=["b", "c"])
+    assert list(parts.state) == [0, 1]
+    step = pp.value_and_grad(parts.stages, lambda y, t: (y * t).sum(), pp.one_f_one_b(3, 2), has_aux=True)
+    x = m.rows(8)
+    (_, aux), _ = step(parts.params, x, x, state=parts.state)
+    parts.put_back(parts.params, state=aux.state)
+    assert model.first.num_batches_tracked == 2
+    reference = made(m.BatchNorms)
+    with torch.no_grad():
+        for half in x.chunk(2):
+            reference(half)
+    torch.testing.assert_close(model.state_dict(), reference.state_dict(), rtol=1e-12, atol=1e-12)
+
+
+def test_a_split_in_evaluation_has_no_state_and_training_it_is_refused():
+    model = made(m.BatchNorms).eval()
+    parts = pp.split(model, m.rows(), at=["b"])
+    assert parts.state == {}
+    m.require_equal(model, parts, m.rows())
+    model.train()
+    with pytest.raises(
+        StageError, match="stage 0: it writes into the buffer first.num_batches_tracked .* split with inputs of this form, in this mode"
+    ):
+        m.in_turn(parts, m.rows())
+
+
+def test_the_mode_is_followed():
+    model = nn.Sequential(nn.Linear(m.D, m.D), nn.Dropout(), nn.Linear(m.D, m.D)).double()
+    parts = pp.split(model, m.rows(), at=["1"])
+    step = pp.evaluate(parts.stages, None, pp.gpipe(2, 1), return_outputs=True)
+    x = m.rows()
+    first, other = (step(parts.params, x, seed=(0, n)) for n in range(2))
+    assert not torch.equal(first, other)
+    model.eval()
+    assert torch.equal(step(parts.params, x), m.in_turn(parts, x)[0]) and not torch.equal(step(parts.params, x), first)
+
+
+def test_classes_of_outputs_come_to_the_loss_and_to_the_caller():
+    model = made(m.ClassOfOutputs)
+    x = m.rows(4)
+    parts = pp.split(model, (x[:2],), {"offset": x[:2], "twice": True, "scale": None}, at=["b", "c"])
+    seen = []
+
+    def loss(y, t):
+        seen.append(y)
+        return (y.logits * t).sum()
+
+    step = pp.value_and_grad(parts.stages, loss, pp.with_skips(pp.one_f_one_b(3, 2), parts.skips))
+    value, _ = step(parts.params, (x, {"offset": x}), x)
+    want = model(x, offset=x, twice=True).logits
+    torch.testing.assert_close(value, (want * x).sum() / 2)
+    assert type(seen[0]) is m.Answer
+    with pytest.raises(AttributeError, match="returned a Cache, which a split does not keep; got a request for its 'tensor'"):
+        seen[0].cache.tensor  # noqa: B018
+    run = pp.evaluate(parts.stages, None, pp.with_skips(pp.gpipe(3, 2), parts.skips), return_outputs=True)
+    torch.testing.assert_close(run(parts.params, (x, {"offset": x})).logits, want)
+
+
+def test_inputs_have_the_form_of_the_arguments():
+    model = made(m.ClassOfOutputs)
+    x = m.rows()
+    want = model(x).logits
+    for args, kwargs, given in (
+        (x, None, x),
+        ((x,), None, (x,)),
+        ({"x": x}, None, {"x": x}),
+        ((), {"x": x}, {"x": x}),
+        ((x,), {"scale": 3}, (x,)),
+    ):
+        parts = pp.split(model, args, kwargs, at=["b"])
+        assert torch.equal(m.in_turn(parts, given)[0].logits, want)
+    parts = pp.split(model, {"x": x, "offset": x}, at=["b"])
+    for wrong in ({"x": x}, x, (x, x), {"x": x, "offset": x, "scale": x}, {"x": x, "offset": (x,)}):
+        with pytest.raises(ValueError, match=r"inputs: got .*, expected \{'x': tensor, 'offset': tensor\}"):
+            m.in_turn(parts, wrong)
+
+
+def crossing(parts, inputs):
+    """The shapes of all that crosses a boundary, but for tensors without elements."""
+    found = []
+    x, skips = inputs, {}
+    for stage, fn in enumerate(parts.stages[:-1]):
+        into = {a: skips[a, b] for a, b in parts.skips if b == stage}
+        out = fn(parts.params[stage], pp.Received(x, into) if into else x)
+        if isinstance(out, pp.Output):
+            skips |= {(stage, b): tree for b, tree in (out.skips or {}).items()}
+            found += [tuple(t.shape) for tree in (out.skips or {}).values() for t in tree]
+            out = out.y
+        found += [tuple(t.shape) for t in out[1]]
+        assert all(t.numel() == 0 for t in out[0])
+        x = out
+    return found
+
+
+def test_masks_and_tables_never_cross():
+    model = made(m.Decoder, layers=4)
+    inputs = {"ids": ids(2, 6), "mask": torch.ones(2, 6, dtype=torch.int64)}
+    parts = pp.split(model, {"ids": inputs["ids"]}, at=4)
+    assert parts.skips == ()
+    assert crossing(parts, {"ids": inputs["ids"]}) == [(2, 6, m.D)] * 3
+    parts = pp.split(model, inputs, at=4)
+    assert parts.skips == ((0, 2), (0, 3))  # the mask of integers
+    assert sorted(crossing(parts, inputs)) == [(2, 6)] * 3 + [(2, 6, m.D)] * 3
+    m.require_equal(model, parts, inputs)
+
+
+def test_a_number_of_stages_is_balanced():
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)), nn.Linear(8, 48), nn.Linear(48, 8))
+    parts = pp.split(model, torch.zeros(2, 8), at=3)
+    assert parts.at == ("5", "7") or parts.at == ("6", "7")
+    assert pp.split(model, torch.zeros(2, 8), at=1).at == ()
+    assert pp.split(model, torch.zeros(2, 8), at=Partition((0, 2, 8))).at == ("2",)
+    assert len(pp.split(model, torch.zeros(2, 8), at=4, balance="time").stages) == 4
+    assert pp.split(made(m.Plain), m.rows(), at=3).at == ("b", "c")  # no containers: any module
+
+
+def test_a_model_without_so_many_layers_is_refused():
+    with pytest.raises(ValueError, match="at: got 5 stages, the model calls 3 modules"):
+        pp.split(made(m.Plain), m.rows(), at=5)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    with pytest.raises(ValueError, match=r"got a partition of 4 layers; the model has 3 \(0 to 2\)"):
+        pp.split(model, torch.zeros(2, 4), at=Partition((0, 2, 4)))
+    with pytest.raises(ValueError, match="balance: got 'bytes', expected 'flops' or 'time'"):
+        pp.split(model, torch.zeros(2, 4), at=2, balance="bytes")
+    with pytest.raises(ValueError, match="balance='time': got tensors on the device meta"):
+        pp.split(model, torch.zeros(2, 4, device="meta"), at=2, balance="time")
+    with pytest.raises(ValueError, match="at: got True"):
+        pp.split(model, torch.zeros(2, 4), at=True)
+
+
+def test_names_that_cannot_be_cut_at_are_refused():
+    model = made(m.Frozen)
+    for at, message in (
+        (["bb"], "at: got 'bb', which is no module of the model; the nearest are b"),
+        (["unused"], "the module unused is not called"),
+        (["c", "b"], r"expected the order in which they are called, \['b', 'c'\]"),
+        (["b", "b"], "expected each module once"),
+        (["a"], "the module a begins at the first operator of the model"),
+        ("b", "expected a list of names"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            pp.split(model, m.rows(), at=at)
+    nested = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Identity()), nn.Identity())
+    with pytest.raises(ValueError, match="the module 1.0 begins at the same operator as 1"):
+        pp.split(nested, torch.zeros(2, 4), at=["1", "1.0"])
+    with pytest.raises(ValueError, match="the module 2 calls no operator, nor does any after it"):
+        pp.split(nested, torch.zeros(2, 4), at=["2"])
+
+
+class TwoCalls(m.Base):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(m.D)
+
+    def forward(self, x):
+        return self.c(self.norm(self.b(self.norm(self.a(x)))))
+
+
+class DependsOnValues(m.Base):
+    def forward(self, x):
+        h = self.a(x)
+        return self.c(h) if h.sum() > 0 else self.b(h)
+
+
+class WritesAParameter(m.Base):
+    def forward(self, x):
+        with torch.no_grad():
+            self.b.weight.mul_(0.5)
+        return self.c(self.b(self.a(x)))
+
+
+class HiddenParameter(m.Base):
+    def __init__(self):
+        super().__init__()
+        self.hidden = [torch.ones(m.D, dtype=torch.float64, requires_grad=True)]
+
+    def forward(self, x):
+        return self.c(self.b(self.a(x)) * self.hidden[0])
+
+
+class Seeds(m.Base):
+    def forward(self, x):
+        h = self.a(x)
+        torch.manual_seed(0)
+        return self.c(self.b(h))
+
+
+early = m.Tripled.apply
+
+
+class EarlyReference(m.Base):
+    def forward(self, x):
+        return self.c(self.b(early(self.a(x), 3.0)))
+
+
+class Raises(m.Base):
+    def forward(self, x):
+        return self.c(self.b(self.a(x)) @ x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (TwoCalls, "its buffer norm.num_batches_tracked is written in the stages 0, 1"),
+        (DependsOnValues, r"its control flow or its shapes depend on the values of tensors \(operator .*, called at .*test_split.py:"),
+        (WritesAParameter, "it writes into its parameter b.weight, called at .*test_split.py:"),
+        (HiddenParameter, r"it reads a tensor of shape \(4,\) that requires a gradient and is no parameter, called at .*test_split.py:"),
+        (Seeds, "it seeds the default random generator"),
+        (EarlyReference, "its autograd.Function Tripled is called by a reference taken earlier, called at .*test_split.py"),
+        (Raises, "it raised RuntimeError at .*test_split.py:.* when it was called without values: "),
+    ],
+)
+def test_models_that_cannot_be_split_are_refused_by_name(kind, message):
+    model = made(kind)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    generator = torch.default_generator.get_state()
+    with pytest.raises(StageError, match=message):
+        pp.split(model, m.rows(3) if kind is not Seeds else torch.zeros(3, m.D, dtype=torch.float64), at=["b"])
+    torch.testing.assert_close(model.state_dict(), before)
+    assert kind is not Seeds or torch.equal(generator, torch.default_generator.get_state())
+
+
+def test_a_parameter_that_another_mode_reads_is_refused_by_name():
+    class InTraining(m.Base):
+        def forward(self, x):
+            h = self.b(self.a(x))
+            return self.c(h) if self.training else h * 2 + self.a(h)
+
+    model = made(InTraining).eval()
+    parts = pp.split(model, m.rows(), at=["b"])
+    assert set(parts.unused) == {"c.weight", "c.bias"}
+    model.train()
+    with pytest.raises(StageError, match="stage 1: it reads the parameter c.weight .* and did not at the split"):
+        m.in_turn(parts, m.rows())
+
+
+def test_values_that_another_shape_needs_are_refused_by_name():
+    class ByLength(m.Base):
+        def forward(self, x):
+            h = self.a(x)
+            g = self.c(self.b(h).relu())
+            return g + h if x.shape[0] > 5 else g
+
+    model = made(ByLength)
+    parts = pp.split(model, m.rows(2), at=["b", "c"])
+    assert parts.skips == ()
+    with pytest.raises(
+        StageError, match=r"stage 2: it takes the value linear.* of shape \[6, 4\], called at .*modules?.*|stage 2: it takes the value"
+    ):
+        m.in_turn(parts, m.rows(6))
+    parts = pp.split(model, m.rows(6), at=["b", "c"])
+    assert parts.skips == ((0, 2),)
+    m.require_equal(model, parts, m.rows(2))  # an edge less: nothing travels on it
+
+
+def test_params_of_another_form_are_refused():
+    parts = pp.split(made(m.Plain), m.rows(), at=["b"])
+    with pytest.raises(ValueError, match=r"params of stage 0: got \['a.weight'\], expected \['a.bias', 'a.weight'\]"):
+        parts.stages[0]({"a.weight": parts.params[0]["a.weight"]}, m.rows())
+    with pytest.raises(TypeError, match="stage 0 of the model got 1 further arguments"):
+        parts.stages[0](parts.params[0], m.rows(), {})
+
+
+def test_frozen_parameters_get_zeros_and_unused_ones_are_listed():
+    model = made(m.Frozen)
+    parts = pp.split(model, m.rows(2), at=["b"])
+    assert parts.unused == ("unused.weight", "unused.bias")
+    step = pp.value_and_grad(parts.stages, lambda y, t: (y * t).sum(), pp.gpipe(2, 2))
+    x = m.rows(4)
+    _, grads = step(parts.params, x, x)
+    assert not grads[1]["b.weight"].any() and grads[1]["b.bias"].any()
+
+
+def test_the_model_is_left_as_it_was():
+    model = made(m.EncoderDecoder)
+    tensors = {name: id(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
+    modules = {name: (dict(vars(part)), len(part._forward_pre_hooks)) for name, part in model.named_modules()}
+    apply = torch.autograd.Function.__dict__["apply"]
+    pp.split(model, kwargs=translation(), at=3)
+    assert {name: id(t) for name, t in (*model.named_parameters(), *model.named_buffers())} == tensors
+    assert {name: (dict(vars(part)), len(part._forward_pre_hooks)) for name, part in model.named_modules()} == modules
+    assert torch.autograd.Function.__dict__["apply"] is apply
+
+
+def test_checkpoints_are_told_and_their_gradients_are_right():
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(m.Base):
+        def __init__(self, reentrant):
+            super().__init__()
+            self.reentrant = reentrant
+
+        def forward(self, x):
+            return self.c(checkpoint(lambda h: self.b(h).tanh(), self.a(x), use_reentrant=self.reentrant))
+
+    for reentrant in (True, False):
+        model = made(Checkpointed, reentrant=reentrant)
+        with pytest.warns(UserWarning, match="the model uses torch.utils.checkpoint"):
+            parts = pp.split(model, m.rows(), at=["b", "c"])
+        x = m.rows()
+        want, _, _ = m.whole(made(Checkpointed, reentrant=False), x)
+        step = pp.value_and_grad(parts.stages, lambda y, t: m.scalar(y) + 0 * t.sum(), pp.gpipe(3, 1))
+        torch.testing.assert_close(m.added_up(step(parts.params, x, x)[1]), want, rtol=1e-12, atol=1e-12)
+
+
+def test_autocast_around_a_step_is_followed():
+    model = made(m.Plain).float()
+    x = torch.randn(4, m.D)
+    parts = pp.split(model, x[:2], at=["b", "c"])
+    step = pp.evaluate(parts.stages, None, pp.gpipe(3, 2), return_outputs=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got, want = step(parts.params, x), model(x).detach()
+    assert got.dtype is torch.bfloat16
+    torch.testing.assert_close(got, want)
+    assert step(parts.params, x).dtype is torch.float32
+
+
+def test_a_call_on_values_adds_nothing_to_the_code_of_the_model():
+    """The code of a stage is straight-line calls of operators."""
+    parts = pp.split(made(m.NoGradOverACut), m.rows(), at=["b"])
+    (codes,) = parts._source._codes.values()
+    assert len(codes) == 2
+
+
+def test_no_warning_is_given():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        parts = pp.split(made(m.EncoderDecoder), kwargs=translation(), at=2)
+        m.in_turn(parts, translation(1, 3))

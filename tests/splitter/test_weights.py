@@ -1,0 +1,167 @@
+"""Weights of a split: read by stage from files, for a model on meta too; given back under the model's names."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import ppfunc as pp
+from ppfunc.stage import StageError
+from tests.splitter import modules as m
+
+AT = ["encoder.1", "decoder.0", "decoder.1"]
+
+
+def inputs():
+    return {"ids": torch.randint(0, 11, (2, 5)), "decoder_ids": torch.randint(0, 11, (2, 4))}
+
+
+def model_on_meta():
+    with torch.device("meta"):
+        return m.EncoderDecoder().double().eval()
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return m.EncoderDecoder().double().eval()
+
+
+def unwritten(state):
+    """A state dict as transformers saves it: of tied names one."""
+    return {name: t.contiguous() for name, t in state.items() if name != "head.weight"}
+
+
+@pytest.fixture(params=["dict", "file", "folder", "index"])
+def weights(request, model, tmp_path):
+    held = unwritten(model.state_dict())
+    if request.param == "dict":
+        return held
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    if request.param != "index":
+        save_file(held, tmp_path / "model.safetensors")
+        return tmp_path / "model.safetensors" if request.param == "file" else str(tmp_path)
+    names, where = list(held), {}
+    for n, part in enumerate((names[::2], names[1::2])):
+        file = f"model-{n}.safetensors"
+        save_file({name: held[name] for name in part}, tmp_path / file)
+        where |= dict.fromkeys(part, file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    return tmp_path
+
+
+def test_a_model_on_meta_is_split_and_loaded(model, weights):
+    parts = pp.split(model_on_meta(), kwargs=inputs(), at=AT)
+    assert all(t.is_meta for tree in parts.params.values() for t in tree.values())
+    loaded = parts.load(weights)
+    assert all(t.is_meta for tree in parts.params.values() for t in tree.values())
+    assert loaded.tied == parts.tied == pp.split(model, kwargs=inputs(), at=AT).tied
+    x = inputs()
+    torch.testing.assert_close(m.in_turn(loaded, x)[0], model(**x), rtol=1e-12, atol=1e-12)
+
+
+def test_stages_of_other_processes_are_not_read(model, weights):
+    parts = pp.split(model_on_meta(), kwargs=inputs(), at=AT)
+    loaded = parts.load(weights, stages=[3, 1])
+    assert list(loaded.params) == [1, 3]
+    want = pp.split(model, kwargs=inputs(), at=AT).params
+    torch.testing.assert_close(loaded.params, {s: want[s] for s in (1, 3)}, rtol=0, atol=0)
+
+
+def test_a_tied_parameter_is_one_tensor(model, weights):
+    loaded = pp.split(model, kwargs=inputs(), at=AT).load(weights)
+    ((first, _), *_, (last, _)) = loaded.tied["embed.weight"]
+    assert loaded.params[first]["embed.weight"] is loaded.params[last]["embed.weight"]
+
+
+def test_buffers_without_values_are_named(model):
+    weights = {name: t for name, t in model.state_dict().items() if name != "frequency"}
+    loaded = pp.split(model_on_meta(), kwargs=inputs(), at=AT).load(weights)
+    with pytest.raises(StageError, match="stage 0: the buffer frequency of the model is on the device meta"):
+        m.in_turn(loaded, inputs())
+
+
+def test_buffers_assigned_to_the_model_later_are_read(model):
+    empty = model_on_meta()
+    loaded = pp.split(empty, kwargs=inputs(), at=AT).load({n: t for n, t in model.state_dict().items() if n != "frequency"})
+    empty.frequency = model.frequency
+    x = inputs()
+    torch.testing.assert_close(m.in_turn(loaded, x)[0], model(**x), rtol=1e-12, atol=1e-12)
+
+
+def test_what_is_not_there_or_does_not_fit_is_named(model, tmp_path):
+    parts = pp.split(model, kwargs=inputs(), at=AT)
+    held = dict(model.state_dict())
+    with pytest.raises(KeyError, match="decoder.0.linear1.bias is not among .* the nearest names are: .*decoder.1.linear1.bias"):
+        parts.load({n: t for n, t in held.items() if n != "decoder.0.linear1.bias"})
+    with pytest.raises(ValueError, match=r"bias.weight: the weights have the shape \[3\], the model has \[16, 1\]"):
+        parts.load(held | {"bias.weight": torch.zeros(3)})
+    with pytest.raises(ValueError, match="stages: got 4, the split has the stages 0 to 3"):
+        parts.load(held, stages=[4])
+    pytest.importorskip("safetensors")
+    with pytest.raises(ValueError, match="with 0 files"):
+        parts.load(tmp_path)
+
+
+def test_the_state_is_loaded(model):
+    torch.manual_seed(1)
+    source, empty = m.BatchNorms(), m.BatchNorms()
+    for _ in range(3):
+        source(torch.randn(5, m.D))
+    loaded = pp.split(empty, torch.randn(5, m.D), at=["b"]).load(source.state_dict())
+    assert {n: t for tree in loaded.state.values() for n, t in tree.items()}.keys() == {n for n, _ in source.named_buffers()}
+    assert loaded.state[0]["first.num_batches_tracked"] == 3
+
+
+def test_dtypes_are_those_of_the_model(model):
+    parts = pp.split(model, kwargs=inputs(), at=AT).load({n: t.float() for n, t in model.state_dict().items()})
+    assert {t.dtype for tree in parts.params.values() for t in tree.values()} == {torch.float64}
+
+
+def test_weights_go_back_under_the_names_of_the_model(model):
+    parts = pp.split(model, kwargs=inputs(), at=AT)
+    new = {name: t + 1 for tree in parts.params.values() for name, t in tree.items()}
+    params = {s: {name: new[name] for name in tree} for s, tree in parts.params.items()}
+    state = parts.state_dict(params)
+    assert list(state) == list(model.state_dict())
+    assert state["head.weight"] is state["embed.weight"] is new["embed.weight"]
+    other = m.EncoderDecoder().double()
+    other.load_state_dict(state)
+    parts.put_back(params, other)
+    parts.put_back(params)
+    torch.testing.assert_close(model.state_dict(), other.state_dict())
+    torch.testing.assert_close(model.embed.weight.detach(), new["embed.weight"])
+    some = parts.state_dict({1: params[1]})
+    assert set(some) == set(params[1]) | ({"head.weight"} if "embed.weight" in params[1] else set())
+
+
+def test_places_of_a_tied_parameter_that_differ_are_refused(model):
+    parts = pp.split(model, kwargs=inputs(), at=AT)
+    params = {s: {name: t + s for name, t in tree.items()} for s, tree in parts.params.items()}
+    for use in (parts.state_dict, parts.put_back):
+        with pytest.raises(ValueError, match="embed.weight is tied, and its places in the stages .* differ"):
+            use(params)
+
+
+def test_unused_parameters_are_in_the_whole_state_dict():
+    model = m.Frozen().double()
+    parts = pp.split(model, m.rows(), at=["b"])
+    assert parts.state_dict(parts.params).keys() == model.state_dict().keys()
+    assert "unused.weight" not in parts.state_dict({0: parts.params[0]})
+
+
+def test_a_state_is_not_forgotten():
+    model = m.BatchNorms().double()
+    parts = pp.split(model, m.rows(), at=["b"])
+    with pytest.raises(ValueError, match="state: got none for stage 0, which has one"):
+        parts.state_dict(parts.params)
+    assert parts.state_dict(parts.params, parts.state).keys() == model.state_dict().keys()
+    with pytest.raises(ValueError, match="a.weight: the model has none"):
+        parts.put_back(parts.params, nn.Linear(2, 2))
+    with torch.device("meta"):
+        empty = m.BatchNorms().double()
+    with pytest.raises(ValueError, match="a.weight of the model is on the device meta"):
+        parts.put_back(parts.params, empty)
