@@ -16,6 +16,7 @@ from ppfunc.parallel.partition import Partition
 
 from .balance import Balance, choose
 from .call import CallForm
+from .pipe import PipeModule, as_pipe, replicas
 from .source import Source, modes_of
 from .stages import make_stage
 from .trace import LeafForm, Tensors
@@ -110,7 +111,7 @@ def split(
     args: Any = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    at: Sequence[str] | int | Partition,
+    at: Sequence[str] | int | Partition | None = None,
     balance: Balance = "flops",
 ) -> Split:
     """Split a model into stages: trace one call of it, and cut the operators where the named modules begin.
@@ -129,10 +130,10 @@ def split(
     model reads from attributes are those of the trace.
 
     Args:
-        model: any module, also on ``meta``. It is left unmodified.
+        model: any module, also on ``meta``, which is left unmodified; or a ``torch.distributed.pipelining.Pipe``.
         args, kwargs: the arguments of one call on one microbatch; tensors may be on ``meta``.
         at: names of modules, each of which begins a stage at its first call; or the number of stages, which are then
-            balanced; or a partition of the layers of the model.
+            balanced; or a partition of the layers of the model. A ``Pipe`` has its own stages, and needs none.
         balance: of ``at=n``, what is made equal: ``"flops"``, those of the operators; or ``"time"``, measured by calling the
             model with these arguments.
 
@@ -150,6 +151,11 @@ def split(
     [['0.bias', '0.weight'], ['2.bias', '2.weight']]
     """
     _require_module(model)
+    whole, pipe = model, as_pipe(model)
+    if pipe is not None:
+        model, at = pipe, _stages_of_pipe(pipe, at)
+    if at is None:
+        raise TypeError("at: got none, expected names of modules, a number of stages, or a Partition")
     form, tensors = CallForm.of(args, kwargs)
     inputs = tuple(LeafForm(tuple(t.shape), t.dtype) for t in tensors)
     device = _device(model, tensors)
@@ -164,16 +170,25 @@ def split(
     tensors_of = Tensors.of(model)
     values = {name: t.detach() for name, t in (*tensors_of.params.items(), *tensors_of.buffers.items())}
     places = {name: tuple((s, name) for s, of in enumerate(layout.params) if name in of) for name in tensors_of.params}
+    params = {stage: {name: values[name] for name in of} for stage, of in enumerate(layout.params)}
+    tied = {name: found for name, found in places.items() if len(found) > 1}
     return Split(
         tuple(make_stage(source, stage) for stage in range(source.stages)),
-        {stage: {name: values[name] for name in of} for stage, of in enumerate(layout.params)},
+        params,
         by_stage(layout.state, values),
-        {name: found for name, found in places.items() if len(found) > 1},
+        tied if pipe is None else tied | replicas(whole, params),
         layout.skips,
         tuple(name for name, found in places.items() if not found),
         tuple(names),
         source,
     )
+
+
+def _stages_of_pipe(pipe: PipeModule, at: Any) -> list[str]:
+    """The names of the stages of a pipe after the first."""
+    if at is not None:
+        raise ValueError(f"at: got {at!r}, and a Pipe, which is cut already; leave at out, or split the model itself")
+    return [name for name, _ in pipe.named_children()][1:]
 
 
 def _require_module(model: Any) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import copy
 from difflib import get_close_matches
+from functools import cache, partial
 from os import PathLike
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+
+from ppfunc.stage._torch import version
 
 from .source import Source
 from .trace import Tensors
@@ -57,7 +61,25 @@ def read_weights(
 
     loaded = {s: {name: load(name, t) for name, t in params[s].items()} for s in stages}
     states = {s: {name: load(name, t) for name, t in state[s].items()} for s in stages if s in state}
-    return loaded, states, {name: load(name, tensors.buffers[name]) for name in source.constants(stages) if find(name)}
+    constants = {name: tensors.buffers[name] for name in source.constants(stages)}
+    buffers = {name: load(name, buffer) for name, buffer in constants.items() if find(name)}
+    return loaded, states, buffers | _initialised(source.model, [n for n, b in constants.items() if b.is_meta and n not in buffers])
+
+
+def _initialised(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
+    """The values of buffers that no file has, by the function with which models of transformers initialise a module."""
+    initialise = getattr(model, "_init_weights", None)
+    found: dict[str, Tensor] = {}
+    if initialise is None:
+        return found
+    for owner in dict.fromkeys(name.rpartition(".")[0] for name in names):
+        twin = copy(model.get_submodule(owner))
+        twin._buffers = {key: None if b is None else torch.empty_like(b, device="cpu") for key, b in twin._buffers.items()}
+        twin._parameters = dict.fromkeys(twin._parameters)
+        with torch.no_grad():
+            initialise(twin)
+        found |= {f"{owner}.{key}".lstrip("."): b for key, b in twin._buffers.items() if b is not None and version(b)}
+    return {name: found[name] for name in names if name in found}
 
 
 def join(params: Trees, state: Trees | None, tied: Mapping[str, Sequence[tuple[int, str]]]) -> dict[str, Tensor]:
@@ -132,10 +154,10 @@ def _file_reader(path: Path) -> tuple[Collection[str], Read]:
     if not files:
         with safe_open(path, framework="pt") as file:
             files = dict.fromkeys(file.keys(), path)
+    opened = cache(partial(safe_open, framework="pt"))
 
     def read(name: str) -> Tensor:
-        with safe_open(files[name], framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-            return tensor
+        tensor: Tensor = opened(files[name]).get_tensor(name)
+        return tensor
 
     return files.keys(), read

@@ -465,3 +465,26 @@ def test_no_warning_is_given():
         warnings.simplefilter("error")
         parts = pp.split(made(m.EncoderDecoder), kwargs=translation(), at=2)
         m.in_turn(parts, translation(1, 3))
+
+
+def test_a_pipe_of_torch_is_taken_as_it_is_cut():
+    pipelining = pytest.importorskip("torch.distributed.pipelining")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(m.D, m.D), nn.Tanh(), nn.Linear(m.D, m.D), nn.Linear(m.D, m.D)).double()
+    model[3].weight = model[0].weight
+    x = m.rows(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pipe = pipelining.pipeline(model, (x,), split_spec={"2": pipelining.SplitPoint.BEGINNING})
+    parts = pp.split(pipe, (x,))
+    (y,), _ = m.in_turn(parts, (x,))
+    assert torch.equal(y, model(x))
+    ((_, first), (_, last)) = parts.tied["submod_0.0.weight"]
+    step = pp.value_and_grad(parts.stages, lambda y, t: m.scalar(y) + 0 * t.sum(), pp.gpipe(2, 1))
+    _, grads = step(parts.params, (x,), x)
+    want, _, _ = m.whole(model, x)
+    torch.testing.assert_close(grads[0][first] + grads[1][last], want["0.weight"], rtol=1e-12, atol=1e-12)
+    with pytest.raises(ValueError, match=r"at: got 2, and a Pipe, which is cut already"):
+        pp.split(pipe, (x,), at=2)
+    with pytest.raises(TypeError, match="at: got none, expected names of modules"):
+        pp.split(model, (x,))
