@@ -13,7 +13,7 @@ class PipeModule(nn.Module):
     """The stages of a ``Pipe`` as the parts of one module, which calls them as the pipe's graph says.
 
     Args:
-        pipe: it is left unmodified. Its stages keep their names, ``submod_0`` and so on.
+        pipe: it is left unmodified. Its stages keep their names, such as ``submod_pp_0``.
 
     Raises:
         ValueError: it has a loss and a backward of its own.
