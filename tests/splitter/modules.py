@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -80,6 +80,36 @@ class MaskFilledByFloats(Base):
         mask = torch.zeros(x.shape[0], D, dtype=x.dtype)
         mask.add_(x.abs())
         return self.c(self.b(self.a(x)) * mask) * mask
+
+
+class MaskFilledByFloatsThroughAView(Base):
+    def forward(self, x):
+        mask = torch.zeros(x.shape[0], D, dtype=x.dtype)
+        mask[0].add_(x[0].abs())
+        return self.c(self.b(self.a(x)) * mask) * mask
+
+
+class NoiseForSeveralStages(Base):
+    def forward(self, x):
+        noise = torch.rand(x.shape[0], D, dtype=x.dtype)
+        return self.c(self.b(self.a(x) * noise) * noise) * noise
+
+
+class DrawsWhatNobodyReads(Base):
+    def forward(self, x):
+        torch.rand(3)
+        h = self.b(self.a(x))
+        torch.rand(3)
+        return self.c(h) * torch.rand(D, dtype=x.dtype)
+
+
+class StridesOfATranspose(Base):
+    """The view is one of what a message would otherwise have made contiguous."""
+
+    def forward(self, x):
+        h = self.a(x).t().exp()
+        g = self.b(x)
+        return self.c(g) + h.t().view(-1)[: g.numel()].view(g.shape)
 
 
 class Reused(Base):
@@ -190,13 +220,6 @@ class ChunkOverACut(Base):
         return self.c(h) * largest[:, None] + at[:, None] + one.sum()
 
 
-class Transposed(Base):
-    def forward(self, x):
-        h = torch.einsum("ij,kj->ki", x, self.a.weight)  # strides of the transpose
-        g = self.b(x)
-        return self.c(h.t().contiguous().view(-1, D) + g) + h.t().view(x.shape[0], 2, -1).reshape(x.shape[0], D)
-
-
 class Recurrent(Base):
     def __init__(self) -> None:
         super().__init__()
@@ -223,7 +246,7 @@ class Norms(Base):
         super().__init__()
         self.b = nn.utils.parametrizations.weight_norm(nn.Linear(D, D))
         self.c = nn.utils.parametrizations.spectral_norm(nn.Linear(D, D))
-        self.d = nn.utils.weight_norm(nn.Linear(D, D)) if False else nn.LayerNorm(D)
+        self.d = nn.LayerNorm(D)
 
     def forward(self, x):
         return self.d(self.c(self.b(self.a(x))))
@@ -311,11 +334,6 @@ class ClassOfOutputs(Base):
             h = h + offset
         y = self.c(h)
         return Answer(logits=2 * y if twice else y, cache=Cache(h))
-
-
-class Pair(NamedTuple):
-    left: Tensor
-    right: Tensor
 
 
 class EncoderDecoder(nn.Module):

@@ -31,6 +31,10 @@ ZOO = [
     m.OwnBackward,
     m.OwnBackwardOfTwoResults,
     m.ChunkOverACut,
+    m.MaskFilledByFloatsThroughAView,
+    m.NoiseForSeveralStages,
+    m.DrawsWhatNobodyReads,
+    m.StridesOfATranspose,
     m.Recurrent,
     m.Encoder,
     m.Norms,
@@ -120,6 +124,15 @@ def test_schedules_give_the_gradients_of_the_whole_model(build, engine):
         torch.testing.assert_close(loss, sum(m.scalar(result).detach() for _, _, result in each) / 4)
         for name, grad in m.added_up(grads).items():
             torch.testing.assert_close(grad, sum(want[name] for want, _, _ in each) / 4, rtol=1e-12, atol=1e-12)
+
+
+def test_strides_are_those_of_the_whole_model_though_messages_are_contiguous():
+    model = made(m.StridesOfATranspose)
+    x = m.rows(6)
+    parts = pp.split(model, x[:3], at=["b", "c"])
+    step = pp.value_and_grad(parts.stages, lambda y, t: (y * t).sum(), pp.with_skips(pp.gpipe(3, 2), parts.skips))
+    loss, _ = step(parts.params, x, x)
+    torch.testing.assert_close(loss, sum((model(half) * half).sum().detach() for half in x.chunk(2)) / 2)
 
 
 def test_dropout_is_that_of_the_seed_under_every_schedule():
