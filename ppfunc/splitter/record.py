@@ -295,6 +295,24 @@ def functions_kept(recording: Recording) -> Iterator[None]:
         Function.apply = original  # type: ignore[method-assign]
 
 
+@contextmanager
+def without_seeding() -> Iterator[None]:
+    """Within it, raise where this thread seeds the default generator: without values nothing is drawn, and no seed is kept."""
+    this, original = threading.get_ident(), torch.manual_seed
+
+    def manual_seed(seed: int) -> torch.Generator:
+        if threading.get_ident() == this:
+            reason = f"it seeds the default random generator{calling_place()}, which is not traced"
+            raise StageError(MODEL, reason, f"leave that out, or {BY_HAND}")
+        return original(seed)
+
+    torch.manual_seed = torch.random.manual_seed = manual_seed
+    try:
+        yield
+    finally:
+        torch.manual_seed = torch.random.manual_seed = original
+
+
 def calling_place() -> str:
     """The innermost line of the model, as ``", called at file:line"``, that is of no library; empty if there is none."""
     frame: FrameType | None = sys._getframe(1)

@@ -21,7 +21,7 @@ from ppfunc.stage.tree import tree_flatten
 
 from ._torch import enable_python_dispatcher
 from .call import CallForm
-from .record import BY_HAND, MODEL, Recording, functions_kept
+from .record import BY_HAND, MODEL, Recording, functions_kept, without_seeding
 
 
 class LeafForm(NamedTuple):
@@ -97,7 +97,7 @@ def trace(model: nn.Module, form: CallForm, inputs: Sequence[LeafForm], device: 
         StageError: it cannot be traced.
     """
     tensors = Tensors.of(model)
-    with calling, undisturbed(), _unseeded(), without_values(), ExitStack() as stack:
+    with calling, undisturbed(), without_seeding(), without_values(), ExitStack() as stack:
         recording = Recording()
         fakes = {name: _like(t, device) for name, t in (*tensors.params.items(), *tensors.buffers.items())}
         given = tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device=device) for leaf in inputs)
@@ -154,18 +154,6 @@ def undisturbed() -> Iterator[None]:
     """Within it, neither the modes nor the transforms that are active outside are seen."""
     with without_transforms(), without_modes(), torch.inference_mode(False), torch.enable_grad():
         yield
-
-
-@contextmanager
-def _unseeded() -> Iterator[None]:
-    """Raise if the default generator is seeded within; nothing is drawn without values. Restore it."""
-    before = torch.default_generator.get_state()
-    try:
-        yield
-        if not torch.equal(before, torch.default_generator.get_state()):
-            raise StageError(MODEL, "it seeds the default random generator, which is not traced", f"leave that out, or {BY_HAND}")
-    finally:
-        torch.default_generator.set_state(before)
 
 
 @contextmanager

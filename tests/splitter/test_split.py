@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -356,7 +357,7 @@ class Raises(m.Base):
         (DependsOnValues, r"its control flow or its shapes depend on the values of tensors \(operator .*, called at .*test_split.py:"),
         (WritesAParameter, "it writes into its parameter b.weight, called at .*test_split.py:"),
         (HiddenParameter, r"it reads a tensor of shape \(4,\) that requires a gradient and is no parameter, called at .*test_split.py:"),
-        (Seeds, "it seeds the default random generator"),
+        (Seeds, "it seeds the default random generator, called at .*test_split.py:"),
         (EarlyReference, "its autograd.Function Tripled is called by a reference taken earlier, called at .*test_split.py"),
         (Raises, "it raised RuntimeError at .*test_split.py:.* when it was called without values: "),
     ],
@@ -366,9 +367,10 @@ def test_models_that_cannot_be_split_are_refused_by_name(kind, message):
     before = {name: t.clone() for name, t in model.state_dict().items()}
     generator = torch.default_generator.get_state()
     with pytest.raises(StageError, match=message):
-        pp.split(model, m.rows(3) if kind is not Seeds else torch.zeros(3, m.D, dtype=torch.float64), at=["b"])
+        pp.split(model, torch.zeros(3, m.D, dtype=torch.float64), at=["b"])
     torch.testing.assert_close(model.state_dict(), before)
-    assert kind is not Seeds or torch.equal(generator, torch.default_generator.get_state())
+    assert torch.equal(generator, torch.default_generator.get_state())
+    assert torch.manual_seed is torch.random.manual_seed and torch.manual_seed.__module__ == "torch.random"
 
 
 def test_a_parameter_that_another_mode_reads_is_refused_by_name():
@@ -501,3 +503,14 @@ def test_a_pipe_of_torch_is_taken_as_it_is_cut():
         pp.split(pipe, (x,), at=2)
     with pytest.raises(TypeError, match="at: got none, expected names of modules"):
         pp.split(model, (x,))
+
+
+def test_threads_split_and_run_at_the_same_time():
+    def work(seed: int) -> float:
+        model = m.OwnBackward().double()
+        parts = pp.split(model, m.rows(2), at=["b", "c"])
+        x = torch.ones(seed + 1, m.D, dtype=torch.float64)
+        return float((m.in_turn(parts, x)[0] - model(x)).abs().max().detach())
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(work, range(12))) == [0.0] * 12
