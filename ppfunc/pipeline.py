@@ -5,7 +5,9 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import wraps
+from inspect import signature
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -20,6 +22,31 @@ from ppfunc.stage import Engine, Loss, ModuleStage, Stage, graph
 __all__ = ["evaluate", "make_step", "microbatch", "value_and_grad", "with_skips"]
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def told_to_peers(make: Callable[P, R]) -> Callable[P, R]:
+    """The same function, which makes a step function; a mistake that it raises is told to the other ranks, which raise it at
+    their next step."""
+
+    @wraps(make)
+    def making(*args: P.args, **kwargs: P.kwargs) -> R:
+        transport = signature(make).bind(*args, **kwargs).arguments.get("transport")
+        if transport is not None and (isinstance(transport, type) or not hasattr(transport, "local_ranks")):
+            raise TypeError(f"transport: got {_short(transport)}, expected one such as ppfunc.InProcess() or ppfunc.P2P(group)")
+        try:
+            return make(*args, **kwargs)
+        except Exception as cause:
+            if transport is not None:
+                transport.abandon_step()
+                transport.fail(Failure(getattr(transport, "rank", 0), None, None, cause))
+            raise
+
+    return making
+
+
+@told_to_peers
 def value_and_grad(
     stages: Sequence[Stage | None],
     loss_fn: Loss,
@@ -112,9 +139,8 @@ def value_and_grad(
     (tensor(2.5000), tensor(15.), tensor(10.))
     """
     wanted = argnums if isinstance(argnums, tuple) else (argnums,)
-    fault = None
     if wanted not in ((0,), (1,), (0, 1), (1, 0)):
-        fault = ValueError(f"argnums: got {argnums!r}, expected 0 (parameters), 1 (inputs), or a tuple of both, each once")
+        raise ValueError(f"argnums: got {argnums!r}, expected 0 (parameters), 1 (inputs), or a tuple of both, each once")
     wants = {"loss", *("input_grads" if n else "grads" for n in wanted), *(["aux"] if has_aux else [])}
     if per_microbatch and 0 not in wanted:
         raise ValueError(
@@ -127,9 +153,10 @@ def value_and_grad(
         made = tuple(result.input_grads if n else result.grads for n in wanted)
         return (result.loss, result.aux) if has_aux else result.loss, made if isinstance(argnums, tuple) else made[0]
 
-    return make_step(stages, loss_fn, schedule, transport, engine, spec, _arguments(loss_weights), finish, loss_weights, fault=fault)
+    return make_step(stages, loss_fn, schedule, transport, engine, spec, _arguments(loss_weights), finish, loss_weights)
 
 
+@told_to_peers
 def evaluate(
     stages: Sequence[Stage | None],
     loss_fn: Loss | None,
@@ -195,52 +222,40 @@ def make_step(
     loss_weights: LossWeights = None,
     *,
     training: bool = True,
-    fault: Exception | None = None,
 ) -> StepFunction[..., Any]:
     """Make the step function of :func:`value_and_grad`, :func:`evaluate` and the transforms.
-
-    A mistake in the arguments is told to the other ranks, which raise it at their next step.
 
     Args:
         prepare: ``(*arguments of a call) -> RawArguments``.
         finish: ``(results, arguments) -> return value of a call``.
         loss_weights: the weights that ``prepare`` gives where a call has none of its own.
         training: whether there are backwards.
-        fault: of other arguments, raised here so that it is told too.
     """
-    transport = InProcess() if transport is None else transport
-    _require_transport(transport)
-    try:
-        if fault is not None:
-            raise fault
-        _require(stages, loss_fn, schedule, engine, spec)
-        if training and schedule.forward_only:
-            raise ValueError(f"the schedule {schedule.name!r} has no backward; use ppfunc.evaluate, or a schedule for training")
-        if loss_weights is not None and loss_fn is None:
-            raise ValueError("loss_weights: got some, and no loss function whose losses they would weigh; leave them out")
-        read_loss_weights(loss_weights, schedule.microbatches)
-        if spec.overlapped is not None and Op.OVERLAP_F_B not in schedule.ops:
-            raise ValueError(f"overlapped: got a function, and the schedule {schedule.name!r} overlaps nothing; use dualpipe or dualpipev")
-        ready = prove(schedule if training or schedule.forward_only else forward_only(schedule))
-        return StepFunction(list(stages), loss_fn, ready, transport, engine, spec, prepare, finish)
-    except Exception as cause:
-        transport.fail(Failure(getattr(transport, "rank", 0), None, None, cause))
-        raise
+    _require(stages, loss_fn, schedule, engine, spec)
+    if training and schedule.forward_only:
+        raise ValueError(f"the schedule {schedule.name!r} has no backward; use ppfunc.evaluate, or a schedule for training")
+    if loss_weights is not None and loss_fn is None:
+        raise ValueError("loss_weights: got some, and no loss function whose losses they would weigh; leave them out")
+    read_loss_weights(loss_weights, schedule.microbatches)
+    if spec.overlapped is not None and Op.OVERLAP_F_B not in schedule.ops:
+        raise ValueError(f"overlapped: got a function, and the schedule {schedule.name!r} overlaps nothing; use dualpipe or dualpipev")
+    ready = prove(schedule if training or schedule.forward_only else forward_only(schedule), spec)
+    return StepFunction(list(stages), loss_fn, ready, transport or InProcess(), engine, spec, prepare, finish)
 
 
-def prove(schedule: Schedule) -> Schedule:
-    """The schedule as it runs: with communication, with the sums over replicas, and proved.
+def prove(schedule: Schedule, spec: StepSpec) -> Schedule:
+    """The schedule as it runs: with communication, with the sums over replicas and tied parameters, and proved.
 
     Raises:
         ScheduleError: it is wrong.
         ValueError: it has an instruction that nothing would honour.
     """
-    require_honoured(schedule)
+    require_honoured(schedule, spec)
     if not schedule.lowered:
         # A receive is posted one compute early: its message crosses while the rank is busy.
         schedule = place_communication(schedule, lookahead=1)
-    if schedule.replicas and not schedule.forward_only and Op.REDUCE_TIED not in schedule.ops:
-        schedule = append_tail(schedule, reduce_grad=False, step=False)
+    if (schedule.replicas or spec.tied) and not schedule.forward_only and Op.REDUCE_TIED not in schedule.ops:
+        schedule = append_tail(schedule, tied=True, reduce_grad=False, step=False)
     check(schedule)
     return schedule
 
@@ -328,11 +343,6 @@ def _require(stages: Any, loss_fn: Any, schedule: Any, engine: Any, spec: StepSp
     overlapped: Any = spec.overlapped
     if overlapped is not None and (not callable(overlapped) or overlapped in (interleaved, two_streams)):
         raise TypeError(f"overlapped: got {_short(overlapped)}, expected a function, such as ppfunc.interleaved() or ppfunc.two_streams()")
-
-
-def _require_transport(transport: Any) -> None:
-    if isinstance(transport, type) or not hasattr(transport, "local_ranks"):
-        raise TypeError(f"transport: got {_short(transport)}, expected one such as ppfunc.InProcess() or ppfunc.P2P(group)")
 
 
 def _short(thing: Any) -> str:

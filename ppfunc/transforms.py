@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ppfunc.pipeline import make_step, named_step
+from ppfunc.pipeline import make_step, named_step, told_to_peers
 from ppfunc.runtime import Microbatches, StepFunction, StepResult, StepSpec, Transport
 from ppfunc.runtime.arguments import LossWeights, RawArguments, Seed
 from ppfunc.schedule import Schedule
@@ -33,6 +33,7 @@ __all__ = ["gnvp", "hvp", "jvp", "per_sample_grad"]
 Transform = Callable[[Stage], Stage]
 
 
+@told_to_peers
 def jvp(
     stages: Sequence[Stage | None],
     loss_fn: Loss | None,
@@ -101,6 +102,7 @@ def jvp(
     return make_step(_each(stages, dual), losses, schedule, transport, engine, spec, named_step(step), finish, loss_weights, training=False)
 
 
+@told_to_peers
 def hvp(
     stages: Sequence[Stage | None],
     loss_fn: Loss,
@@ -149,6 +151,7 @@ def hvp(
     return make_step(_each(stages, sloping), hessian_loss(loss_fn), schedule, transport, engine, spec, prepare, finish, loss_weights)
 
 
+@told_to_peers
 def gnvp(
     stages: Sequence[Stage | None],
     loss_fn: Loss,
@@ -195,6 +198,7 @@ def gnvp(
     return make_step(_each(stages, held_dual), gauss_newton_loss(loss_fn), schedule, transport, engine, spec, prepare, finish, loss_weights)
 
 
+@told_to_peers
 def per_sample_grad(
     stages: Sequence[Stage | None],
     loss_fn: Loss,

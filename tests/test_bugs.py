@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import ppfunc as pp
-from ppfunc.runtime.replicas import digest
+from ppfunc.runtime.ties import digest
 from ppfunc.schedule import Instruction, Op, append_tail, remove_tail
 from ppfunc.stage import Signature
 from ppfunc.stage.tree import tree_leaves

@@ -83,7 +83,7 @@ class StepArguments(NamedTuple):
     """The arguments of one call, read.
 
     Args:
-        params, state: leaves of the trees, by stage of the model, without history.
+        params, state: leaves of the trees, by stage of the model in the caller's order, without history.
         inputs, targets: leaves of every microbatch; empty where this process was given none.
         extras: likewise, by stage of the model.
         loss_weights: weight of every microbatch, float64[m]; None for ``1/m`` each.
@@ -105,7 +105,7 @@ class StepArguments(NamedTuple):
     @property
     def key(self) -> tuple[Any, ...]:
         """Hashable, equal for arguments that run the same program."""
-        return tuple((name, form.key) for name, form in self.trees.items())
+        return tuple((name, form.key) for name, form in sorted(self.trees.items()))
 
     def example(self, stage: int) -> Any:
         """The parameters of a stage of the model, to evaluate it abstractly; their signature under a transform."""
@@ -155,8 +155,8 @@ def read_arguments(
     extras, state = ({} if given is None else given for given in (raw.extras, raw.state))
     _require_some(extras, "extras", stages)
     _require_some(state, "state", stages)
-    params = {s: _detached(read(raw.params[s], f"params[{s}]")) for s in stages}
-    states = {s: _detached(read(state[s], f"state[{s}]")) for s in stages if s in state}
+    params = {s: _detached(read(tree, f"params[{s}]")) for s, tree in raw.params.items()}
+    states = {s: _detached(read(tree, f"state[{s}]")) for s, tree in state.items()}
     inputs = () if raw.inputs is None else read_batch(raw.inputs, "inputs")
     targets = () if raw.targets is None or not with_targets else read_batch(raw.targets, "targets")
     further = {s: read_batch(extras[s], f"extras[{s}]") for s in stages if s in extras}

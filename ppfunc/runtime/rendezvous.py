@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from . import _torch
-from .failures import LinkError
+from .errors import LinkError
 
 T = TypeVar("T")
 
