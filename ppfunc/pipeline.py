@@ -15,6 +15,7 @@ from ppfunc.runtime import InProcess, StepFunction, StepResult, StepSpec, Transp
 from ppfunc.runtime.arguments import LossWeights, RawArguments, Seed, read_loss_weights
 from ppfunc.runtime.lower import require_honoured
 from ppfunc.runtime.overlap import Overlapped
+from ppfunc.runtime.ties import TiedPlaces, read_tied
 from ppfunc.runtime.transport import Failure
 from ppfunc.schedule import Op, Schedule, append_tail, check, forward_only, place_communication, remove_communication
 from ppfunc.stage import Engine, Loss, ModuleStage, Stage, graph
@@ -60,6 +61,7 @@ def value_and_grad(
     per_microbatch: bool = False,
     loss_shape: tuple[int, ...] = (),
     overlapped: Overlapped | None = None,
+    tied: TiedPlaces = None,
 ) -> StepFunction[..., tuple[Any, Any]]:
     """Make a function that runs one training step of a pipeline: ``step(params, inputs, targets) -> (loss, grads)``.
 
@@ -96,6 +98,10 @@ def value_and_grad(
             function of your own ``overlapped(forward, its arguments, backward, its arguments)`` returns
             ``(forward(*its arguments), backward(*its arguments))``, both of them pure functions on flat
             tuples, those of :class:`ppfunc.stage.FlatProgram`.
+        tied: ``{name: [(stage, name of a leaf), ...]}``: leaves of several stages that are one parameter, such as an
+            embedding and the head: ``{"embedding": [(0, "wte.weight"), (3, "lm_head.weight")]}``. A leaf is named by the keys
+            on the way to it, joined by dots. The places have equal values, which is checked at every step, and get
+            the same gradient, the sum over all of them.
 
     Returns:
         ``step(params, inputs, targets=None, *, loss_weights=None, seed=None, extras=None, state=None)``, which
@@ -147,7 +153,7 @@ def value_and_grad(
             "per_microbatch=True keeps gradients of parameters apart, and argnums asks for none; leave it out, or take argnums=(0, 1)"
         )
     changes = f"{' of each microbatch' if per_microbatch else ''}{' and inputs' if 1 in wanted else ''}{_of_shape(loss_shape)}"
-    spec = StepSpec(f"value_and_grad{changes}", frozenset(wants), per_microbatch, loss_shape, overlapped)
+    spec = StepSpec(f"value_and_grad{changes}", frozenset(wants), per_microbatch, loss_shape, overlapped, read_tied(tied, schedule))
 
     def finish(result: StepResult, raw: RawArguments) -> tuple[Any, Any]:
         made = tuple(result.input_grads if n else result.grads for n in wanted)
@@ -168,11 +174,12 @@ def evaluate(
     loss_weights: LossWeights = None,
     has_aux: bool = False,
     loss_shape: tuple[int, ...] = (),
+    tied: TiedPlaces = None,
 ) -> StepFunction[..., Any]:
     """Make a function that runs the stages forward only: ``step(params, inputs, targets) -> loss``.
 
     Args:
-        stages, transport, loss_weights, has_aux, loss_shape: as in :func:`value_and_grad`.
+        stages, transport, loss_weights, has_aux, loss_shape, tied: as in :func:`value_and_grad`.
         loss_fn: ``loss(y, target) -> scalar``; None where only the outputs are wanted.
         schedule: any schedule; of one for training the forwards are kept, in their order.
         return_outputs: whether to return what the last stage returns.
@@ -205,7 +212,7 @@ def evaluate(
         made = tuple(getattr(result, name) for name in wants)
         return made if len(made) > 1 else made[0]
 
-    spec = StepSpec(name, frozenset(wants), loss_shape=loss_shape)
+    spec = StepSpec(name, frozenset(wants), loss_shape=loss_shape, tied=read_tied(tied, schedule))
     prepare = _arguments(loss_weights)
     return make_step(stages, loss_fn, schedule, transport, engine, spec, prepare, finish, loss_weights, training=False)
 

@@ -11,6 +11,7 @@ import torch
 from ppfunc.pipeline import make_step, named_step, told_to_peers
 from ppfunc.runtime import Microbatches, StepFunction, StepResult, StepSpec, Transport
 from ppfunc.runtime.arguments import LossWeights, RawArguments, Seed
+from ppfunc.runtime.ties import TiedPlaces, read_tied
 from ppfunc.schedule import Schedule
 from ppfunc.stage import Engine, Loss, Stage, graph
 from ppfunc.stage.signature import differentiable
@@ -32,6 +33,8 @@ __all__ = ["gnvp", "hvp", "jvp", "per_sample_grad"]
 
 Transform = Callable[[Stage], Stage]
 
+_PAIR = ("0", "1")  # the parameters of a transformed stage: a tree, and its tangents
+
 
 @told_to_peers
 def jvp(
@@ -43,6 +46,7 @@ def jvp(
     engine: Engine = graph,
     loss_weights: LossWeights = None,
     has_aux: bool = False,
+    tied: TiedPlaces = None,
 ) -> StepFunction[..., tuple[Any, Any]]:
     """Make a function that runs the stages forward and differentiates along a direction on the way.
 
@@ -51,7 +55,7 @@ def jvp(
         torch.func.jvp(loss, (params,), (tangents,))
 
     Args:
-        stages, schedule, transport, engine, loss_weights, has_aux: as in :func:`ppfunc.evaluate`.
+        stages, schedule, transport, engine, loss_weights, has_aux, tied: as in :func:`ppfunc.evaluate`.
         loss_fn: ``loss(y, target) -> scalar``; None to differentiate the outputs.
 
     Returns:
@@ -97,7 +101,7 @@ def jvp(
         return (made, result.aux) if has_aux else made
 
     wants = {"outputs" if loss_fn is None else "loss", *(["aux"] if has_aux else [])}
-    spec = StepSpec("jvp", frozenset(wants), loss_shape=(2,))
+    spec = StepSpec("jvp", frozenset(wants), loss_shape=(2,), tied=read_tied(tied, schedule, _PAIR))
     losses = None if loss_fn is None else dual_loss(loss_fn)
     return make_step(_each(stages, dual), losses, schedule, transport, engine, spec, named_step(step), finish, loss_weights, training=False)
 
@@ -112,6 +116,7 @@ def hvp(
     engine: Engine = graph,
     loss_weights: LossWeights = None,
     has_aux: bool = False,
+    tied: TiedPlaces = None,
 ) -> StepFunction[..., tuple[tuple[torch.Tensor, torch.Tensor], tuple[dict[int, Any], dict[int, Any]]]]:
     """Make a function that multiplies the Hessian of the loss, in the parameters of all stages, by a vector: in one pass.
 
@@ -121,7 +126,7 @@ def hvp(
         grads, products = torch.func.jvp(torch.func.grad(loss), (params,), (tangents,))
 
     Args:
-        stages, loss_fn, schedule, transport, engine, loss_weights, has_aux: as in :func:`ppfunc.value_and_grad`.
+        stages, loss_fn, schedule, transport, engine, loss_weights, has_aux, tied: as in :func:`ppfunc.value_and_grad`.
 
     Returns:
         ``step(params, tangents, inputs, targets, ...) -> ((loss, slope), (grads, products))``, the keywords
@@ -146,7 +151,8 @@ def hvp(
         values = tuple(result.loss.unbind())
         return (values, result.aux) if has_aux else values, (grads, products)
 
-    spec = StepSpec("hvp", frozenset({"loss", "grads", *(["aux"] if has_aux else [])}), loss_shape=(2,))
+    wants = frozenset({"loss", "grads", *(["aux"] if has_aux else [])})
+    spec = StepSpec("hvp", wants, loss_shape=(2,), tied=read_tied(tied, schedule, _PAIR))
     prepare = _along_tangents(loss_weights)
     return make_step(_each(stages, sloping), hessian_loss(loss_fn), schedule, transport, engine, spec, prepare, finish, loss_weights)
 
@@ -161,6 +167,7 @@ def gnvp(
     engine: Engine = graph,
     loss_weights: LossWeights = None,
     has_aux: bool = False,
+    tied: TiedPlaces = None,
 ) -> StepFunction[..., tuple[tuple[torch.Tensor, torch.Tensor], dict[int, Any]]]:
     """Make a function that multiplies the Gauss-Newton matrix of the loss, in the parameters of all stages, by a vector: in one pass.
 
@@ -172,7 +179,7 @@ def gnvp(
         products = torch.func.vjp(model, params)[1](h)
 
     Args:
-        stages, loss_fn, schedule, transport, engine, loss_weights, has_aux: as in :func:`ppfunc.value_and_grad`.
+        stages, loss_fn, schedule, transport, engine, loss_weights, has_aux, tied: as in :func:`ppfunc.value_and_grad`.
 
     Returns:
         ``step(params, tangents, inputs, targets, ...) -> ((loss, curvature), products)``; arguments as of
@@ -193,7 +200,8 @@ def gnvp(
         values = tuple(result.loss.unbind())
         return (values, result.aux) if has_aux else values, {stage: product for stage, (product, _) in result.grads.items()}
 
-    spec = StepSpec("gnvp", frozenset({"loss", "grads", *(["aux"] if has_aux else [])}), loss_shape=(2,))
+    wants = frozenset({"loss", "grads", *(["aux"] if has_aux else [])})
+    spec = StepSpec("gnvp", wants, loss_shape=(2,), tied=read_tied(tied, schedule, _PAIR))
     prepare = _along_tangents(loss_weights)
     return make_step(_each(stages, held_dual), gauss_newton_loss(loss_fn), schedule, transport, engine, spec, prepare, finish, loss_weights)
 
@@ -208,6 +216,7 @@ def per_sample_grad(
     samples: int,
     engine: Engine = graph,
     randomness: str = "error",
+    tied: TiedPlaces = None,
 ) -> StepFunction[..., tuple[torch.Tensor, dict[int, Any]]]:
     """Make a function that computes the gradient of the loss of every sample, in the parameters of all stages.
 
@@ -217,7 +226,7 @@ def per_sample_grad(
         stages: as in :func:`ppfunc.value_and_grad`; every leaf that they take or return beside the
             parameters has a leading batch axis b, along which samples do not depend on each other.
         loss_fn: ``loss(y, target) -> scalar``, here called with batches of one.
-        schedule, transport, engine: as in :func:`ppfunc.value_and_grad`.
+        schedule, transport, engine, tied: as in :func:`ppfunc.value_and_grad`.
         samples: b, the number of samples in a microbatch.
         randomness: ``"different"`` for stages that draw random numbers, or ``"same"``.
 
@@ -258,7 +267,8 @@ def per_sample_grad(
         return losses(y, target).sum()
 
     transform = partial(per_sample, randomness=randomness)
-    spec = StepSpec(f"per_sample_grad of {samples} samples", frozenset({"loss", "grads"}), per_microbatch=True)
+    name = f"per_sample_grad of {samples} samples"
+    spec = StepSpec(name, frozenset({"loss", "grads"}), per_microbatch=True, tied=read_tied(tied, schedule))
     return make_step(_each(stages, transform), loss, schedule, transport, engine, spec, named_step(step), finish)
 
 

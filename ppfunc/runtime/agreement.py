@@ -125,7 +125,8 @@ class Agreement:
         """Compare with the peers what must be the same everywhere, and connect."""
         self._agreed.clear()
         versions = f"torch {torch.__version__}, Python {platform.python_version()}"
-        facts = f"{versions}, schedule {self._schedule.name[:60]} ({self._schedule.digest})"
+        tied = f", tied {', '.join(f'{name}: {places}' for name, places in self._spec.tied)}" if self._spec.tied else ""
+        facts = f"{versions}, schedule {self._schedule.name[:60]} ({self._schedule.digest}){tied}"
         numbers = set(self._numbers)
         for rank, text in enumerate(self._transport.all_gather(json.dumps([facts, self._numbers.start, self._numbers.stop]))):
             theirs, *number = json.loads(text)

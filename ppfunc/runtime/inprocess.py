@@ -9,7 +9,7 @@ from typing import Self
 import torch
 
 from .buffers import Buffers
-from .errors import PipelineError
+from .errors import AgreementError, PipelineError
 from .transport import Call, Failure, Link, LossPart, Mode, Transfer
 
 
@@ -49,7 +49,7 @@ class InProcess:
         return torch.cat([losses[stage] for stage in sorted(parts)]).sum(0) if parts else None
 
     def fail(self, failure: Failure) -> BaseException:
-        if failure.instruction is None:
+        if failure.instruction is None or isinstance(failure.cause, AgreementError):
             return failure.cause
         return PipelineError(failure.rank, failure.position, failure.instruction, failure.reason)
 

@@ -27,6 +27,7 @@ from .lower import Exchange, LoweredStep, StepSpec, lower
 from .results import StepResult, collect
 from .rng import preserve_rng
 from .stage_programs import autocast, forget
+from .ties import require_declared
 from .transport import Failure, Transport
 
 P = ParamSpec("P")
@@ -195,6 +196,8 @@ class StepFunction(Generic[P, R]):
             raise RuntimeError(f"a stage calls the step function that it is part of ({self!r}); call a function of its own from a stage")
         self._building.active = True
         try:
+            if "grads" in self.spec.wants:
+                require_declared(arguments.params, arguments.form.params, self.spec.tied)
             exchange = self._agreement.exchange(name)
             lowered = self._lower(arguments, name, exchange)
             compiled = compile_step(lowered, self._engine, self.transport)

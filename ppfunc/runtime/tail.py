@@ -14,9 +14,10 @@ from ppfunc.stage import LeafSignature
 from .buffers import Buffers, Leaves, Tag
 from .calls import Place
 from .errors import AgreementError
+from .functorch import transformed
 from .lower import BATCH, LoweredStep
 from .ownership import Owned
-from .ties import DIGEST, SharedLeaf, digest, shared_leaves
+from .ties import DIGEST, SharedLeaf, digest, same_bits, shared_leaves
 from .transport import Call, DataTransport, Transfer
 
 PlacedCall = tuple[Call, Place]
@@ -95,7 +96,7 @@ def _compare(lowered: LoweredStep, leaf: SharedLeaf) -> Call:
         value = buffers.params[first[0]][first[1]]
         for model, number in others:
             other = buffers.params[model][number]
-            if other is not value and not torch.equal(other.to(value.device), value):
+            if other is not value and not transformed(value) and not same_bits(other.to(value.device), value):
                 raise AgreementError(f"{leaf.name} has other values in stage {first[0]} than in stage {model}; give both places the same")
 
     return compare

@@ -19,10 +19,62 @@ from ppfunc.stage import LeafSignature, Signature
 
 from .buffers import Leaves
 from .errors import AgreementError
+from .functorch import transformed
 from .transport import Link
+
+TiedPlaces = Mapping[str, Sequence[tuple[int, str]]] | None
+"""By name, the places of each tied parameter, as callers write them."""
 
 Tied = tuple[tuple[str, tuple[tuple[int, str], ...]], ...]
 """By name, in order, the places of each tied parameter: (stage of the model, name of the leaf)."""
+
+
+def read_tied(tied: TiedPlaces, schedule: Schedule, parts: Sequence[str] = ("",)) -> Tied:
+    """Tied parameters as the caller gives them.
+
+    Args:
+        parts: where the parameters are among those of a transformed stage: the keys before the name of each leaf.
+
+    Raises:
+        TypeError, ValueError: something else than a mapping of places, or a place that does not exist or comes twice.
+    """
+    if not isinstance(tied or {}, Mapping):
+        raise TypeError(f"tied: got {type(tied).__name__}, expected {{name: [(stage, name of a leaf), ...]}}")
+    found: list[tuple[str, tuple[tuple[int, str], ...]]] = []
+    taken: set[tuple[int, str]] = set()
+    for name, places in sorted((tied or {}).items()):
+        if not isinstance(places, Sequence) or not all(isinstance(p, tuple | list) and [*map(type, p)] == [int, str] for p in places):
+            raise TypeError(f"tied[{name!r}]: got {places!r}, expected places, such as [(0, 'wte.weight'), (3, 'lm_head.weight')]")
+        if len(places) < 2:
+            raise ValueError(f"tied[{name!r}]: got {places!r}, expected at least two places")
+        for place in map(tuple, places):
+            if place in taken:
+                raise ValueError(f"tied[{name!r}]: the place {place} is named twice")
+            if place[0] not in schedule.model_stages:
+                stages = sorted(set(schedule.model_stages))
+                raise ValueError(f"tied[{name!r}]: the place {place} has a stage that does not exist; the stages are {stages}")
+            taken.add(place)
+        for part in parts:
+            moved = tuple((stage, ".".join(filter(None, (part, leaf)))) for stage, leaf in places)
+            found.append((f"{name} {part}" if part else name, moved))
+    return tuple(found)
+
+
+def require_declared(params: Mapping[int, Leaves], signatures: Mapping[int, Signature], tied: Tied) -> None:
+    """Raise ValueError where parameters of two stages share memory and are not tied: each would get a part of the gradient."""
+    places = {(k, leaf): name for name, group in tied for k, leaf in group}
+    seen: dict[tuple[int, int], tuple[int, str, str | None]] = {}
+    for stage, leaves in params.items():
+        for leaf, named in zip(leaves, leaf_names(signatures[stage]), strict=True):
+            if transformed(leaf) or not leaf.numel() or not leaf.is_floating_point():
+                continue
+            other, its_name, its_group = seen.setdefault((leaf.data_ptr(), leaf.numel()), (stage, named, places.get((stage, named))))
+            if other != stage and (its_group is None or its_group != places.get((stage, named))):
+                raise ValueError(
+                    f"params[{other}] {its_name!r} and params[{stage}] {named!r} are one tensor; "
+                    f"declare it, tied={{'name': [({other}, {its_name!r}), ({stage}, {named!r})]}}, to get the sum of both gradients "
+                    f"at each, or give each stage a copy of its own"
+                )
 
 
 class SharedLeaf(NamedTuple):
@@ -77,10 +129,15 @@ def leaf_number(signature: Signature, name: str, tree: str) -> int:
     >>> leaf_number(Signature.of({"head": {"weight": torch.zeros(1)}, "wte.weight": torch.zeros(1)}), "head.weight", "params")
     0
     """
-    names = [".".join(map(str, path)) for path in treespec_paths(signature.treedef)]
+    names = leaf_names(signature)
     if name not in names:
         raise ValueError(f"{tree} has no leaf {name!r}; it has {', '.join(map(repr, names[:20]))}{', ...' if len(names) > 20 else ''}")
     return names.index(name)
+
+
+def leaf_names(signature: Signature) -> list[str]:
+    """The keys on the way to each leaf, joined by dots."""
+    return [".".join(map(str, path)) for path in treespec_paths(signature.treedef)]
 
 
 def links_of_shared(schedule: Schedule, tied: Tied) -> Iterator[Link]:
@@ -137,3 +194,9 @@ def digest(leaves: Leaves) -> torch.Tensor:
         if host.numel():
             state.update((ctypes.c_char * (host.numel() * host.element_size())).from_address(host.data_ptr()))
     return torch.frombuffer(bytearray(state.digest()), dtype=torch.uint8)
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype and device have the same shape and the same bits."""
+    bits = (t.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8) for t in (one, other))
+    return one.shape == other.shape and torch.equal(*bits)

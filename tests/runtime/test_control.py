@@ -16,8 +16,7 @@ import torch.distributed as dist
 from ppfunc.runtime import _torch
 from ppfunc.runtime.buffers import Buffers, Tag
 from ppfunc.runtime.control import Control, StepRunning
-from ppfunc.runtime.errors import AgreementError, PipelineError
-from ppfunc.runtime.errors import LinkError, gone
+from ppfunc.runtime.errors import AgreementError, LinkError, PipelineError, gone
 from ppfunc.runtime.inprocess import InProcess
 from ppfunc.runtime.links import SocketLinks
 from ppfunc.runtime.p2p import P2P
