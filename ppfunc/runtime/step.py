@@ -172,7 +172,9 @@ class StepFunction(Generic[P, R]):
 
     def _begin(self, arguments: StepArguments, name: str | None, purpose: str = "") -> Began:
         """Begin a step with the peers; what was compiled before a failure is of no use after it."""
-        if name is None and arguments.form.inputs is not None:
+        if arguments.form.inputs is None:  # this process was given no batch, and is told its name
+            name = None
+        elif name is None:
             name = batch_name(arguments.form)
         generation = self._agreement.generation
         began = self._agreement.begin(arguments, name, purpose)

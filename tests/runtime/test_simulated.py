@@ -436,7 +436,7 @@ def test_wrong_uses_are_refused():
         Simulated(0, 0)
     with pytest.raises(ValueError, match="finite"):
         Simulated(1, 0, timeout=float("inf"))
-    with pytest.raises(ValueError, match=r"3 ranks, the simulated network has 2.*Simulated\(3"):
+    with pytest.raises(ValueError, match="3 ranks, the transport has 2"):
         Simulated(2, 0).transport(0).local_ranks(3)
     with pytest.raises(RuntimeError, match="outside a run"):
         Simulated(2, 0).transport(0).all_gather("")
