@@ -114,7 +114,7 @@ class Agreement:
         """Terms that all ranks have to agree on; nobody compares them where one process has all ranks."""
         if len(self._ranks) == self._schedule.ranks:
             return ""
-        number = "new" if self._number is None else self._number
+        number = self._number if self.generation == self._transport.generation else "new"
         return f"step function {number} ({self._spec.name}); {call_terms(self._schedule, arguments)}; autocast {autocast() or 'off'}"
 
     def _has_run(self, name: str) -> str:
@@ -127,12 +127,12 @@ class Agreement:
         versions = f"torch {torch.__version__}, Python {platform.python_version()}"
         tied = f", tied {', '.join(f'{name}: {places}' for name, places in self._spec.tied)}" if self._spec.tied else ""
         facts = f"{versions}, schedule {self._schedule.name[:60]} ({self._schedule.digest}){tied}"
-        numbers = set(self._numbers)
-        for rank, text in enumerate(self._transport.all_gather(json.dumps([facts, self._numbers.start, self._numbers.stop]))):
-            theirs, *number = json.loads(text)
+        numbers, mine = set(self._numbers), f"step function {self._numbers.start} ({self._spec.name})"
+        told = self._transport.all_gather(json.dumps([facts, mine, self._numbers.start, self._numbers.stop]))
+        for rank, (theirs, function, *number) in enumerate(map(json.loads, told)):
             numbers &= set(range(*number))
             if theirs != facts or not numbers:
-                here, there = (facts, theirs) if theirs != facts else (f"its step function {self._numbers.start}", f"number {number[0]}")
+                here, there = (facts, theirs) if theirs != facts else (mine, function)
                 raise AgreementError(
                     f"the ranks disagree: rank {self._ranks[0]} has {here}; rank {rank} has {there}; every rank must be given the same"
                 )
