@@ -7,7 +7,7 @@ name is gone on another.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
@@ -17,6 +17,9 @@ import torch
 # FakeTensorMode imports it when the first one is made, which takes a second. Imported here, ranks that wait for each
 # other import it at the same time.
 import torch._dynamo
+
+# Compares tensors with earlier ones: class, dtype, device, shape, strides, whether a gradient is wanted, dispatch keys.
+from torch._C._dynamo.guards import TensorGuards
 
 # Operators as other operators, whose derivatives are exact to any order.
 from torch._decomp import decomposition_table as DECOMPOSITIONS
@@ -70,6 +73,7 @@ __all__ = [
     "binding",
     "copy_each",
     "device_of",
+    "guards",
     "inductor",
     "innermost_transform",
     "is_wrapped",
@@ -107,8 +111,11 @@ binding = attrgetter("_op")
 device_of = attrgetter("fake_device")
 
 
-# The device of a tensor without values.
-device_of = attrgetter("fake_device")
+def guards(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """A function of as many objects: whether they are tensors like these, none of them twice. It keeps none of these alive."""
+    shapes: list[Any] = [list(t.shape) for t in tensors]  # the stubs expect one list alone
+    strides: list[Any] = [list(t.stride()) for t in tensors]
+    return TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
 
 
 def version(tensor: torch.Tensor) -> int | None:

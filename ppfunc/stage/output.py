@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .signature import Signature
-from .tree import tree_flatten
+from .tree import tree_flatten, tree_structure
 
 
 class Output(NamedTuple):
@@ -90,7 +90,8 @@ def canonical(
             loss = main if loss is None else main + loss
         carry = None if last else out.y
         outputs = out.y if last and return_outputs else None
-        return (carry, tuple(given[s] for s in skips), loss), (outputs, out.metrics, out.state)
+        state = _in_order_of(rest[-1], out.state) if rest else out.state
+        return (carry, tuple(given[s] for s in skips), loss), (outputs, out.metrics, state)
 
     return call
 
@@ -108,6 +109,15 @@ def _of_loss_function(loss_fn: Callable[[Any, Any], Any], y: Any, target: Any) -
             mend = "return a scalar tensor, without .item() or float()"
         raise TypeError(f"the loss function returned {reprlib.repr(loss)} of type {type(loss).__name__}, expected a tensor; {mend}")
     return loss
+
+
+def _in_order_of(given: Any, state: Any) -> Any:
+    """The new state with its keys in the order of the one before; another structure is refused where the step is lowered."""
+    treedef = tree_structure(given)
+    try:
+        return treedef.unflatten(treedef.flatten_up_to(state))
+    except (ValueError, TypeError):
+        return state
 
 
 def received_signature(sources: Sequence[int], parts: Sequence[Signature]) -> Signature:

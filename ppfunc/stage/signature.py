@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from optree import PyTreeSpec
 
+from ._torch import guards
 from .structure import structure_from_json, structure_to_json
 from .tree import key_order, tree_flatten, tree_paths, tree_unflatten
 
@@ -203,3 +204,33 @@ def flatten(tree: Any, name: str = "tree") -> tuple[tuple[torch.Tensor, ...], Py
         path = tree_paths(treedef, name)[index]
         raise TypeError(f"{path}: got {got}, expected {expected}; {mend}")
     return tuple(leaves), treedef
+
+
+class Form(NamedTuple):
+    """All that a program depends on in a tree beside the values, in the form in which it is compared fastest; see :func:`form_of`."""
+
+    treedef: PyTreeSpec
+    keys: list[Any] | None  # of a dictionary of tensors alone, whose leaves are its values
+    classes: frozenset[type]  # kept alive, since guards know them by their addresses
+    guards: Callable[..., bool]
+
+
+def form_of(leaves: Sequence[torch.Tensor], treedef: PyTreeSpec) -> Form:
+    """The form of a tree that :func:`flatten` took apart. No tensor is kept alive."""
+    keys = treedef.entries() if treedef.type is dict and treedef.is_one_level() else None
+    return Form(treedef, keys, frozenset(map(type, leaves)), guards(leaves))
+
+
+def same_form(tree: Any, form: Form) -> tuple[torch.Tensor, ...] | None:
+    """The leaves of ``tree`` if it is like the one that ``form`` is of, else None: 0.1 us per leaf of a flat dictionary, 0.5 of others.
+
+    Compared are structure, order of keys, and of each leaf the class, dtype, device, shape, strides, whether it
+    requires a gradient, and dispatch keys, which tell inference mode, transforms and autocast. A tree with one
+    tensor in two places is like no other.
+    """
+    if form.keys is not None and type(tree) is dict:
+        leaves, same = list(tree.values()), list(tree) == form.keys
+    else:
+        leaves, treedef = tree_flatten(tree)
+        same = treedef == form.treedef
+    return tuple(leaves) if same and form.guards(*leaves) else None

@@ -1,7 +1,8 @@
 """Flatten trees of tensors, with the classes that are registered with optree or with ``torch.utils._pytree``.
 
 Everything in the package flattens by these functions, so that a class known in one place is known in all.
-Dictionaries are read in the order of their sorted keys, and ``None`` is a node without leaves.
+Dictionaries are read in the order of their keys, which is part of the structure: a stage may see it. ``None`` is a node
+without leaves.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from torch import Tensor
 from ._torch import PYTREE_NODES
 
 NAMESPACE = "ppfunc"
-"""Where classes known to torch alone are registered: in its own namespace torch changes the order of dictionaries."""
+"""Where classes known to torch alone are registered, and dictionaries are read in their own order."""
+
+_ordered = optree.dict_insertion_ordered(True, namespace=NAMESPACE)
+_ordered.__enter__()  # for as long as the process lives: no other library uses the namespace
 
 
 def tree_flatten(tree: Any, name: str = "tree") -> tuple[list[Any], PyTreeSpec]:
@@ -27,7 +31,7 @@ def tree_flatten(tree: Any, name: str = "tree") -> tuple[list[Any], PyTreeSpec]:
         ValueError: the tree is nested deeper than optree allows.
 
     >>> tree_flatten({"b": (1, None), "a": 2})[0]
-    [2, 1]
+    [1, 2]
     """
     if len(PYTREE_NODES) != len(_seen):
         _adopt()
@@ -62,7 +66,7 @@ def tree_paths(treedef: PyTreeSpec, name: str = "") -> tuple[str, ...]:
     """Paths of the leaves of a tree called ``name``.
 
     >>> tree_paths(tree_structure({"b": (1, None), "a": 2}), "x")
-    ("x['a']", "x['b'][0]")
+    ("x['b'][0]", "x['a']")
     """
     return tuple(accessor.codify(name) for accessor in optree.treespec_accessors(treedef))
 
