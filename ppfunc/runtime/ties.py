@@ -47,7 +47,7 @@ def read_tied(tied: TiedPlaces, schedule: Schedule, parts: Sequence[str] = ("",)
             raise TypeError(f"tied[{name!r}]: got {places!r}, expected places, such as [(0, 'wte.weight'), (3, 'lm_head.weight')]")
         if len(places) < 2:
             raise ValueError(f"tied[{name!r}]: got {places!r}, expected at least two places")
-        for place in map(tuple, places):
+        for place in ((stage, leaf) for stage, leaf in places):
             if place in taken:
                 raise ValueError(f"tied[{name!r}]: the place {place} is named twice")
             if place[0] not in schedule.model_stages:

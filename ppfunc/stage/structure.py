@@ -78,7 +78,9 @@ def _decode(node: Any, built: list[Any]) -> Any:
     for part in qualname.split("."):  # by plain look-up in dictionaries, so that no code of anyone runs
         kind = getattr(kind, "__dict__", {}).get(part)
     if not isinstance(kind, type):
-        raise ValueError(f"the class {module}.{qualname} is not known in this process; import its module, and define it at the module's top")
+        raise ValueError(
+            f"the class {module}.{qualname} is not known in this process; import its module, and define it at the module's top"
+        )
     entry = optree.register_pytree_node.get(kind, namespace=NAMESPACE)
     if entry is None:
         raise ValueError(f"{module}.{qualname} is neither a named tuple nor registered with optree or torch.utils._pytree in this process")
