@@ -348,7 +348,9 @@ def _require(stages: Any, loss_fn: Any, schedule: Any, engine: Any, spec: StepSp
     if not isinstance(spec.loss_shape, tuple) or not all(isinstance(n, int) for n in spec.loss_shape):
         raise TypeError(f"loss_shape: got {_short(spec.loss_shape)}, expected a tuple of integers, such as (3,) for an ensemble of three")
     overlapped: Any = spec.overlapped
-    if overlapped is not None and (not callable(overlapped) or overlapped in (interleaved, two_streams)):
+    if overlapped in (interleaved, two_streams):
+        raise TypeError(f"overlapped: got ppfunc.{overlapped.__name__} itself, expected what it returns: ppfunc.{overlapped.__name__}()")
+    if overlapped is not None and not callable(overlapped):
         raise TypeError(f"overlapped: got {_short(overlapped)}, expected a function, such as ppfunc.interleaved() or ppfunc.two_streams()")
 
 

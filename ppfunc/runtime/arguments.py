@@ -153,7 +153,12 @@ def read_arguments(
 
     def read_batch(batch: Any, name: str) -> Sequence[Leaves]:
         if not isinstance(batch, Microbatches):
-            return cut(read(batch, name, m), m)
+            try:
+                return cut(read(batch, name, m), m)
+            except ValueError as error:
+                if isinstance(batch, list) and len(batch) == m:
+                    raise ValueError(f"{error}. A list is a tree like any other; microbatches are ppfunc.Microbatches(...)") from error
+                raise
         if len(batch) != m:
             raise ValueError(f"{name}: got {len(batch)} microbatches, the schedule has {m}; cut the batch into that many")
         return [read(tree, f"{name}[{i}]") for i, tree in enumerate(batch)]
