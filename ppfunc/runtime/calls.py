@@ -23,11 +23,12 @@ from .transport import Call
 
 
 class Place(NamedTuple):
-    """Where in the schedule a call comes from."""
+    """Where in the schedule a call comes from; ``awaited`` is the message that it waits for, if it does nothing else."""
 
     rank: int
     position: int
     instruction: Instruction
+    awaited: Tag | None = None
 
 
 class ProgramCall(NamedTuple):

@@ -115,7 +115,7 @@ def _step(binding: _Binding, rank: int, position: int, completed: Sequence[Instr
                 yield from _instruction(binding, Place(rank, position, part))
     for instruction in completed:
         for transfer in _transfers(lowered, instruction):
-            yield from _at(Place(rank, position, instruction), data.wait_send(transfer))
+            yield from _at(Place(rank, position, instruction, transfer.tag), data.wait_send(transfer))
 
 
 def _at(place: Place, *calls: Call | None) -> Iterator[PlacedCall]:
@@ -127,11 +127,18 @@ def _at(place: Place, *calls: Call | None) -> Iterator[PlacedCall]:
 
 def _transfers(lowered: LoweredStep, instruction: Instruction) -> Iterator[Transfer]:
     """The transfer of a SEND or RECV; none where no tensor travels that edge."""
-    (stage, microbatch), op = _key(instruction), instruction.op
-    edge, ahead, outgoing = lowered.edge_of(instruction), op in (Op.SEND_F, Op.RECV_F), op in SENDS
-    if leaves := edge.leaves if ahead else edge.carrying:
-        tag = Tag("F" if ahead else "B", *((stage, edge.stage) if outgoing else (edge.stage, stage)), microbatch)
-        yield Transfer(outgoing, tag, lowered.schedule.placement[edge.stage], leaves, lowered.stages[stage, microbatch].device)
+    edge, low = lowered.edge_of(instruction), lowered.stages[_key(instruction)]
+    if leaves := edge.leaves if instruction.op in (Op.SEND_F, Op.RECV_F) else edge.carrying:
+        peer = lowered.schedule.placement[edge.stage]
+        yield Transfer(instruction.op in SENDS, tag_of(lowered.schedule, instruction), peer, leaves, low.device)
+
+
+def tag_of(schedule: Schedule, message: Instruction) -> Tag:
+    """The name of the message of a SEND or RECV."""
+    stage, other = message.stage, schedule.other_end(message)
+    assert other is not None and message.microbatch is not None
+    source, destination = (stage, other) if message.op in SENDS else (other, stage)
+    return Tag("F" if message.op in (Op.SEND_F, Op.RECV_F) else "B", source, destination, message.microbatch)
 
 
 def _arrivals(binding: _Binding, place: Place, part: Instruction) -> Iterator[PlacedCall]:
@@ -143,7 +150,7 @@ def _arrivals(binding: _Binding, place: Place, part: Instruction) -> Iterator[Pl
         peer = place.rank if edge.stage == BATCH else binding.lowered.schedule.placement[edge.stage]
         if leaves and peer != place.rank:
             tag = Tag("F" if ahead else "B", edge.stage, stage, microbatch)
-            yield from _at(place, binding.data.wait_recv(Transfer(False, tag, peer, leaves, low.device)))
+            yield from _at(place._replace(awaited=tag), binding.data.wait_recv(Transfer(False, tag, peer, leaves, low.device)))
 
 
 # -- instructions that compute -------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
-from ppfunc.schedule import Schedule
+from ppfunc.schedule import Schedule, Timeline
 from ppfunc.stage import Engine, Loss, Stage
 
 from .agreement import Agreement, Began, Negotiation, batch_name, rows_of
@@ -24,6 +24,7 @@ from .errors import describe_inputs
 from .execute import StepFailed, execute, fill
 from .functorch import transforming
 from .lower import Exchange, LoweredStep, StepSpec, lower
+from .record import Recorder, gather
 from .results import StepResult, collect
 from .rng import preserve_rng
 from .stage_programs import autocast, forget
@@ -84,9 +85,30 @@ class StepFunction(Generic[P, R]):
             StageError: the engine cannot serve a stage.
             ValueError, TypeError: the arguments do not fit the schedule.
         """
+        return self._run(args, kwargs, None)[0]
+
+    def record(self, *args: P.args, **kwargs: P.kwargs) -> tuple[R, Timeline]:
+        """Run one step and measure it; where ranks are processes, every one calls it.
+
+        Args:
+            args, kwargs: as of a call. What is traced or compiled in a first call does not count, since it comes before.
+
+        Returns:
+            What a call returns, and the timeline of all ranks in seconds from the first call of a program on, on every
+            rank; of the type that :func:`ppfunc.schedule.simulate` returns. Clocks of hosts are aligned by a handshake.
+
+        Raises:
+            As a call.
+        """
+        result, timeline = self._run(args, kwargs, Recorder())
+        assert timeline is not None
+        return result, timeline
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], recorder: Recorder | None) -> tuple[R, Timeline | None]:
+        """Run one step, measured where there is a recorder."""
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
-                return self(*args, **kwargs)
+                return self._run(args, kwargs, recorder)
         entry: Entry | None = None
         buffers: Buffers | None = None
         failure: Failure | None = None
@@ -96,16 +118,17 @@ class StepFunction(Generic[P, R]):
             self._require_all_ranks_under_transforms()
             raw = self._prepare(*args, **kwargs)
             arguments = self._read(raw)
-            entry = self._ready(arguments)
-            compiled = entry.compiled
+            entry = self._ready(arguments, "" if recorder is None else "; recorded")
+            compiled = entry.compiled if recorder is None else recorder.attach(entry.compiled)
             # Under a torch.func transform from outside, that transform decides what is recorded.
             with torch.set_grad_enabled(torch.is_grad_enabled() and transforming()), _generators(arguments):
                 buffers = execute(compiled, fill(compiled.lowered, arguments))
                 losses, result = collect(compiled.lowered, arguments, buffers)
                 buffers = None
+                timeline = None if recorder is None else gather(entry.compiled, recorder.intervals(), self.transport)
                 result = result._replace(loss=self.transport.end(losses, entry.parts, entry.mode()))
                 ended = True
-            return self._finish(result, raw)
+            return self._finish(result, raw), timeline
         except BaseException as raised:
             if ended:  # on every rank: there is nothing to tell
                 raise
@@ -154,12 +177,12 @@ class StepFunction(Generic[P, R]):
         last = None if self._last is None or abstract else self._last.arguments
         return read_arguments(raw, self.schedule, self._local, self._loss_fn is not None, last, abstract=abstract)
 
-    def _ready(self, arguments: StepArguments) -> Entry:
+    def _ready(self, arguments: StepArguments, purpose: str) -> Entry:
         """The compiled step for these arguments; worked out with the peers where the form of the batch is new."""
         last, now = self._last, autocast()
         if last is not None and (last.arguments.form is not arguments.form or last.autocast != now):
             last = None  # another form than that of the last call
-        name, known = self._begin(arguments, last and last.name)
+        name, known = self._begin(arguments, last and last.name, purpose)
         if last is not None and last is self._last and last.name == name and last.entry.holds() and known:
             self._hits += 1
             return last.entry
@@ -170,7 +193,7 @@ class StepFunction(Generic[P, R]):
         self._last = Last(arguments._replace(params={}, state={}, inputs=(), targets=(), extras={}), name, now, entry)
         return entry
 
-    def _begin(self, arguments: StepArguments, name: str | None, purpose: str = "") -> Began:
+    def _begin(self, arguments: StepArguments, name: str | None, purpose: str) -> Began:
         """Begin a step with the peers; what was compiled before a failure is of no use after it."""
         if arguments.form.inputs is None:  # this process was given no batch, and is told its name
             name = None
