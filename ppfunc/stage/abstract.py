@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,16 +18,13 @@ from ._torch import (
     UnsupportedOperatorException,
     version,
 )
-from .errors import StageError
+from .errors import StageError, is_of_a_library as is_of_a_library, place as place, raised
 from .example import Example, Leaves, split_aux, stand_ins
 from .purity import Evaluation, Generators, NoValuesError, Purity, require_values
 from .signature import LeafSignature, Signature, differentiable
 from .tree import tree_flatten
 
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
-
-_LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[1])
-_PYTHON = Path(traceback.__file__).parent
 
 
 class Outline(NamedTuple):
@@ -110,8 +104,10 @@ def outline(
             refusal, failure = (f"without values {error.reason}", "use the eager engine"), error
 
     try:
-        tensors = stand_ins(example, seen.device)
-        return _observe(fn, seen, tensors, has_aux, name, abstract=False)._replace(refusal=refusal)
+        found = _observe(fn, seen, stand_ins(example, seen.device), has_aux, name, abstract=False)
+        # Another path than that of zeros may depend on what this one does not.
+        depends = any(differentiable(leaf.dtype) for leaf in seen.params.leaves) or any(leaf.grad for leaf in seen.x.leaves)
+        return found._replace(refusal=refusal, y=found.y.with_grad() if depends else found.y)
     except StageError as error:
         first = failure if failure is not None and error.__cause__ is not None else error
         raise first from first.__cause__
@@ -165,21 +161,6 @@ def data_dependence(error: Exception) -> str:
         return f"{what} (torch.library.register_fake tells torch)"
     what = f"its control flow or its shapes depend on the values of tensors (operator {operator}{line and f', called{line}'})"
     return f"{what}, so that it cannot be evaluated abstractly"
-
-
-def place(error: BaseException) -> str:
-    """The innermost line, as ``" at file:line"``, that is neither of torch nor of Python nor of this library."""
-    files = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    own = [f" at {file}:{line}" for file, line in files if not is_of_a_library(file)]
-    return own[-1] if own else ""
-
-
-@cache
-def is_of_a_library(path: str) -> bool:
-    """Whether a file is of torch, of Python or of this library, or a program that was traced."""
-    file = Path(path)
-    installed = {"site-packages", "dist-packages"}.intersection(file.parts)
-    return any(map(file.is_relative_to, _LIBRARIES)) or (file.is_relative_to(_PYTHON) and not installed) or path.startswith("<")
 
 
 def _observe(
@@ -254,10 +235,8 @@ def _call(fn: Callable[..., Any], trees: tuple[Any, ...], example: Example, name
     except (StageError, *DATA_DEPENDENT):
         raise
     except Exception as error:
-        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
         zeros = "" if abstract else ", zeros everywhere, by which an engine that does not trace learns what it returns"
-        reason = f"it raised {type(error).__name__}{place(error)}: {error}{notes}; it was given {example}{zeros}"
-        raise StageError(name, reason, "") from error
+        raise StageError(name, f"{raised(error)}; it was given {example}{zeros}", "") from error
 
 
 @contextmanager

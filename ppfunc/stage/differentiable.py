@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from ._torch import version
+import torch
+
+from ._torch import awaited, version
 from .abstract import Outline, call_named
-from .contiguous import contiguous
 from .errors import StageError
 from .example import Example, Leaves, split_aux
 from .program import Gradients
 from .purity import NoValuesError, Purity, require_values
 from .randomness import LogicalDraws
 from .signature import differentiable
+
+
+def contiguous(tensors: Iterable[torch.Tensor | None]) -> tuple[Any, ...]:
+    """The tensors as they would arrive over a wire, contiguous and without lazy conjugation: in process and between processes give
+    the same bits. ``None``, the absence of a gradient, stays. Results of functional collectives are waited for.
+
+    >>> contiguous([torch.zeros(2, 3).T])[0].stride()
+    (2, 1)
+    """
+    return tuple(None if t is None else awaited(t).resolve_conj().resolve_neg().contiguous() for t in tensors)
 
 
 class DifferentiableStage:

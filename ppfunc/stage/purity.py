@@ -11,7 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ._torch import FakeTensor, FakeTensorMode, OpOverload, TorchDispatchMode, is_wrapped, schema, storage, without_modes
-from .errors import StageError
+from .errors import StageError, place_of_call
 from .randomness import call
 from .signature import LeafSignature
 from .tree import tree_leaves
@@ -51,6 +51,8 @@ class Purity(TorchDispatchMode):
                 self._require_no_gradient_lost(func, value)
             else:
                 self.generators |= isinstance(value, torch.Generator)
+        if getattr(func, "namespace", "") == "c10d" and torch.is_grad_enabled():
+            self._require_no_collective_of_gradients(func, args)
         made = call(func, args, kwargs)
         if not effects.view:
             self.made.update(storage(t) for t in _flat(made) if isinstance(t, torch.Tensor))
@@ -63,6 +65,12 @@ class Purity(TorchDispatchMode):
             else:
                 place, mend = f"{_shape(tensor)} that is not among its arguments", "pass it as state and return the new value"
             raise StageError(self.stage, f"it is not pure: it writes into {place}", mend)
+
+    def _require_no_collective_of_gradients(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Only where gradients are on: a custom autograd.Function may use one."""
+        if any(isinstance(t, torch.Tensor) and t.requires_grad for t in _flat(args)):
+            reason = f"it uses the collective {func}{place_of_call()}, which writes in place: its gradient would be that of the identity"
+            raise StageError(self.stage, reason, "use torch.distributed._functional_collectives, or an autograd.Function of your own")
 
     def _require_no_gradient_lost(self, func: Any, value: torch.Tensor) -> None:
         captured = value.requires_grad and type(value) in (torch.Tensor, torch.nn.Parameter) and value.is_leaf and not is_wrapped(value)
