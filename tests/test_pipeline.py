@@ -328,7 +328,9 @@ def test_a_stage_that_returns_nothing_is_refused_itself(first):
 
 @pytest.mark.parametrize("engine", [pp.functional, pp.eager])
 def test_an_engine_without_options_says_how_it_is_used(engine):
-    with pytest.raises(TypeError, match=rf"^{engine.__name__} has no options: give the engine itself to a step, engine=pp.{engine.__name__}"):
+    with pytest.raises(
+        TypeError, match=rf"^{engine.__name__} has no options: give the engine itself to a step, engine=pp.{engine.__name__}"
+    ):
         engine()
 
 

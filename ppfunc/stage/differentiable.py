@@ -13,8 +13,7 @@ from .abstract import Outline, call_named
 from .errors import StageError
 from .example import Example, Leaves, split_aux
 from .program import Gradients
-from .purity import NoValuesError, Purity, require_values
-from .randomness import LogicalDraws
+from .purity import LogicalDraws, NoValuesError, Purity, require_values
 from .signature import differentiable
 
 

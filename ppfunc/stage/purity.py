@@ -12,7 +12,6 @@ from torch.overrides import TorchFunctionMode
 
 from ._torch import FakeTensor, FakeTensorMode, OpOverload, TorchDispatchMode, is_wrapped, schema, storage, without_modes
 from .errors import StageError, place_of_call
-from .randomness import call
 from .signature import LeafSignature
 from .tree import tree_leaves
 
@@ -53,7 +52,7 @@ class Purity(TorchDispatchMode):
                 self.generators |= isinstance(value, torch.Generator)
         if getattr(func, "namespace", "") == "c10d" and torch.is_grad_enabled():
             self._require_no_collective_of_gradients(func, args)
-        made = call(func, args, kwargs)
+        made = _call(func, args, kwargs)
         if not effects.view:
             self.made.update(storage(t) for t in _flat(made) if isinstance(t, torch.Tensor))
         return made
@@ -83,6 +82,32 @@ class Purity(TorchDispatchMode):
     def _generator_is_as_before(self) -> bool:
         with without_modes():
             return torch.equal(self.before, torch.default_generator.get_state())
+
+
+class LogicalDraws(TorchDispatchMode):
+    """Draw into tensors in their logical order, not in that of their memory.
+
+    ``torch.func`` and functionalisation draw into new, contiguous tensors, plain autograd into
+    whatever strides an activation has: a dropout mask would depend on the engine.
+    """
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _call(func, args, kwargs or {})
+
+
+def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call an operator; one that draws in place fills a tensor in its logical order."""
+    if _draws_in_place(func) and not args[0].is_contiguous():
+        drawn = func(torch.empty_like(args[0], memory_format=torch.contiguous_format), *args[1:], **kwargs)
+        return args[0].copy_(drawn)
+    return func(*args, **kwargs)
+
+
+@cache
+def _draws_in_place(func: Any) -> bool:
+    return isinstance(func, OpOverload) and torch.Tag.nondeterministic_seeded in func.tags and schema(func).is_mutable
 
 
 class Generators(TorchFunctionMode):

@@ -131,7 +131,7 @@ def test_collectives_within_a_function_with_a_derivative_are_for_the_eager_engin
     with pytest.warns(FutureWarning):
         refused(wrapped, r"the collective c10d\.allreduce_\.default, .* is not traced", 1)
         program = eager(wrapped, ONES)
-        y, residuals = program.forward(*ONES)
+        _, residuals = program.forward(*ONES)
         torch.testing.assert_close(program.backward(residuals, torch.ones(2)), (ONES[1], ONES[0]))
 
 
