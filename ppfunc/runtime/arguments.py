@@ -13,8 +13,8 @@ from optree import PyTreeSpec
 
 from ppfunc.schedule import Schedule
 from ppfunc.stage import Signature
-from ppfunc.stage.signature import flatten
-from ppfunc.stage.tree import key_order, tree_flatten, tree_paths
+from ppfunc.stage.signature import Form, flatten, form_of, same_form
+from ppfunc.stage.tree import tree_paths
 
 from .batch import Leaves, Microbatches, cut, refuse_microbatches, require_divisible
 from .functorch import transformed
@@ -43,11 +43,13 @@ class TreeForm:
         treedef: its structure.
         metadata: types, shapes, dtypes, strides and devices of its leaves, a list of each.
         signature: of the tree, or, of a whole batch, of one microbatch.
+        form: what tells a tree like it.
     """
 
     treedef: PyTreeSpec
     metadata: tuple[list[Any], ...]
     signature: Signature
+    form: Form
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -196,19 +198,16 @@ def read_loss_weights(weights: LossWeights, microbatches: int) -> torch.Tensor |
 def _read_tree(tree: Any, form: TreeForm | None, name: str, microbatches: int) -> tuple[Leaves, TreeForm]:
     """The leaves of a tree, and its form: ``form`` itself where the tree has that."""
     if form is not None:
-        found, treedef = tree_flatten(tree, name)
-        try:
-            if treedef == form.treedef and _metadata(found) == form.metadata and key_order(tree) == form.signature.order:
-                return tuple(found), form
-        except (AttributeError, RuntimeError):
-            pass  # a leaf is something else than a dense tensor, which flatten below refuses by name
+        found = same_form(tree, form.form)
+        if found is not None:
+            return found, form
     leaves, treedef = flatten(tree, name)
     refuse_microbatches(treedef, name)
     example: Sequence[torch.Tensor] = leaves
     if microbatches:
         require_divisible(leaves, tree_paths(treedef), microbatches, name)
         example = [leaf[: leaf.shape[0] // microbatches] for leaf in leaves]
-    return leaves, TreeForm(treedef, _metadata(leaves), Signature.of(treedef.unflatten(example), name))
+    return leaves, TreeForm(treedef, _metadata(leaves), Signature.of(treedef.unflatten(example), name), form_of(leaves, treedef))
 
 
 def _metadata(leaves: Sequence[torch.Tensor]) -> tuple[list[Any], ...]:
