@@ -6,7 +6,7 @@ import json
 import math
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from optree import PyTreeSpec
 
 from ._torch import guards
 from .structure import structure_from_json, structure_to_json
-from .tree import key_order, tree_flatten, tree_paths, tree_unflatten
+from .tree import tree_flatten, tree_paths, tree_unflatten
 
 _SHORT = reprlib.Repr()
 _SHORT.maxother = 80
@@ -41,7 +41,6 @@ class LeafSignature:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -56,19 +55,14 @@ class Signature:
     Args:
         treedef: the structure, as ``optree`` gives it (``None`` is a node without leaves).
         leaves: one entry per tensor, in the order of :func:`~ppfunc.stage.tree.tree_leaves`.
-
-    Attributes:
-        order: the keys of its dictionaries in their order, which ``treedef`` keeps and does not compare.
     """
 
     treedef: PyTreeSpec
     leaves: tuple[LeafSignature, ...]
-    order: tuple[Any, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if len(self.leaves) != self.treedef.num_leaves:
             raise ValueError(f"got {len(self.leaves)} leaves for a structure of {self.treedef.num_leaves}: {self.treedef}")
-        object.__setattr__(self, "order", key_order(self.unflatten(self.leaves)))
 
     @classmethod
     def of(cls, tree: Any, name: str = "tree") -> Signature:
@@ -217,7 +211,8 @@ class Form(NamedTuple):
 
 def form_of(leaves: Sequence[torch.Tensor], treedef: PyTreeSpec) -> Form:
     """The form of a tree that :func:`flatten` took apart. No tensor is kept alive."""
-    keys = treedef.entries() if treedef.type is dict and treedef.is_one_level() else None
+    flat = treedef.type is dict and treedef.num_nodes == treedef.num_leaves + 1
+    keys = treedef.entries() if flat else None
     return Form(treedef, keys, frozenset(map(type, leaves)), guards(leaves))
 
 
