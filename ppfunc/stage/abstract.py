@@ -167,45 +167,24 @@ def _observe(
     fn: Callable[..., Any], example: Example, tensors: tuple[Leaves, Leaves, Leaves], has_aux: bool, name: str, *, abstract: bool
 ) -> Outline:
     """Call the stage on ``tensors``; raise ``StageError`` if it is not pure or draws from a generator of its own."""
-    wanted = (
-        tuple(differentiable(leaf.dtype) for leaf in example.params.leaves),
-        tuple(leaf.grad for leaf in example.x.leaves),
-        (False,) * len(tensors[2]),
-    )
+    flags = [differentiable(leaf.dtype) for leaf in example.params.leaves] + [leaf.grad for leaf in example.x.leaves]
+    flags += [False] * len(tensors[2])
     with torch.enable_grad():
         # Clones, since autograd refuses writes into leaves in its own words.
-        groups = tuple(
-            tuple(t.requires_grad_(g).clone() for t, g in zip(group, flags, strict=True))
-            for group, flags in zip(tensors, wanted, strict=True)
-        )
-        trees = (
-            example.params.unflatten(groups[0]),
-            example.x.unflatten(groups[1]),
-            *example.unflatten_extras(groups[2]),
-        )
-        given = zip(example.paths, (t for group in groups for t in group), strict=True)
-        with Purity(name, given, abstract) as purity, Generators() as generators, modules_that_run() as modules:
+        given = [t.requires_grad_(grad).clone() for t, grad in zip(sum(tensors, ()), flags, strict=True)]
+        trees = example.unflatten(given)
+        arguments = zip(example.paths, given, strict=True)
+        with Purity(name, arguments, abstract) as purity, Generators() as generators, modules_that_run() as modules:
             out = _call(fn, trees, example, name, abstract)
         (y, y_def), (aux, aux_def) = split_aux(out, has_aux, name)
-    try:
-        require_values(y + aux)
-    except NoValuesError as error:
-        raise error.told(name) from None
-    _require_unchanged(example, trees, groups, name)
+    require_values(y + aux, name)
+    _require_unchanged(example, trees, given, name)
     if purity.generators and generators.foreign():
-        raise StageError(
-            name,
-            "it draws from a torch.Generator of its own, whose numbers depend on the order in which microbatches run",
-            "draw from the default generator, which seed=(seed, step) sets",
-        )
-    return Outline(
-        Signature(y_def, tuple(_leaf(t, t.requires_grad) for t in y)),
-        Signature(aux_def, tuple(_leaf(t, False) for t in aux)),
-        purity.draws,
-        purity.generators,
-        purity.seeds,
-        tuple(modules.values()),
-    )
+        reason = "it draws from a torch.Generator of its own, whose numbers depend on the order in which microbatches run"
+        raise StageError(name, reason, "draw from the default generator, which seed=(seed, step) sets")
+    signature = Signature(y_def, tuple(LeafSignature.of(t, t.requires_grad) for t in y))
+    kept = Signature(aux_def, tuple(LeafSignature.of(t, False) for t in aux))
+    return Outline(signature, kept, purity.draws, purity.generators, purity.seeds, tuple(modules.values()))
 
 
 @contextmanager
@@ -250,32 +229,14 @@ def quiet() -> Iterator[None]:
         logger.disabled = before
 
 
-def call_named(fn: Callable[..., Any], args: tuple[Any, ...], example: Example, name: str) -> Any:
-    """``fn(*args)``; an exception out of it gets a note that names the stage, the line and what the stage was given."""
-    try:
-        return fn(*args)
-    except NoValuesError as error:
-        raise error.told(name) from None
-    except StageError:
-        raise
-    except Exception as error:
-        error.add_note(f"raised in {name}{place(error)}, which was given {example}")
-        raise
-
-
-def _leaf(t: torch.Tensor, grad: bool) -> LeafSignature:
-    return LeafSignature(tuple(t.shape), t.dtype, grad and differentiable(t.dtype))
-
-
-def _require_unchanged(example: Example, trees: tuple[Any, ...], groups: tuple[Leaves, ...], name: str) -> None:
+def _require_unchanged(example: Example, trees: tuple[Any, ...], given: list[torch.Tensor], name: str) -> None:
     """Raise if the stage wrote into its arguments, or replaced something in their containers."""
-    before = iter([*groups[0], *groups[1], *groups[2]])
-    for what, tree, signature in zip(example.names, trees, (example.params, example.x, *example.extras), strict=True):
-        mine = [next(before) for _ in signature.leaves]
+    mend = "return the new value, or work on a clone"
+    for path, t in zip(example.paths, given, strict=True):
+        if version(t):
+            raise StageError(name, f"it is not pure: it writes into its argument {path}", mend)
+    before = iter(given)
+    for what, tree, signature in zip(example.names, trees, example.signatures, strict=True):
         leaves, treedef = tree_flatten(tree)
-        written = [path for path, t in zip(signature.paths, mine, strict=True) if version(t)]
-        same = treedef == signature.treedef and all(a is b for a, b in zip(leaves, mine, strict=True))
-        if written or not same:
-            place = what + (written[0] if written else "")
-            how = "writes into" if written else "replaces entries of"
-            raise StageError(name, f"it is not pure: it {how} its argument {place}", "return the new value, or work on a clone")
+        if treedef != signature.treedef or any(leaf is not next(before) for leaf in leaves):
+            raise StageError(name, f"it is not pure: it replaces entries of its argument {what}", mend)

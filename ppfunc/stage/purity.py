@@ -150,7 +150,7 @@ class NoValuesError(RuntimeError):
     """A tensor of an abstract evaluation was read outside of it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        super().__init__(str(LeafSignature(tuple(tensor.shape), tensor.dtype, False)).removesuffix(" no grad"))
+        super().__init__(str(LeafSignature.of(tensor)).removesuffix(" no grad"))
 
     def told(self, stage: str) -> StageError:
         """The error of the stage that read it."""
@@ -160,11 +160,11 @@ class NoValuesError(RuntimeError):
         return StageError(stage, reason, f"{mend}; {attribute}")
 
 
-def require_values(tensors: Iterable[Any]) -> None:
-    """Raise ``NoValuesError`` for a fake tensor of an evaluation that is over."""
+def require_values(tensors: Iterable[Any], stage: str) -> None:
+    """Raise for a fake tensor of an evaluation that is over."""
     for t in tensors:
         if isinstance(t, FakeTensor) and getattr(t.fake_mode, "over", False):
-            raise NoValuesError(t)
+            raise NoValuesError(t).told(stage)
 
 
 def draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

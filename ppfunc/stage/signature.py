@@ -39,6 +39,11 @@ class LeafSignature:
         if self.grad and not differentiable(self.dtype):
             raise ValueError(f"a leaf of {self.dtype} was marked grad=True; only floating and complex leaves carry gradients")
 
+    @classmethod
+    def of(cls, tensor: torch.Tensor, grad: bool = True) -> LeafSignature:
+        """That of a tensor, of which a gradient is wanted if ``grad`` and if it can have one."""
+        return cls(tuple(tensor.shape), tensor.dtype, grad and differentiable(tensor.dtype))
+
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
@@ -81,7 +86,7 @@ class Signature:
         if isinstance(tree, Signature):
             return tree
         leaves, treedef = flatten(tree, name)
-        return cls(treedef, tuple(LeafSignature(tuple(t.shape), t.dtype, differentiable(t.dtype)) for t in leaves))
+        return cls(treedef, tuple(map(LeafSignature.of, leaves)))
 
     def without_grad(self) -> Signature:
         """The same tree, no leaf of which wants a gradient."""
@@ -114,10 +119,11 @@ class Signature:
         leaves, treedef = flatten(tree, name)
         if treedef != self.treedef:
             raise ValueError(f"{name}: got the structure {treedef}, expected {self.treedef}")
-        for path, leaf, want in zip(self.paths, leaves, self.leaves, strict=True):
-            if tuple(leaf.shape) != want.shape or leaf.dtype != want.dtype:
-                got = LeafSignature(tuple(leaf.shape), leaf.dtype, want.grad)
-                raise ValueError(f"{name}{path}: got {got}, expected {want}; build the program again for new shapes")
+        for n, (leaf, want) in enumerate(zip(leaves, self.leaves, strict=True)):
+            if leaf.shape != want.shape or leaf.dtype != want.dtype:
+                raise ValueError(
+                    f"{name}{self.paths[n]}: got {LeafSignature.of(leaf, want.grad)}, expected {want}; build the program again for new shapes"
+                )
         return leaves
 
     def to_json(self) -> str:
