@@ -121,9 +121,8 @@ class Signature:
             raise ValueError(f"{name}: got the structure {treedef}, expected {self.treedef}")
         for n, (leaf, want) in enumerate(zip(leaves, self.leaves, strict=True)):
             if leaf.shape != want.shape or leaf.dtype != want.dtype:
-                raise ValueError(
-                    f"{name}{self.paths[n]}: got {LeafSignature.of(leaf, want.grad)}, expected {want}; build the program again for new shapes"
-                )
+                got = LeafSignature.of(leaf, want.grad)
+                raise ValueError(f"{name}{self.paths[n]}: got {got}, expected {want}; build the program again for new shapes")
         return leaves
 
     def to_json(self) -> str:
