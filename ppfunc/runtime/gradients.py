@@ -74,7 +74,8 @@ class Sum:
         rest = iter(self._total)
         before = [None if absent else next(rest) for absent in self._absent or ()]
         total = [b if a is None else a if b is None else a + b for a, b in zip(before, gradients, strict=True)]
-        self._absent, self._total, self._is_own = tuple([t is None for t in total]), [t for t in total if t is not None], False
+        own = [t.clone() if t is a or t is b else t for t, a, b in zip(total, before, gradients, strict=True) if t is not None]
+        self._absent, self._total, self._is_own = tuple([t is None for t in total]), own, True
 
     def merge(self, gradients: Leaves) -> None:
         self.add(gradients, -1)

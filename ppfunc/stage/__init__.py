@@ -1,9 +1,8 @@
 """Stages: pure functions, their signatures, and the engines that differentiate them."""
 
 from .abstract import Outline, abstract, outline
-from .eager_engine import eager
+from .dynamic_engines import eager, functional
 from .errors import StageError
-from .functional_engine import functional
 from .graph_engine import graph
 from .layers import params_of_layers, params_of_stages, stages_from_layers
 from .module import ModuleStage, split_sequential, stage_from_module

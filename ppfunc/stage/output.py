@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .abstract import DATA_DEPENDENT
+from .errors import StageError, raised
+from .purity import NoValuesError
 from .signature import Signature
 from .tree import tree_flatten, tree_structure
 
@@ -75,6 +78,8 @@ def canonical(
     def call(params: Any, x: Any, *extras: Any) -> tuple[Any, Any]:
         target, rest = (extras[0], extras[1:]) if targeted else (None, extras)
         out = fn(params, x, *rest)
+        if out is None:
+            raise TypeError("it returned None, expected its activation: end it with `return y`; where there is none, return ()")
         if not isinstance(out, Output):
             out = Output(out)
         given = out.skips or {}
@@ -97,17 +102,18 @@ def canonical(
 
 
 def _of_loss_function(loss_fn: Callable[[Any, Any], Any], y: Any, target: Any) -> Any:
-    """The loss; its errors are told as those of the loss function."""
+    """The loss; its errors are told as its own, not as the stage's."""
     try:
         loss = loss_fn(y, target)
-    except Exception as error:
-        error.add_note("raised by the loss function, which is called as loss(y, target)")
+    except (StageError, NoValuesError, *DATA_DEPENDENT):
         raise
+    except Exception as error:
+        raise StageError("the loss", f"{raised(error)}; it is called as loss(y, target)", "") from error
     if not isinstance(loss, torch.Tensor):
         mend = "return the loss alone: what else you want to see can be metrics of the stage, pp.Output(y, metrics=...)"
         if not isinstance(loss, tuple | list | dict):
             mend = "return a scalar tensor, without .item() or float()"
-        raise TypeError(f"the loss function returned {reprlib.repr(loss)} of type {type(loss).__name__}, expected a tensor; {mend}")
+        raise StageError("the loss", f"it returned {reprlib.repr(loss)} of type {type(loss).__name__}, expected a tensor", mend)
     return loss
 
 

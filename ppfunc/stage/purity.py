@@ -11,8 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ._torch import FakeTensor, FakeTensorMode, OpOverload, TorchDispatchMode, is_wrapped, schema, storage, without_modes
-from .errors import StageError
-from .randomness import call
+from .errors import StageError, place_of_call
 from .signature import LeafSignature
 from .tree import tree_leaves
 
@@ -51,7 +50,9 @@ class Purity(TorchDispatchMode):
                 self._require_no_gradient_lost(func, value)
             else:
                 self.generators |= isinstance(value, torch.Generator)
-        made = call(func, args, kwargs)
+        if getattr(func, "namespace", "") == "c10d" and torch.is_grad_enabled():
+            self._require_no_collective_of_gradients(func, args)
+        made = _call(func, args, kwargs)
         if not effects.view:
             self.made.update(storage(t) for t in _flat(made) if isinstance(t, torch.Tensor))
         return made
@@ -64,6 +65,12 @@ class Purity(TorchDispatchMode):
                 place, mend = f"{_shape(tensor)} that is not among its arguments", "pass it as state and return the new value"
             raise StageError(self.stage, f"it is not pure: it writes into {place}", mend)
 
+    def _require_no_collective_of_gradients(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Only where gradients are on: a custom autograd.Function may use one."""
+        if any(isinstance(t, torch.Tensor) and t.requires_grad for t in _flat(args)):
+            reason = f"it uses the collective {func}{place_of_call()}, which writes in place: its gradient would be that of the identity"
+            raise StageError(self.stage, reason, "use torch.distributed._functional_collectives, or an autograd.Function of your own")
+
     def _require_no_gradient_lost(self, func: Any, value: torch.Tensor) -> None:
         captured = value.requires_grad and type(value) in (torch.Tensor, torch.nn.Parameter) and value.is_leaf and not is_wrapped(value)
         if not captured or func is aten.detach.default or not torch.is_grad_enabled():
@@ -75,6 +82,32 @@ class Purity(TorchDispatchMode):
     def _generator_is_as_before(self) -> bool:
         with without_modes():
             return torch.equal(self.before, torch.default_generator.get_state())
+
+
+class LogicalDraws(TorchDispatchMode):
+    """Draw into tensors in their logical order, not in that of their memory.
+
+    ``torch.func`` and functionalisation draw into new, contiguous tensors, plain autograd into
+    whatever strides an activation has: a dropout mask would depend on the engine.
+    """
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _call(func, args, kwargs or {})
+
+
+def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call an operator; one that draws in place fills a tensor in its logical order."""
+    if _draws_in_place(func) and not args[0].is_contiguous():
+        drawn = func(torch.empty_like(args[0], memory_format=torch.contiguous_format), *args[1:], **kwargs)
+        return args[0].copy_(drawn)
+    return func(*args, **kwargs)
+
+
+@cache
+def _draws_in_place(func: Any) -> bool:
+    return isinstance(func, OpOverload) and torch.Tag.nondeterministic_seeded in func.tags and schema(func).is_mutable
 
 
 class Generators(TorchFunctionMode):
@@ -117,7 +150,7 @@ class NoValuesError(RuntimeError):
     """A tensor of an abstract evaluation was read outside of it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        super().__init__(str(LeafSignature(tuple(tensor.shape), tensor.dtype, False)).removesuffix(" no grad"))
+        super().__init__(str(LeafSignature.of(tensor)).removesuffix(" no grad"))
 
     def told(self, stage: str) -> StageError:
         """The error of the stage that read it."""
@@ -127,11 +160,11 @@ class NoValuesError(RuntimeError):
         return StageError(stage, reason, f"{mend}; {attribute}")
 
 
-def require_values(tensors: Iterable[Any]) -> None:
-    """Raise ``NoValuesError`` for a fake tensor of an evaluation that is over."""
+def require_values(tensors: Iterable[Any], stage: str) -> None:
+    """Raise for a fake tensor of an evaluation that is over."""
     for t in tensors:
         if isinstance(t, FakeTensor) and getattr(t.fake_mode, "over", False):
-            raise NoValuesError(t)
+            raise NoValuesError(t).told(stage)
 
 
 def draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -6,7 +6,7 @@ import json
 import math
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from optree import PyTreeSpec
 
 from ._torch import guards
 from .structure import structure_from_json, structure_to_json
-from .tree import key_order, tree_flatten, tree_paths, tree_unflatten
+from .tree import tree_flatten, tree_paths, tree_unflatten
 
 _SHORT = reprlib.Repr()
 _SHORT.maxother = 80
@@ -39,9 +39,13 @@ class LeafSignature:
         if self.grad and not differentiable(self.dtype):
             raise ValueError(f"a leaf of {self.dtype} was marked grad=True; only floating and complex leaves carry gradients")
 
+    @classmethod
+    def of(cls, tensor: torch.Tensor, grad: bool = True) -> LeafSignature:
+        """That of a tensor, of which a gradient is wanted if ``grad`` and if it can have one."""
+        return cls(tuple(tensor.shape), tensor.dtype, grad and differentiable(tensor.dtype))
+
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -56,19 +60,14 @@ class Signature:
     Args:
         treedef: the structure, as ``optree`` gives it (``None`` is a node without leaves).
         leaves: one entry per tensor, in the order of :func:`~ppfunc.stage.tree.tree_leaves`.
-
-    Attributes:
-        order: the keys of its dictionaries in their order, which ``treedef`` keeps and does not compare.
     """
 
     treedef: PyTreeSpec
     leaves: tuple[LeafSignature, ...]
-    order: tuple[Any, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if len(self.leaves) != self.treedef.num_leaves:
             raise ValueError(f"got {len(self.leaves)} leaves for a structure of {self.treedef.num_leaves}: {self.treedef}")
-        object.__setattr__(self, "order", key_order(self.unflatten(self.leaves)))
 
     @classmethod
     def of(cls, tree: Any, name: str = "tree") -> Signature:
@@ -87,7 +86,7 @@ class Signature:
         if isinstance(tree, Signature):
             return tree
         leaves, treedef = flatten(tree, name)
-        return cls(treedef, tuple(LeafSignature(tuple(t.shape), t.dtype, differentiable(t.dtype)) for t in leaves))
+        return cls(treedef, tuple(map(LeafSignature.of, leaves)))
 
     def without_grad(self) -> Signature:
         """The same tree, no leaf of which wants a gradient."""
@@ -120,10 +119,10 @@ class Signature:
         leaves, treedef = flatten(tree, name)
         if treedef != self.treedef:
             raise ValueError(f"{name}: got the structure {treedef}, expected {self.treedef}")
-        for path, leaf, want in zip(self.paths, leaves, self.leaves, strict=True):
-            if tuple(leaf.shape) != want.shape or leaf.dtype != want.dtype:
-                got = LeafSignature(tuple(leaf.shape), leaf.dtype, want.grad)
-                raise ValueError(f"{name}{path}: got {got}, expected {want}; build the program again for new shapes")
+        for n, (leaf, want) in enumerate(zip(leaves, self.leaves, strict=True)):
+            if leaf.shape != want.shape or leaf.dtype != want.dtype:
+                got = LeafSignature.of(leaf, want.grad)
+                raise ValueError(f"{name}{self.paths[n]}: got {got}, expected {want}; build the program again for new shapes")
         return leaves
 
     def to_json(self) -> str:
@@ -217,7 +216,8 @@ class Form(NamedTuple):
 
 def form_of(leaves: Sequence[torch.Tensor], treedef: PyTreeSpec) -> Form:
     """The form of a tree that :func:`flatten` took apart. No tensor is kept alive."""
-    keys = treedef.entries() if treedef.type is dict and treedef.is_one_level() else None
+    flat = treedef.type is dict and treedef.num_nodes == treedef.num_leaves + 1
+    keys = treedef.entries() if flat else None
     return Form(treedef, keys, frozenset(map(type, leaves)), guards(leaves))
 
 

@@ -14,7 +14,7 @@ import optree
 from .tree import NAMESPACE, FrozenDict, FrozenList, tree_structure, tree_unflatten
 
 _FACTORIES = {kind.__name__: kind for kind in (list, dict, int, float, set, tuple, str)}
-_TAGS = {tuple: "tuple", list: "list", FrozenList: "list", dict: "dict", FrozenDict: "dict"}
+_TAGS: dict[type, str] = {tuple: "tuple", list: "list", FrozenList: "list", dict: "dict", FrozenDict: "dict"}
 _MADE = {"tuple": tuple, "list": list, "dict": dict}
 _LEAF = 0
 
@@ -28,7 +28,8 @@ def structure_to_json(treedef: optree.PyTreeSpec) -> list[Any]:
     >>> structure_to_json(tree_structure((0, None)))
     [['builtins', 'tuple', None, 2], '*', None]
     """
-    nodes, ahead = [], [tree_unflatten(treedef, [_LEAF] * treedef.num_leaves)]
+    nodes: list[Any] = []
+    ahead = [tree_unflatten(treedef, [_LEAF] * treedef.num_leaves)]
     while ahead:
         tree = ahead.pop()
         if tree is None or tree is _LEAF:
@@ -91,7 +92,9 @@ def _decode(node: Any, built: list[Any]) -> Any:
 def _plain(value: Any) -> Any:
     """A key or metadata as JSON: numbers and texts as they are, containers and classes as lists that begin with their kind."""
     kind = type(value)
-    if value is None or (kind in (str, int, float, bool) and value == value):
+    if value is None or kind in (str, int, float, bool):
+        if value != value:
+            raise TypeError(f"{value!r} in a tree structure does not equal itself; expected another key or metadata")
         return value
     if kind is type and value in _FACTORIES.values():
         return ["class", value.__name__]

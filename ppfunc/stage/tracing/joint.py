@@ -11,8 +11,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..abstract import Outline, without_values
-from ..contiguous import contiguous
-from ..differentiable import DifferentiableStage
+from ..differentiable import DifferentiableStage, contiguous
 from ..errors import StageError
 from ..example import Example, Leaves
 from ..program import Gradients

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, Node
 
 from .._torch import FakeTensor, OpOverload, TorchDispatchMode, device_of, schema
-from ..abstract import is_of_a_library
-from ..errors import StageError
+from ..errors import StageError, place_of_call
 from ..purity import NoValuesError
-from .decompositions import DECOMPOSITIONS, HIDDEN
 from .operators import ELEMENT
 
 aten = torch.ops.aten
 _TRACED = {torch.Tensor, torch.nn.Parameter, FakeTensor}
 _ENTRY = str(Path(__file__).with_name("joint.py"))
+_HIDDEN = {aten.miopen_batch_norm.default}  # writes into its arguments in secret, and has no other form
 _WITHOUT_DERIVATIVE = "torch::autograd::WarnNotImplemented"  # name of the backward of operators that no derivative is registered for
 
 
@@ -72,21 +69,22 @@ class Record(TorchDispatchMode):
         if not _TRACED.issuperset(types):
             return NotImplemented  # a subclass comes down to operators on plain tensors by itself
         if not isinstance(func, OpOverload):
-            raise StageError(self.stage, f"it uses {func}, an operator on functions{_place()}", "use the functional engine")
+            raise StageError(self.stage, f"it uses {func}, an operator on functions{place_of_call(_ENTRY)}", "use the functional engine")
         if func.namespace == "prim":
             # Autograd asks for the device of each gradient, more often than it calls operators.
             return device_of(args[0]) if func is torch.ops.prim.device.default and types else func(*args, **kwargs)
         if func.namespace == "c10d":
             raise StageError(
                 self.stage,
-                f"it uses the collective {func}{_place()}, which writes in place and is not traced",
+                f"it uses the collective {func}{place_of_call(_ENTRY)}, which writes in place and is not traced",
                 "use torch.distributed._functional_collectives, or the eager engine",
             )
-        if func in HIDDEN:
-            raise StageError(self.stage, f"its operator {func}{_place()} writes into its arguments in secret", "use the functional engine")
+        if func in _HIDDEN:
+            reason = f"its operator {func}{place_of_call(_ENTRY)} writes into its arguments in secret"
+            raise StageError(self.stage, reason, "use the functional engine")
         with self:
-            if func in DECOMPOSITIONS:
-                return DECOMPOSITIONS[func](*args, **kwargs)
+            if func in _DECOMPOSITIONS:
+                return _DECOMPOSITIONS[func](*args, **kwargs)
             if (made := func.decompose(*args, **kwargs)) is not NotImplemented:
                 return made
         return self._call(aten.lift_fresh_copy.default if func is aten.lift_fresh.default else func, args, kwargs)
@@ -98,7 +96,7 @@ class Record(TorchDispatchMode):
         made = func(*args, **kwargs)
         node = self.graph.create_node("call_function", func, given, named, _name(func))
         if self._in_forward:
-            node.meta["place"] = _place()
+            node.meta["place"] = place_of_call(_ENTRY)
         if isinstance(made, torch.Tensor):
             self._know(made, node)
         else:
@@ -151,6 +149,33 @@ class Record(TorchDispatchMode):
         return {k: self._with_nodes(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
+def _batch_norm(x: Any, w: Any, b: Any, mean: Any, var: Any, training: bool, *rest: float) -> Any:
+    """``native_batch_norm``, which updates ``mean`` and ``var`` in training, by operators whose schemas say so."""
+    if mean is None or var is None:
+        return aten._native_batch_norm_legit.no_stats(x, w, b, training, *rest)
+    if training:
+        return aten._native_batch_norm_legit.default(x, w, b, mean, var, training, *rest)
+    return aten._native_batch_norm_legit_no_training.default(x, w, b, mean, var, *rest)
+
+
+def _cudnn_batch_norm(x: Any, w: Any, b: Any, mean: Any, var: Any, training: bool, *rest: float) -> Any:
+    """``cudnn_batch_norm``, which does the same, by the kernels of torch: equal within rounding."""
+    y, *saved = _batch_norm(x, w, b, mean, var, training, *rest)
+    return (y, *(saved if training else (w.new_empty(0), w.new_empty(0))), x.new_empty(0, dtype=torch.uint8))
+
+
+def _cudnn_batch_norm_backward(x: Any, gy: Any, w: Any, mean: Any, var: Any, m: Any, invstd: Any, eps: float, _: Any) -> Any:
+    """Its gradient, which autograd asks for in training only."""
+    return aten.native_batch_norm_backward(gy, x, w, mean, var, m, invstd, True, eps, [True, True, True])
+
+
+_DECOMPOSITIONS: dict[OpOverload, Callable[..., Any]] = {
+    aten.native_batch_norm.default: _batch_norm,
+    aten.cudnn_batch_norm.default: _cudnn_batch_norm,
+    aten.cudnn_batch_norm_backward.default: _cudnn_batch_norm_backward,
+}
+
+
 def _name(operator: OpOverload) -> str:
     return schema(operator).name.split("::")[1]
 
@@ -164,13 +189,3 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 def _has_no_derivative(history: Any, before: Any) -> bool:
     return history is before or history.name() == _WITHOUT_DERIVATIVE
-
-
-def _place() -> str:
-    """The innermost line of the stage, as ``", called at file:line"``, that is of no library; empty if there is none."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and is_of_a_library(frame.f_code.co_filename):
-        if frame.f_code.co_filename == _ENTRY:
-            return ""
-        frame = frame.f_back
-    return "" if frame is None else f", called at {frame.f_code.co_filename}:{frame.f_lineno}"

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import flop_registry
 
 from .._torch import OpOverload
 from ..errors import StageError
-from .cut import Parts, cut, demands, early_nodes, parameter_views, residual_bytes
+from .cut import Parts, cut, early_nodes, parameter_views, residual_bytes
 from .joint import Joint
 from .operators import arguments, base, is_call, is_dense, is_element, is_random, is_tensor, root
 
@@ -101,7 +101,7 @@ class _Network:
         self.repeatable = _repeatable(joint)
         self.free = parameter_views(joint) | set(joint.params)
         self.nodes = [n for n in joint.graph.nodes if n in early_nodes(joint)]
-        self.demands = demands(joint)
+        self.demands = cut(joint).residuals
 
     def repeated(self, price: float) -> set[Node]:
         """The nodes to compute again when a kept byte costs ``price`` units of work."""

@@ -9,10 +9,10 @@ import torch
 from einops import einsum, rearrange, reduce, repeat
 
 from ..output import Output
+from ..program import Loss, Stage
 from ..signature import differentiable
 from ..tree import tree_leaves, tree_map
-from .batched import batched
-from .dual import Loss, Stage
+from .ensemble import batched
 
 
 def per_sample(fn: Stage, *, randomness: str = "error") -> Stage:
