@@ -4,6 +4,7 @@ Glossary, the same words in the API, in errors and in pictures:
 
 ======================  ==========================================================================================
 stage                   a pure function ``fn(params, x) -> y``: one part of the model
+split                   a model cut into stages by the names of its modules, with parameters, skips and tied names
 rank                    one process of the pipeline, numbered from 0; it holds one or more stages
 chunk                   one of the stages of a rank that holds several
 microbatch              a part of the batch, which goes through the stages by itself
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
         parallel as parallel,
         runtime as runtime,
         schedule as schedule,
+        splitter as splitter,
         stage as stage,
         testing as testing,
         training as training,
@@ -87,6 +89,7 @@ if TYPE_CHECKING:
         zb_h2 as zb_h2,
         zbv as zbv,
     )
+    from .splitter import Split as Split, split as split
     from .stage import (
         StageError as StageError,
         eager as eager,
@@ -145,6 +148,7 @@ else:
                 "zb_h2",
                 "zbv",
             ),
+            "splitter": ("Split", "split"),
             "stage": ("StageError", "eager", "functional", "graph", "split_sequential", "stage_from_module"),
             "stage.layers": ("params_of_stages", "stages_from_layers"),
             "stage.output": ("Output", "Received"),
@@ -153,5 +157,5 @@ else:
             "training": ("Optimizer", "adamw", "sgd"),
             "transforms": ("gnvp", "hvp", "jvp", "per_sample_grad"),
         },
-        submodules=("parallel", "runtime", "schedule", "stage", "testing", "training"),
+        submodules=("parallel", "runtime", "schedule", "splitter", "stage", "testing", "training"),
     )

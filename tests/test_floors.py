@@ -13,15 +13,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1] / "ppfunc"
-FLOORS = {"_lazy": 0, "schedule": 1, "parallel": 1, "stage": 2, "runtime": 3, "training": 4}
-FRONT = 5
+FLOORS = {"_lazy": 0, "schedule": 1, "parallel": 1, "stage": 2, "splitter": 3, "runtime": 4, "training": 5}
+FRONT = 6
 OUTSIDE: dict[int, set[str]] = {
     0: set(),
     1: set(),
     2: {"torch", "optree", "einops", "networkx"},
-    3: {"torch", "optree", "einops"},
-    4: {"torch", "optree", "einops", "safetensors"},
-    5: {"torch", "optree", "einops", "safetensors", "hypothesis"},
+    3: {"torch", "optree", "safetensors"},
+    4: {"torch", "optree", "einops"},
+    5: {"torch", "optree", "einops", "safetensors"},
+    6: {"torch", "optree", "einops", "safetensors", "hypothesis"},
 }
 FILES = sorted(ROOT.rglob("*.py"))
 

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ._torch import version
+from .errors import StageError
 from .output import Output
 
 State = dict[str, Tensor]
 
-_calling = threading.RLock()  # a call puts its tensors into the module, which threads share
+calling = threading.RLock()  # a call puts its tensors into the module, which threads share
 
 _CONTAINERS = {dict, OrderedDict, defaultdict, list, set}
 
@@ -27,8 +29,8 @@ class ModuleStage(NamedTuple):
     """A module as a pure function.
 
     Args:
-        fn: ``(params, x) -> y`` for a module without buffers, else ``(params, x, state) -> Output(y, state=new)``.
-            Extras of the stage come before the state.
+        fn: ``(params, x) -> y``; given a state too, ``(params, x, state) -> Output(y, state=new)``. Extras of the
+            stage come before the state.
         params: the parameters by name, detached; those of the module are not copied.
         state: the buffers by name.
     """
@@ -38,21 +40,23 @@ class ModuleStage(NamedTuple):
     state: State
 
 
-def stage_from_module(module: nn.Module, *, constants: bool = False) -> ModuleStage:
+def stage_from_module(module: nn.Module, *, constants: bool = False, spread: bool = True) -> ModuleStage:
     """Make the pure function that ``module`` computes, in the mode (training or evaluation) that it has when a step begins.
 
     A tuple ``x`` becomes positional arguments, a dictionary with texts as keys keyword arguments,
     anything else the one argument. Extras become further arguments in the same way. A parameter
     known by two names is listed once, under the first, and gets one gradient. One that requires no
-    gradient is frozen: it gets zeros. Buffers go into a step as ``state={stage: state}``, and come back,
-    with ``has_aux=True``, as ``aux.state[stage]``. Other attributes (numbers, which parameters are
-    frozen) are read when the stage is made or traced.
+    gradient is frozen: it gets zeros. Buffers that the module writes into are a state: they go into a step as
+    ``state={stage: state}``, and come back, with ``has_aux=True``, as ``aux.state[stage]``. Where it only reads them, as
+    a trial without values shows, no state is needed: they are constants. Other attributes (numbers, which parameters
+    are frozen) are read when the stage is made or traced.
 
     Args:
         module: any module. It is left unmodified: attributes set during a call, and changes to dicts, lists and
             sets held as attributes, are rolled back.
         constants: whether the module only reads its buffers (masks, tables of positions, the statistics of a
-            batch norm in evaluation). There is no state then, and a module that writes into one is refused.
+            batch norm in evaluation), for certain. There is no state then, and a module that writes into one is refused.
+        spread: whether tuples and dictionaries are taken apart into arguments; else each is one argument.
 
     Raises:
         TypeError: not a module, or a scripted one.
@@ -76,33 +80,51 @@ def stage_from_module(module: nn.Module, *, constants: bool = False) -> ModuleSt
     frozen = {name for name, p in module.named_parameters() if not p.requires_grad}
     parameters = set(map(id, module.parameters()))  # a buffer may be one of them under another name
     state = {} if constants else {name: b.detach() for name, b in module.named_buffers() if id(b) not in parameters}
-    shared = _further_places(module, {*params, *state})
+    shared = further_places(module, {*params, *state})
 
     def call(tensors: State, given: tuple[Any, ...]) -> Any:
         args: tuple[Any, ...] = ()
         kwargs: dict[str, Any] = {}
         for x in given:
-            if isinstance(x, dict):
+            if spread and isinstance(x, dict):
                 kwargs |= x
             else:
-                args += x if type(x) is tuple else (x,)
+                args += x if spread and type(x) is tuple else (x,)
         for name in frozen:
             tensors[name] = tensors[name].detach()
         for place, name in shared.items():
             tensors[place] = tensors[name]
-        with _calling, _kept(module):
+        with calling, unmodified(module):
             return torch.func.functional_call(module, tensors, args, kwargs, tie_weights=False)
 
     def plain(params: State, *given: Any) -> Any:
         return call(dict(params), given)
 
-    def stateful(params: State, *given: Any) -> Output:
-        given, buffers = given[:-1], given[-1]
-        if not (isinstance(buffers, dict) and buffers.keys() == state.keys()):
-            raise ValueError(
-                f"the module has the buffers {', '.join(state)}, which are its state: give it to the step, state={{stage: state}}, "
-                f"and has_aux=True to get the next one; or, where it only reads them, take stage_from_module(module, constants=True)"
-            )
+    mend = (
+        f"the module has the buffers {', '.join(state)}, which are its state: give it to the step, state={{stage: state}}, "
+        "and has_aux=True to get the next one"
+    )
+
+    def reading(params: State, given: tuple[Any, ...]) -> Any:
+        """The result of a module that only reads its buffers."""
+        buffers = {name: module.get_buffer(name) for name in state}
+        tensors, before = params | buffers, [version(b) for b in buffers.values()]
+        try:
+            y = call(tensors, given)
+        except StageError as error:
+            raise StageError(error.stage, error.reason, mend if "writes into" in error.reason else error.instead) from error
+        written = [name for (name, b), count in zip(buffers.items(), before, strict=True) if tensors[name] is not b or version(b) != count]
+        if written:
+            raise ValueError(f"the module has written into its buffer {written[0]}, and was given no state; {mend}")
+        return y
+
+    def stateful(params: State, *given: Any) -> Any:
+        last = given[-1] if len(given) > 1 and isinstance(given[-1], dict) else {}
+        if not last.keys() & state.keys():
+            return reading(params, given)
+        given, buffers = given[:-1], last
+        if buffers.keys() != state.keys():
+            raise ValueError(f"got a state with {', '.join(buffers)}; {mend}")
         tensors = params | {name: b.clone() for name, b in buffers.items()}
         y = call(tensors, given)
         # The call leaves in ``tensors`` what a module has put in the place of a buffer.
@@ -116,12 +138,12 @@ def stage_from_module(module: nn.Module, *, constants: bool = False) -> ModuleSt
     return ModuleStage(stateful if state else plain, params, state)
 
 
-def _further_places(module: nn.Module, names: set[str]) -> dict[str, str]:
+def further_places(module: nn.Module, names: set[str]) -> dict[str, str]:
     """Find the other places of the tensors of these names, each once, however often its submodule is listed.
 
     >>> a, b = nn.Linear(2, 2), nn.Linear(2, 2)
     >>> b.weight = a.weight
-    >>> _further_places(nn.Sequential(a, b, b), {"0.weight", "0.bias", "1.bias"})
+    >>> further_places(nn.Sequential(a, b, b), {"0.weight", "0.bias", "1.bias"})
     {'1.weight': '0.weight'}
     """
     places = [
@@ -134,7 +156,7 @@ def _further_places(module: nn.Module, names: set[str]) -> dict[str, str]:
 
 
 @contextmanager
-def _kept(module: nn.Module) -> Iterator[None]:
+def unmodified(module: nn.Module) -> Iterator[None]:
     """Restore the attributes of the module and of its submodules afterwards, and the contents of plain containers among them."""
     parts = [vars(part) for part in module.modules()]
     containers = [value for attributes in parts for value in attributes.values() if type(value) in _CONTAINERS]

@@ -328,3 +328,58 @@ def test_a_buffer_that_is_a_parameter_by_another_name_stays_one():
     gparams, _ = program.backward(residuals, torch.ones_like(y))
     (want,) = torch.autograd.grad(module(x).sum(), [module.a.weight])
     torch.testing.assert_close(gparams["a.weight"], want)
+
+
+class ReadsABuffer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("scale", torch.tensor([2.0, 3.0]))
+
+    def forward(self, x):
+        return self.layer(x) * self.scale
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_buffers_that_are_only_read_need_no_state(engine):
+    module = ReadsABuffer()
+    fn, params, _ = stage_from_module(module)
+    step = pp.value_and_grad([fn], lambda y, t: (y * t).sum(), pp.gpipe(1, 2), engine=engine)
+    x, t = torch.randn(4, 2), torch.randn(4, 2)
+    loss, grads = step({0: params}, x, t)
+    want = (module(x) * t).sum() / 2
+    torch.testing.assert_close(loss, want.detach())
+    torch.testing.assert_close(grads[0]["layer.weight"], torch.autograd.grad(want, module.layer.weight)[0])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_buffers_that_are_written_need_a_state_in_training_and_none_in_evaluation(engine):
+    module = nn.BatchNorm1d(2)
+    fn, params, _ = stage_from_module(module.eval())
+    x = torch.randn(4, 2)
+    torch.testing.assert_close(engine(fn, (params, x)).forward(params, x)[0], module(x).detach())
+    module.train()
+    with pytest.raises(StageError, match="has the buffers running_mean, .* give it to the step, state="):
+        engine(fn, (params, x))
+    assert torch.equal(module.running_mean, torch.zeros(2)) and module.num_batches_tracked == 0
+
+
+def test_a_call_by_hand_that_writes_into_a_buffer_without_a_state_is_refused():
+    fn, params, state = stage_from_module(nn.BatchNorm1d(2))
+    with pytest.raises(ValueError, match="has written into its buffer num_batches_tracked, and was given no state"):
+        fn(params, torch.randn(4, 2))
+    with pytest.raises(ValueError, match="got a state with running_mean; the module has the buffers"):
+        fn(params, torch.randn(4, 2), {"running_mean": state["running_mean"]})
+
+
+def test_a_tuple_or_a_mapping_can_be_one_argument():
+    class Pair(nn.Module):
+        def forward(self, pair, more):
+            return pair[0] + more["b"]
+
+    a, b = torch.ones(2), torch.full((2,), 3.0)
+    fn, _, _ = stage_from_module(Pair(), spread=False)
+    assert torch.equal(fn({}, (a, a), {"b": b}), a + b)
+    spread, _, _ = stage_from_module(Pair())
+    with pytest.raises(TypeError):
+        spread({}, (a, a), {"b": b})

@@ -1,0 +1,75 @@
+"""Private and unstable names of torch by which a model is recorded before its operators are dispatched.
+
+Checked on torch 2.13 by running the tests. ``tests/test_torch_names.py`` says which name is gone on another.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+# Modes of the key `PreDispatch`, which sees operators above autograd and autocast, need the dispatcher of Python.
+from torch._dispatch.python import enable_python_dispatcher
+
+# Computes with values during a trace.
+from torch._subclasses.fake_tensor import unset_fake_temporarily as with_values
+
+# Makes operators functional: what they write becomes new values.
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+
+# The history of a result of an `autograd.Function` is an object of a subclass of it.
+from torch.autograd.function import BackwardCFunction
+
+# The only class of modes, beside those that make operators functional, that the key `PreDispatch` takes.
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+
+# The function by which reentrant checkpoints hide their region.
+from torch.utils.checkpoint import CheckpointFunction
+
+__all__ = [
+    "BackwardCFunction",
+    "CheckpointFunction",
+    "FunctionalMode",
+    "PreDispatchMode",
+    "enable_python_dispatcher",
+    "from_functional",
+    "saved_tensor_hooks",
+    "to_functional",
+    "with_values",
+    "without_functionalize",
+]
+
+to_functional = FunctionalTensor.to_functional
+
+
+class PreDispatchMode(ProxyTorchDispatchMode):
+    """A mode that sees every operator before autograd and autocast do: dropout and attention are one operator."""
+
+    def __init__(self) -> None:
+        super().__init__(None, "fake", pre_dispatch=True)  # type: ignore[arg-type]  # there is no tracer of fx
+
+
+def saved_tensor_hooks() -> Any:
+    """The innermost hooks on saved tensors, None where there are none."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+class FunctionalMode(FunctionalTensorMode):
+    """Makes the operators functional that are called before dispatch."""
+
+    def __init__(self) -> None:
+        super().__init__(pre_dispatch=True, export=True)
+
+
+def from_functional(value: Any) -> Any:
+    """The tensor within a functional one, with all that was written into it."""
+    if not isinstance(value, FunctionalTensor):
+        return value
+    torch._sync(value)  # type: ignore[attr-defined]  # the stubs leave it out
+    return torch._from_functional_tensor(value.elem)
+
+
+def without_functionalize() -> Any:
+    """Within it, the kernel of the dispatcher that makes operators functional is not asked: the mode does it."""
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize))

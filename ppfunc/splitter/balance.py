@@ -1,0 +1,161 @@
+"""Choose the modules at which to cut a model: stages of equal cost, or a partition of its layers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from ppfunc.parallel.balance import partition_balanced
+from ppfunc.parallel.partition import Partition
+from ppfunc.stage.abstract import without_values
+from ppfunc.stage.module import calling, unmodified
+
+from .call import CallForm
+from .functional import fake_sources, replay
+from .trace import LeafForm, Trace, trace, undisturbed
+
+Balance = Literal["flops", "time"]
+_NEAR = 1.2  # a heaviest stage of so much more than the least is near enough, if cutting deeper is not needed
+_REPEATS = 3  # measurements, of which the least counts
+
+
+def choose(
+    model: nn.Module, form: CallForm, tensors: Sequence[Tensor], device: torch.device, at: int | Partition, balance: Balance
+) -> tuple[list[str], Trace]:
+    """The names of the modules that begin the stages after the first.
+
+    The layers of a model are the elements of its ``ModuleList`` and ``Sequential`` containers, those of the outermost
+    ones first. Elements of inner containers are cut apart where the outer ones are too few, or too unequal; where
+    there are no containers, any module is.
+
+    Args:
+        at: the number of stages, or a partition of the layers.
+        balance: how the cost of layers is found.
+
+    Returns:
+        The names, and the trace by which they were found.
+
+    Raises:
+        ValueError: there are not so many layers.
+    """
+    levels = _levels(model)
+    found = trace(model, form, [LeafForm(tuple(t.shape), t.dtype) for t in tensors], device, levels[-1])
+    called = [_in_order(names, found.begun) for names in levels]
+    if isinstance(at, Partition):
+        return _of_partition(called, at), found
+    if isinstance(at, bool) or not isinstance(at, int) or at < 1:
+        raise ValueError(f"at: got {at!r}, expected names of modules, a number of stages, or a Partition")
+    if balance not in ("flops", "time"):
+        raise ValueError(f"balance: got {balance!r}, expected 'flops' or 'time'")
+    marks = _flops(found, device) if balance == "flops" else _seconds(model, form, tensors, found, device)
+    return _balanced(called, found.begun, marks, at), found
+
+
+def _levels(model: nn.Module) -> list[list[str]]:
+    """Names of modules by how many containers they are in, and, last, of all modules."""
+    kinds = dict(model.named_modules())
+    depths: dict[int, list[str]] = {}
+    for name in filter(None, kinds):
+        parents = [name[:i] for i, c in enumerate(name) if c == "."] + [""]
+        inside = [p for p in parents if isinstance(kinds.get(p), nn.ModuleList | nn.Sequential)]
+        if isinstance(kinds.get(name.rpartition(".")[0]), nn.ModuleList | nn.Sequential):
+            depths.setdefault(len(inside), []).append(name)
+    levels: list[list[str]] = []
+    for depth in sorted(depths):
+        levels.append([*(levels[-1] if levels else []), *depths[depth]])
+    return [*levels, [name for name in kinds if name]]
+
+
+def _in_order(names: Sequence[str], begun: Mapping[str, int]) -> list[str]:
+    """The modules that are called, in the order of their calls; the first of those that begin at the same operator."""
+    first: dict[int, str] = {}
+    for name in names:
+        if name in begun:
+            first.setdefault(begun[name], name)
+    return [first[at] for at in sorted(first)]
+
+
+def _of_partition(called: Sequence[Sequence[str]], partition: Partition) -> list[str]:
+    for names in called:
+        if len(names) == partition.layers:
+            return [names[start] for start in partition.boundaries[1:-1]]
+    counts = ", ".join(f"{len(names)} ({names[0]} to {names[-1]})" for names in called[:-1] if names)
+    raise ValueError(f"at: got a partition of {partition.layers} layers; the model has {counts or 'no ModuleList or Sequential of layers'}")
+
+
+def _balanced(called: Sequence[Sequence[str]], begun: Mapping[str, int], marks: Sequence[float], stages: int) -> list[str]:
+    """The cuts of the outermost level whose heaviest stage is near the least of all levels."""
+    cuts = [[name for name in names if 0 < begun[name] < len(marks) - 1] for names in called]
+    levels = [names for names in cuts[:-1] if len(names) >= stages - 1] or [names for names in cuts[-1:] if len(names) >= stages - 1]
+    choices: list[tuple[float, list[str]]] = []
+    for names in levels:
+        weights = [marks[b] - marks[a] for a, b in pairwise([0, *(begun[name] for name in names), len(marks) - 1])]
+        partition = partition_balanced(weights, stages)
+        choices.append((max(partition.loads(weights)), [names[b - 1] for b in partition.boundaries[1:-1]]))
+    if not choices:
+        raise ValueError(f"at: got {stages} stages, the model calls {len(called[-1])} modules one after the other; take fewer stages")
+    least = min(heaviest for heaviest, _ in choices)
+    return next(names for heaviest, names in choices if heaviest <= _NEAR * least)
+
+
+def _flops(found: Trace, device: torch.device) -> list[float]:
+    """Operations before each operator and after the last: multiplications and additions, and one for each element made."""
+    marks, elements = [], 0
+    with undisturbed(), without_values(), FlopCounterMode(display=False) as counter:
+        for node in replay(found, fake_sources(found, device)):
+            if node.op == "call_function":
+                marks.append(counter.get_total_flops() + elements)
+                elements += torch.Size(node.meta["value"].shape).numel() if "value" in node.meta else 0
+        return [*marks, counter.get_total_flops() + elements]
+
+
+def _seconds(model: nn.Module, form: CallForm, tensors: Sequence[Tensor], found: Trace, device: torch.device) -> list[float]:
+    """Seconds before each operator, measured at the first calls of the modules of the trace."""
+    held = (*tensors, *model.parameters(), *model.buffers())
+    if any(t.is_meta for t in held):
+        raise ValueError("balance='time': got tensors on the device meta, which cannot be measured; use balance='flops'")
+    operators = sum(node.op == "call_function" for node in found.nodes)
+    least = [float("inf")] * (operators + 1)
+    for _ in range(_REPEATS):
+        for at, seconds in _measured(model, form, tensors, found.begun, device).items():
+            least[at if at >= 0 else operators] = min(least[at if at >= 0 else operators], seconds)
+    marks, last = [], 0.0
+    for seconds in least:
+        last = last if seconds == float("inf") else max(seconds, last)
+        marks.append(last)
+    return marks
+
+
+def _measured(
+    model: nn.Module, form: CallForm, tensors: Sequence[Tensor], begun: Mapping[str, int], device: torch.device
+) -> dict[int, float]:
+    """Seconds from the start of one call to the first call of each module, by its operator; to the end, at -1."""
+    times: dict[int, float] = {}
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    start = now()
+    handles = [
+        model.get_submodule(name).register_forward_pre_hook(lambda *_, at=at: times.setdefault(at, now() - start))
+        for name, at in begun.items()
+    ]
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    args, kwargs = form.arguments(tuple(tensors))
+    try:
+        with calling, unmodified(model), torch.random.fork_rng(), torch.no_grad():
+            start = now()
+            torch.func.functional_call(model, buffers, args, kwargs)
+            times[-1] = now() - start
+    finally:
+        for handle in handles:
+            handle.remove()
+    return times

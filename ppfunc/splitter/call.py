@@ -1,0 +1,120 @@
+"""Read how a model is called: which parts of its arguments are the inputs of a step, and which are constants."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from optree import PyTreeSpec
+
+from ppfunc.stage.tree import tree_flatten, tree_paths, tree_structure, tree_unflatten
+
+
+class CallForm(NamedTuple):
+    """The form of one call of a model.
+
+    Args:
+        treedef: structure of ``(args, kwargs)``.
+        constants: its leaves; None in the places of tensors.
+        places: the positions of the tensors among the leaves.
+        paths: how errors call the tensors, such as ``kwargs['mask']``.
+        inputs: structure of ``(args, kwargs)`` as a step gets them: without what is no tensor.
+        alone: the step gets the one positional argument itself; or a tuple; or the keyword arguments; or both in a tuple.
+    """
+
+    treedef: PyTreeSpec
+    constants: tuple[Any, ...]
+    places: tuple[int, ...]
+    paths: tuple[str, ...]
+    inputs: PyTreeSpec
+    kind: str
+
+    @classmethod
+    def of(cls, args: Any, kwargs: Mapping[str, Any] | None) -> tuple[CallForm, tuple[torch.Tensor, ...]]:
+        """The form of a call, and its tensors.
+
+        Args:
+            args: one argument, a tuple of positional arguments, or a dictionary of keyword arguments.
+            kwargs: keyword arguments beside positional ones.
+        """
+        if isinstance(args, dict) and kwargs is None:
+            args, kwargs = (), args
+        kind = "one" if not isinstance(args, tuple) else "args"
+        args = args if isinstance(args, tuple) else (args,)
+        kwargs = dict(kwargs or {})
+        if not all(isinstance(key, str) for key in kwargs):
+            raise TypeError(f"kwargs: got the keys {list(kwargs)}, expected names of arguments")
+        leaves, treedef = tree_flatten((args, kwargs), "args")
+        places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
+        if not places:
+            raise ValueError("args: got no tensor; give the arguments of one call of the model, such as args=(ids,), on meta if you like")
+        if any(_has_tensors(value) for value in kwargs.values()):
+            kind = "kwargs" if not args else "both"
+        names = tree_paths(treedef)
+        paths = tuple(("args" if names[i].startswith("[0]") else "kwargs") + names[i][3:] for i in places)
+        constants = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+        form = cls(treedef, constants, places, paths, tree_structure(None), kind)
+        return form._replace(inputs=tree_structure(form.pruned(args, kwargs))), tuple(leaves[i] for i in places)
+
+    @staticmethod
+    def pruned(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The arguments without what is no tensor: keyword arguments are left out, others become None."""
+
+        def prune(value: Any) -> Any:
+            leaves, treedef = tree_flatten(value)
+            return tree_unflatten(treedef, [leaf if isinstance(leaf, torch.Tensor) else None for leaf in leaves])
+
+        return tuple(map(prune, args)), {key: prune(value) for key, value in kwargs.items() if _has_tensors(value)}
+
+    def arguments(self, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of the model with these tensors."""
+        leaves = list(self.constants)
+        for place, tensor in zip(self.places, tensors, strict=True):
+            leaves[place] = tensor
+        args, kwargs = tree_unflatten(self.treedef, leaves)
+        return args, kwargs
+
+    def read(self, x: Any) -> tuple[torch.Tensor, ...]:
+        """The tensors of an input of the first stage.
+
+        Raises:
+            ValueError: it has another structure than the call at the split.
+        """
+        given: tuple[Any, Any]
+        match self.kind:
+            case "one":
+                given = (x,), {}
+            case "args":
+                given = x if isinstance(x, tuple) else (x,), {}
+            case "kwargs":
+                given = (), x
+            case _:
+                given = (x[:-1], x[-1]) if isinstance(x, tuple) and x else ((x,), {})
+        leaves, treedef = tree_flatten(given, "inputs")
+        if treedef != self.inputs:
+            raise ValueError(f"inputs: got {_shown(x)}, expected {self.expected}, the tensors in the arguments at the split; split again")
+        return tuple(leaves)
+
+    @property
+    def expected(self) -> str:
+        """The structure of the inputs of a step, as a text."""
+        args, kwargs = tree_unflatten(self.inputs, [_TENSOR] * self.inputs.num_leaves)
+        return str({"one": args[0] if args else None, "args": args, "kwargs": kwargs, "both": (*args, kwargs)}[self.kind])
+
+
+class _Word:
+    def __repr__(self) -> str:
+        return "tensor"
+
+
+_TENSOR = _Word()
+
+
+def _has_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in tree_flatten(value)[0])
+
+
+def _shown(tree: Any) -> str:
+    leaves, treedef = tree_flatten(tree)
+    return str(tree_unflatten(treedef, [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]))

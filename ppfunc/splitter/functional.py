@@ -1,0 +1,89 @@
+"""Make a trace functional, where a stage writes into memory that another stage has made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node, map_arg
+
+from ppfunc.stage.abstract import without_values
+from ppfunc.stage.tracing.operators import constant_name
+from ppfunc.stage.tree import tree_map
+
+from ._torch import FunctionalMode, enable_python_dispatcher, from_functional, to_functional, without_functionalize
+from .emit import within
+from .record import Recording
+from .trace import Trace, undisturbed
+
+
+def without_writes(trace: Trace, device: torch.device) -> Trace:
+    """Replay a trace by operators that write into nothing; what the model leaves in a buffer is put in its place.
+
+    Args:
+        trace: of the model.
+        device: where it computes.
+    """
+    with undisturbed(), without_values(), ExitStack() as stack:
+        recording = Recording()
+        fakes = fake_sources(trace, device)
+        places = {node: recording.place(fake, node.name) for node, fake in fakes.items()}
+        stack.enter_context(enable_python_dispatcher())
+        stack.enter_context(recording)
+        stack.enter_context(without_functionalize())
+        stack.enter_context(FunctionalMode())
+        values = {node: to_functional(fake) for node, fake in fakes.items()}
+        for node in replay(trace, values, recording):
+            recording.stage = node.meta["stage"]
+        results = tuple(_node(recording, values[r]) if isinstance(r, Node) else r for r in trace.results)
+        ends = {name: _node(recording, values[trace.replaced.get(name, node)]) for name, node in trace.buffers.items()}
+    return trace._replace(
+        nodes=tuple(n for n in recording.graph.nodes if n.op != "placeholder"),
+        params={name: places[node] for name, node in trace.params.items()},
+        buffers={name: places[node] for name, node in trace.buffers.items()},
+        inputs=tuple(places[node] for node in trace.inputs),
+        constants=recording.constants,
+        results=results,
+        replaced={name: node for name, node in ends.items() if node is not places[trace.buffers[name]]},
+    )
+
+
+def fake_sources(trace: Trace, device: torch.device) -> dict[Node, Any]:
+    """Tensors without values for the parameters, the buffers and the inputs of a trace."""
+    fakes = {node: _fake(node, device, name not in trace.frozen) for name, node in trace.params.items()}
+    return fakes | {node: _fake(node, device, False) for node in (*trace.buffers.values(), *trace.inputs)}
+
+
+def replay(trace: Trace, values: dict[Node, Any], recording: Recording | None = None) -> Iterator[Node]:
+    """Call every operator of a trace, in its region, after it was yielded.
+
+    Args:
+        values: of the sources; those of all nodes are put there.
+        recording: sees functions with a backward of their own as one operator, and gets plain tensors for them.
+    """
+    for node in trace.nodes:
+        yield node
+        if node.op == "get_attr":
+            values[node] = trace.constants[constant_name(node)]
+            continue
+        assert callable(node.target)
+        args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+        with within(node.meta["region"]):
+            if recording is not None and "opaque" in node.meta:
+                made = recording.call_whole(node.target, tuple(map(from_functional, args)))
+                values[node] = tree_map(to_functional, made)
+            else:
+                values[node] = node.target(*args, **kwargs)
+
+
+def _node(recording: Recording, value: Tensor) -> Node:
+    return recording.node(from_functional(value))
+
+
+def _fake(node: Node, device: torch.device, grad: bool) -> Tensor:
+    value = node.meta["value"]
+    fake = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
+    return fake.requires_grad_(grad and value.dtype.is_floating_point)

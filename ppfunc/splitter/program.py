@@ -1,0 +1,145 @@
+"""Run one part of a trace as a stage: what it is given, what it gives on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from ppfunc.stage.tree import NAMESPACE, tree_unflatten
+
+from .cut import StagePart
+from .effects import storages_of
+from .emit import emit
+from .record import Region
+from .trace import Trace
+
+Leaves = tuple[Tensor, ...]
+
+
+class StageCode(NamedTuple):
+    """One stage for one form of its inputs.
+
+    Args:
+        params, constants, state: names of the tensors of the model that it reads.
+        frozen: those of its parameters that get no gradient.
+        received: from which stages it takes values, and how many.
+        sent: to which stages it gives values.
+        run: ``(params, constants, state, inputs, received) -> (sent, new state, results)``.
+        rebuild: makes the result of the model, of the last stage.
+    """
+
+    params: tuple[str, ...]
+    constants: tuple[str, ...]
+    state: tuple[str, ...]
+    frozen: frozenset[str]
+    received: Mapping[int, int]
+    sent: tuple[int, ...]
+    run: Callable[..., tuple[dict[int, Leaves], dict[str, Tensor], Leaves]]
+    rebuild: Callable[[Leaves], Any]
+
+
+class NotKept:
+    """Stands for a part of the result of a model that is neither a tensor nor a plain value, such as a cache of keys.
+
+    Args:
+        kind: the class of what it stands for.
+    """
+
+    def __init__(self, kind: type) -> None:
+        self._kind = kind
+
+    def __getattr__(self, name: str) -> Any:
+        kind = self._kind if "_kind" in vars(self) else None
+        raise AttributeError(
+            f"the model returned a {getattr(kind, '__name__', kind)}, which a split does not keep; got a request for its {name!r}; "
+            "have the model return tensors, or switch it off (use_cache=False)"
+        )
+
+    def __repr__(self) -> str:
+        return f"<{self._kind.__name__}, not kept by the split>"
+
+
+def _flatten(node: Any) -> tuple[tuple[()], type]:
+    return (), node._kind
+
+
+# In the outputs of a step it is a node without tensors.
+optree.register_pytree_node(NotKept, _flatten, lambda kind, _: NotKept(kind), namespace=NAMESPACE)  # type: ignore[arg-type]
+
+
+def stage_codes(trace: Trace, parts: Sequence[StagePart], ambient: Region) -> tuple[StageCode, ...]:
+    """The code of every stage."""
+    return tuple(_code(trace, parts, stage, ambient) for stage in range(len(parts)))
+
+
+def _code(trace: Trace, parts: Sequence[StagePart], stage: int, ambient: Region) -> StageCode:
+    part, last = parts[stage], stage == len(parts) - 1
+    inputs = trace.inputs if stage == 0 else ()
+    taken = tuple(node for nodes in part.received.values() for node in nodes)
+    given = (
+        *(trace.params[name] for name in part.params),
+        *(trace.buffers[name] for name in part.constants),
+        *(trace.buffers[name] for name in part.state),
+        *inputs,
+        *taken,
+    )
+    results = tuple(dict.fromkeys(r for r in trace.results if isinstance(r, Node))) if last else ()
+    sent = tuple(node for nodes in part.sent.values() for node in nodes)
+    run = emit(part.body, given, (*sent, *part.state.values(), *results), trace.constants, ambient, f"stage {stage} of a split")
+    written = frozenset(at for node in part.body for at in node.meta["writes"])
+    copied = [i for i, node in enumerate(given) if not written.isdisjoint(storages_of(node))]
+    orders = [_memory_order(node) for node in taken]
+    sizes = {destination: len(nodes) for destination, nodes in part.sent.items()}
+
+    def call(params: Leaves, constants: Leaves, state: Leaves, given_inputs: Leaves, received: Leaves) -> Any:
+        values = [*params, *constants, *state, *given_inputs, *map(_from_memory_order, received, orders)]
+        for i in copied:
+            values[i] = values[i].clone()
+        made = iter(run(values))
+        out = {to: tuple(_in_memory_order(next(made), n) for n in part.sent[to]) for to in sizes}
+        return out, {name: next(made).detach() for name in part.state}, tuple(made)
+
+    frozen = frozenset(name for name in part.params if name in trace.frozen)
+    received = {source: len(nodes) for source, nodes in part.received.items()}
+    return StageCode(part.params, part.constants, tuple(part.state), frozen, received, tuple(sizes), call, _rebuilder(trace, results))
+
+
+def _rebuilder(trace: Trace, tensors: Sequence[Node]) -> Callable[[Leaves], Any]:
+    """Makes the result of the model of its tensors, each of which is there once."""
+    places = {node: i for i, node in enumerate(tensors)}
+    leaves = [places.get(r) if isinstance(r, Node) else None for r in trace.results]
+    others = [None if isinstance(r, Node) else _plain(r) for r in trace.results]
+
+    def rebuild(made: Leaves) -> Any:
+        filled = [other if place is None else made[place] for place, other in zip(leaves, others, strict=True)]
+        return tree_unflatten(trace.treedef, filled)
+
+    return rebuild
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, bool | int | float | complex | str | torch.dtype | torch.device) else NotKept(type(value))
+
+
+def _memory_order(node: Node) -> tuple[int, ...] | None:
+    """The axes of a value from the outermost in memory to the innermost; None where that is their own order.
+
+    A message is contiguous. An operator behind it may look at the strides that the value had.
+    """
+    stride = node.meta["value"].stride
+    order = tuple(sorted(range(len(stride)), key=lambda axis: -stride[axis]))
+    return None if order == tuple(range(len(stride))) else order
+
+
+def _in_memory_order(tensor: Tensor, node: Node) -> Tensor:
+    order = _memory_order(node)
+    return tensor if order is None else tensor.permute(order)
+
+
+def _from_memory_order(tensor: Tensor, order: tuple[int, ...] | None) -> Tensor:
+    return tensor if order is None else tensor.permute([order.index(axis) for axis in range(len(order))])

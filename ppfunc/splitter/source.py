@@ -1,0 +1,175 @@
+"""Keep the code of the stages of a model, which is traced once for every form of its inputs."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ppfunc.stage import StageError
+from ppfunc.stage._torch import without_modes
+
+from .call import CallForm
+from .cut import StagePart, WrittenElsewhereError, cut
+from .functional import without_writes
+from .program import StageCode, stage_codes
+from .record import Region, autocast
+from .trace import LeafForm, Tensors, Trace, label, trace
+
+_MOST = 32  # forms of inputs whose code is kept
+
+
+class SplitLayout(NamedTuple):
+    """The part of a split that is the same for every form of the inputs.
+
+    Args:
+        params: the parameters of each stage.
+        state: the stage of every buffer that is written.
+        skips: the stages between which values travel that are not neighbours.
+    """
+
+    params: tuple[tuple[str, ...], ...]
+    state: Mapping[str, int]
+    skips: tuple[tuple[int, int], ...]
+
+
+class Source:
+    """A model, how it is called, and where it is cut.
+
+    Args:
+        model: any module.
+        form: how it is called.
+        names: the modules that begin the stages after the first.
+        loaded: buffers to be read in the place of the model's.
+    """
+
+    def __init__(self, model: nn.Module, form: CallForm, names: Sequence[str], loaded: Mapping[str, Tensor]) -> None:
+        self.model, self.form, self.names, self.loaded = model, form, tuple(names), loaded
+        self.stages = len(names) + 1
+        self.layout: SplitLayout | None = None
+        self._constants: tuple[tuple[str, ...], ...] = ()
+        self._codes: OrderedDict[Hashable, tuple[StageCode, ...]] = OrderedDict()
+        self._moved: dict[tuple[str, torch.device], tuple[Tensor, Tensor]] = {}
+        self._lock = threading.RLock()
+
+    def with_buffers(self, loaded: Mapping[str, Tensor]) -> Source:
+        """The same with other buffers."""
+        other = Source(self.model, self.form, self.names, {**self.loaded, **loaded})
+        other.layout, other._constants = self.layout, self._constants
+        return other
+
+    def codes(self, inputs: Sequence[LeafForm], device: torch.device, found: Trace | None = None) -> tuple[StageCode, ...]:
+        """The code of every stage for inputs of these forms on a device, in the mode that the model has now.
+
+        Args:
+            inputs: the forms.
+            device: where the stages compute.
+            found: the trace of the model for them, where there is one.
+
+        Raises:
+            StageError: the model cannot be traced, or the stages would not be those of the split.
+        """
+        tensors = Tensors.of(self.model)
+        key = (
+            *inputs,
+            device,
+            tuple(module.training for module in self.model.modules()),
+            tuple(p.requires_grad for p in tensors.params.values()),
+            tuple((b.shape, b.dtype) for b in tensors.buffers.values()),
+            autocast(),
+            torch.get_default_dtype(),
+        )
+        with self._lock:
+            if key not in self._codes:
+                self._codes[key] = self._make(inputs, device, found)
+                while len(self._codes) > _MOST:
+                    self._codes.popitem(last=False)
+            self._codes.move_to_end(key)
+            return self._codes[key]
+
+    def buffers(self, names: Sequence[str], device: torch.device, stage: int) -> tuple[Tensor, ...]:
+        """The values of buffers that are only read, on a device."""
+        return tuple(self._buffer(name, device, stage) for name in names)
+
+    def constants(self, stages: Sequence[int]) -> list[str]:
+        """The buffers that stages read, and none writes into."""
+        return list(dict.fromkeys(name for stage in stages for name in self._constants[stage]))
+
+    def _make(self, inputs: Sequence[LeafForm], device: torch.device, found: Trace | None) -> tuple[StageCode, ...]:
+        ambient = Region(True, autocast())
+        found = trace(self.model, self.form, inputs, device, self.names) if found is None else found
+        label(found, _begins(self.names, found))
+        state = {} if self.layout is None else self.layout.state
+        try:
+            parts = cut(found, self.stages, state)
+        except WrittenElsewhereError:
+            found = without_writes(found, device)
+            parts = cut(found, self.stages, state)
+        layout = layout_of(parts)
+        if self.layout is None:
+            self.layout, self._constants = layout, tuple(part.constants for part in parts)
+        else:
+            _require_same(self.layout, layout, parts)
+        return stage_codes(found, parts, ambient)
+
+    def _buffer(self, name: str, device: torch.device, stage: int) -> Tensor:
+        buffer = self.loaded[name] if name in self.loaded else self.model.get_buffer(name)
+        if buffer.device == device:
+            return buffer.detach()
+        if buffer.is_meta:
+            raise StageError(
+                f"stage {stage}",
+                f"the buffer {name} of the model is on the device meta, it has no values",
+                "load them by split.load, or assign the values to the buffer of the model",
+            )
+        with self._lock, without_modes():
+            before, moved = self._moved.get((name, device), (None, None))
+            if moved is None or before is not buffer:
+                moved = buffer.detach().to(device)
+                self._moved[name, device] = buffer, moved
+            return moved
+
+
+def layout_of(parts: Sequence[StagePart]) -> SplitLayout:
+    """The layout of the parts of a trace."""
+    skips = {(source, stage) for stage, part in enumerate(parts) for source in part.received if source < stage - 1}
+    state = {name: stage for stage, part in enumerate(parts) for name in part.state}
+    return SplitLayout(tuple(part.params for part in parts), state, tuple(sorted(skips)))
+
+
+def _begins(names: Sequence[str], found: Trace) -> list[int]:
+    """The operators with which stages begin; raise unless each named module is called, in this order, with some in between."""
+    if missing := [name for name in names if name not in found.begun]:
+        raise ValueError(f"at: the module {missing[0]} is not called; name one that is, or the modules within it")
+    begins = [found.begun[name] for name in names]
+    if begins != sorted(begins):
+        real = sorted(names, key=found.begun.__getitem__)
+        raise ValueError(f"at: got {list(names)}, expected the order in which they are called, {real}")
+    for (before, start), (name, end) in pairwise([("", 0), *zip(names, begins, strict=True)]):
+        if start == end:
+            where = f"at the same operator as {before}" if before else "at the first operator of the model"
+            raise ValueError(f"at: the module {name} begins {where}, which leaves a stage without any; leave one out")
+    if begins and begins[-1] == sum(node.op == "call_function" for node in found.nodes):
+        raise ValueError(f"at: the module {names[-1]} calls no operator, nor does any after it; leave it out")
+    return begins
+
+
+def _require_same(fixed: SplitLayout, now: SplitLayout, parts: Sequence[StagePart]) -> None:
+    """Raise where these stages take other parameters, state or values than those of the split."""
+    when = "for the inputs, or in the mode, that it gets now, and did not at the split"
+    mend = "split with inputs of this form, in this mode (training or evaluation)"
+    for stage, names in enumerate(now.params):
+        if other := [name for name in names if name not in fixed.params[stage]]:
+            raise StageError(f"stage {stage}", f"it reads the parameter {other[0]} {when}", mend)
+    if other := [name for name in now.state if name not in fixed.state]:
+        raise StageError(f"stage {now.state[other[0]]}", f"it writes into the buffer {other[0]} {when}", mend)
+    for source, stage in now.skips:
+        if (source, stage) not in fixed.skips:
+            node = parts[stage].received[source][0]
+            value = f"{node} of shape {list(node.meta['value'].shape)}{node.meta.get('place', '')}"
+            raise StageError(f"stage {stage}", f"it takes the value {value}, from stage {source} {when}", mend)

@@ -1,0 +1,210 @@
+"""Split any model into stages: ``split`` and its value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ppfunc.parallel.partition import Partition
+
+from .balance import Balance, choose
+from .call import CallForm
+from .source import Source
+from .stages import make_stage
+from .trace import LeafForm, Tensors
+from .weights import by_stage, join, put_back, read_weights, state_dict
+
+Params = Mapping[int, Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """A model cut into stages.
+
+    Args:
+        stages: one pure function per stage, ``fn(params, x) -> y``, or ``fn(params, x, state) -> Output`` for a stage with a
+            state. The last returns what the model returns, in the model's own class; what is neither a tensor nor a
+            plain value in it, such as a cache, raises where it is used.
+        params: ``{stage: {name: tensor}}``, by the model's own names, detached; the model's tensors are not copied. A
+            tied parameter is in every stage that reads it, under its first name, as the same tensor.
+        state: ``{stage: {name: tensor}}``, the buffers that the model writes into, of the stages that have some.
+        tied: ``{name: ((stage, name), ...)}``: the places of every parameter that several stages read. The gradient of the
+            parameter is the sum of those at its places.
+        skips: ``(source, destination)`` of the values that travel further than to the next stage; see `ppfunc.with_skips`.
+        unused: the parameters that no stage reads.
+        at: the names of the modules that begin the stages after the first.
+    """
+
+    stages: tuple[Callable[..., Any], ...]
+    params: dict[int, dict[str, Tensor]]
+    state: dict[int, dict[str, Tensor]]
+    tied: dict[str, tuple[tuple[int, str], ...]]
+    skips: tuple[tuple[int, int], ...]
+    unused: tuple[str, ...]
+    at: tuple[str, ...]
+    _source: Source = field(repr=False)
+
+    def load(self, weights: str | PathLike[str] | Mapping[str, Tensor], stages: Iterable[int] | None = None) -> Split:
+        """The same split with the weights of some stages read from files; a model on ``meta`` is never materialised whole.
+
+        Args:
+            weights: a safetensors file, a folder of them with or without an index, or a state dict. Names are the
+                model's; of a tied parameter any of its names will do.
+            stages: the stages to read, those of this process; all by default.
+
+        Returns:
+            A split whose ``params`` and ``state`` have these stages alone. Tensors have the dtypes of the model, and are on
+            the device of its tensors, or on the CPU where those are on ``meta``; buffers that are only read are loaded
+            too, of these stages, where the files have them.
+
+        Raises:
+            KeyError: a tensor is not there.
+            ValueError: a tensor has another shape.
+        """
+        chosen = range(len(self.stages)) if stages is None else sorted(set(stages))
+        params, state, buffers = read_weights(self._source, self.params, self.state, weights, chosen)
+        source = self._source.with_buffers(buffers)
+        made = tuple(make_stage(source, stage) for stage in range(len(self.stages)))
+        return replace(self, stages=made, params=params, state=state, _source=source)
+
+    def put_back(self, params: Params, model: nn.Module | None = None, state: Params | None = None) -> None:
+        """Copy parameters, and a state, into a model.
+
+        Args:
+            params: ``{stage: tree}`` in the form of ``self.params``; of any stages.
+            model: the model to write into, with the names of the one that was split; that one by default.
+            state: ``{stage: tree}`` in the form of ``self.state``.
+
+        Raises:
+            ValueError: places of a tied parameter differ, or a tensor of the model has no values.
+        """
+        put_back(self._source.model if model is None else model, join(params, state, self.tied))
+
+    def state_dict(self, params: Params, state: Params | None = None) -> dict[str, Tensor]:
+        """Parameters, and a state, under all names that the model has for them, as its ``load_state_dict`` takes them.
+
+        Args:
+            params, state: ``{stage: tree}``, of any stages.
+
+        Returns:
+            Tensors by name, not copied. Given all stages, it is a whole state dict: parameters that no stage reads, and
+            buffers that are only read, come from the model.
+
+        Raises:
+            ValueError: places of a tied parameter differ; or stages with a state are given without it.
+        """
+        if missing := [stage for stage in params if stage in self.state and stage not in (state or {})]:
+            raise ValueError(f"state: got none for stage {missing[0]}, which has one; give what the last step returned, or split.state")
+        return state_dict(self._source, join(params, state, self.tied), whole=set(params) == set(range(len(self.stages))))
+
+
+def split(
+    model: nn.Module,
+    args: Any = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    at: Sequence[str] | int | Partition,
+    balance: Balance = "flops",
+) -> Split:
+    """Split a model into stages: trace one call of it, and cut the operators where the named modules begin.
+
+    The inputs of a step have the form of ``args``: one tensor, a tuple of positional arguments, or a dictionary of
+    keyword arguments (given as ``args`` or as ``kwargs``); where both are given, a tuple of the positional ones and, last,
+    the dictionary. What is no tensor in them is part of the split: a step's inputs leave such keyword arguments
+    out, and have None in the place of others. What the model returns, in its own class, is what the loss
+    function gets: ``loss_fn(output, target)``. A model that takes labels and returns its loss is given the labels as
+    inputs, and ``loss_fn=lambda output, _: output.loss``.
+
+    Other batch sizes and lengths work: the model is traced again for every form of the inputs, the mode (training or
+    evaluation) that it is in, and autocast. Values that later stages need travel by skip connections; what depends on
+    integer inputs alone (masks, tables of positions) is computed again where it is needed. Random operators,
+    ``no_grad`` and ``autocast`` regions, and functions with a backward of their own are kept. Numbers that the
+    model reads from attributes are those of the trace.
+
+    Args:
+        model: any module, also on ``meta``. It is left unmodified.
+        args, kwargs: the arguments of one call on one microbatch; tensors may be on ``meta``.
+        at: names of modules, each of which begins a stage at its first call; or the number of stages, which are then
+            balanced; or a partition of the layers of the model.
+        balance: of ``at=n``, what is made equal: ``"flops"``, those of the operators; or ``"time"``, measured by calling the
+            model with these arguments.
+
+    Returns:
+        The split, in the mode that the model is in.
+
+    Raises:
+        StageError: the model cannot be traced, or cut there: control flow or shapes that depend on values, a buffer
+            that several stages write into. The message names the line of the model.
+        ValueError: a name is not that of a module, or modules are not called in this order.
+
+    >>> model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+    >>> parts = split(model, torch.zeros(8, 2), at=["2"])
+    >>> [sorted(parts.params[stage]) for stage in range(2)]
+    [['0.bias', '0.weight'], ['2.bias', '2.weight']]
+    """
+    _require_module(model)
+    form, tensors = CallForm.of(args, kwargs)
+    inputs = tuple(LeafForm(tuple(t.shape), t.dtype) for t in tensors)
+    device = _device(model, tensors)
+    if isinstance(at, Sequence):
+        names, found = _names(model, at), None
+    else:
+        names, found = choose(model, form, tensors, device, at, balance)
+    source = Source(model, form, names, {})
+    source.codes(inputs, device, found)
+    layout = source.layout
+    assert layout is not None
+    tensors_of = Tensors.of(model)
+    values = {name: t.detach() for name, t in (*tensors_of.params.items(), *tensors_of.buffers.items())}
+    places = {name: tuple((s, name) for s, of in enumerate(layout.params) if name in of) for name in tensors_of.params}
+    return Split(
+        tuple(make_stage(source, stage) for stage in range(source.stages)),
+        {stage: {name: values[name] for name in of} for stage, of in enumerate(layout.params)},
+        by_stage(layout.state, values),
+        {name: found for name, found in places.items() if len(found) > 1},
+        layout.skips,
+        tuple(name for name, found in places.items() if not found),
+        tuple(names),
+        source,
+    )
+
+
+def _require_module(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(f"model: got {type(model).__name__}, which cannot be traced; give the module from before it was scripted")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise ValueError(f"{name} is not initialised, its shape is not known; run the model once on an example first")
+        if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+            raise TypeError(
+                f"{name}: got a {type(tensor).__name__}, expected a plain tensor; split the model before it is sharded or quantised"
+            )
+
+
+def _device(model: nn.Module, inputs: Sequence[Tensor]) -> torch.device:
+    """Where the model computes; the CPU where all is on ``meta``."""
+    tensors = (*model.parameters(), *inputs)
+    return next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
+
+
+def _names(model: nn.Module, at: Sequence[str]) -> list[str]:
+    """The names of modules, checked."""
+    if isinstance(at, str):
+        raise TypeError(f"at: got {at!r}, expected a list of names of modules, such as [{at!r}]")
+    known = dict(model.named_modules(remove_duplicate=False))
+    for name in at:
+        if not isinstance(name, str) or not name or name not in known:
+            near = get_close_matches(str(name), known, n=3)
+            raise ValueError(f"at: got {name!r}, which is no module of the model; the nearest are {', '.join(near) or 'none'}")
+    if len({id(known[name]) for name in at}) < len(at):
+        raise ValueError(f"at: got {list(at)}, expected each module once")
+    return list(at)

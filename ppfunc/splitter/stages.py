@@ -1,0 +1,101 @@
+"""Make the stage functions of a split: pure functions on what crosses the boundaries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ppfunc.stage.output import Output
+
+from .program import StageCode
+from .record import MODEL
+from .source import Source
+from .trace import LeafForm
+
+
+def make_stage(source: Source, stage: int) -> Callable[..., Any]:
+    """The function of one stage, ``(params, x) -> y``, or ``(params, x, state) -> Output`` where it has a state.
+
+    Between stages ``x`` is ``(forms, values)``: for every input of the model a tensor without elements, of shape
+    ``(0, *shape)``, by which each stage knows for which inputs to trace the model; and the values from the stage before.
+    """
+    model = source.model  # a step looks for the modules that a stage holds, and follows their mode
+    assert source.layout is not None
+    names = source.layout.params[stage]
+    state_names = tuple(name for name, home in source.layout.state.items() if home == stage)
+    into = [a for a, b in source.layout.skips if b == stage]
+    out_of = [b for a, b in source.layout.skips if a == stage]
+    last = stage == source.stages - 1
+
+    def run(params: Mapping[str, Tensor], x: Any, *states: Any) -> Any:
+        _require_names(params, names, f"params of stage {stage}")
+        state = _state_of(states, state_names, stage)
+        skips: dict[int, Any] = {}
+        if into:
+            x, skips = x
+        inputs, forms, before = _read(source, stage, x)
+        device = _device(params, inputs, forms)
+        code = source.codes([LeafForm(tuple(f.shape[1:]), f.dtype) for f in forms], device)[stage]
+        received = tuple(t for a in code.received for t in (before if a == stage - 1 else skips[a]))
+        made = _run(source, code, stage, device, params, state, inputs, received)
+        sent, new_state, results = made
+        y = code.rebuild(results) if last else (forms, sent.get(stage + 1, ()))
+        if not state_names and not out_of:
+            return y
+        return Output(y, state=(state | new_state) if state_names else None, skips={b: sent.get(b, ()) for b in out_of} if out_of else None)
+
+    run.__name__ = run.__qualname__ = f"stage_{stage}_of_{type(model).__name__}"
+    return run
+
+
+def _run(
+    source: Source,
+    code: StageCode,
+    stage: int,
+    device: torch.device,
+    params: Mapping[str, Tensor],
+    state: Mapping[str, Tensor],
+    inputs: tuple[Tensor, ...],
+    received: tuple[Tensor, ...],
+) -> Any:
+    taken = tuple(params[n].detach() if n in code.frozen else params[n] for n in code.params)
+    constants = source.buffers(code.constants, device, stage)
+    return code.run(taken, constants, tuple(state[n] for n in code.state), inputs, received)
+
+
+def _read(source: Source, stage: int, x: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """The inputs of the model, for the first stage; their forms; the values from the stage before."""
+    if stage == 0:
+        inputs = tuple(t.contiguous() for t in source.form.read(x))
+        return inputs, tuple(t.detach().new_empty((0, *t.shape)) for t in inputs), ()
+    forms, values = x
+    return (), tuple(forms), tuple(values)
+
+
+def _device(params: Mapping[str, Tensor], inputs: Sequence[Tensor], forms: Sequence[Tensor]) -> torch.device:
+    return next(t.device for t in (*params.values(), *inputs, *forms))
+
+
+def _state_of(states: tuple[Any, ...], names: tuple[str, ...], stage: int) -> dict[str, Tensor]:
+    """The state of a stage, which is its last argument."""
+    if not names:
+        if states:
+            raise TypeError(
+                f"stage {stage} of {MODEL} got {len(states)} further arguments (extras or state), expected none; leave them out"
+            )
+        return {}
+    if len(states) != 1 or not isinstance(states[0], Mapping) or set(states[0]) != set(names):
+        raise ValueError(
+            f"stage {stage} writes into the buffers {', '.join(names)}, which are its state: give it to the step, state=split.state, "
+            "and has_aux=True to get the next one"
+        )
+    return dict(states[0])
+
+
+def _require_names(params: Any, names: Sequence[str], what: str) -> None:
+    if not isinstance(params, Mapping) or set(params) != set(names):
+        got = sorted(map(str, params)) if isinstance(params, Mapping) else type(params).__name__
+        raise ValueError(f"{what}: got {got}, expected {sorted(names)}; take split.params, or a tree of its form")

@@ -1,0 +1,191 @@
+"""Trace one call of a model without values."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from optree import PyTreeSpec
+from torch import Tensor, nn
+from torch.fx import Node
+
+from ppfunc.stage import StageError
+from ppfunc.stage._torch import without_modes, without_transforms
+from ppfunc.stage.abstract import DATA_DEPENDENT, data_dependence, place, quiet, without_values
+from ppfunc.stage.module import calling, further_places, unmodified
+from ppfunc.stage.tree import tree_flatten
+
+from ._torch import enable_python_dispatcher
+from .call import CallForm
+from .record import BY_HAND, MODEL, Recording, functions_kept
+
+
+class LeafForm(NamedTuple):
+    """The form of one input tensor.
+
+    Args:
+        shape, dtype: of the tensor.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Trace(NamedTuple):
+    """One call of a model.
+
+    Args:
+        nodes: its operators in order, after its inputs; see `Recording` for what is known of each.
+        params, buffers: the nodes of the tensors of the model, by the first name of each.
+        inputs: the nodes of the tensors among its arguments.
+        constants: what ``get_attr`` nodes name.
+        treedef: structure of its result.
+        results: the leaves of it: nodes, or values of Python.
+        replaced: the nodes of the tensors that the model has put in the place of buffers.
+        frozen: the parameters that require no gradient.
+        begun: for the modules that were asked for, how many operators came before its first call.
+    """
+
+    nodes: tuple[Node, ...]
+    params: Mapping[str, Node]
+    buffers: Mapping[str, Node]
+    inputs: tuple[Node, ...]
+    constants: Mapping[str, Tensor]
+    treedef: PyTreeSpec
+    results: tuple[Any, ...]
+    replaced: Mapping[str, Node]
+    frozen: frozenset[str]
+    begun: Mapping[str, int]
+
+
+class Tensors(NamedTuple):
+    """The tensors of a model, each once.
+
+    Args:
+        params, buffers: by the first name of each.
+        places: further names, of tied tensors, each with the first one.
+    """
+
+    params: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    places: Mapping[str, str]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Tensors:
+        """The tensors of the model as they are now."""
+        params = dict(model.named_parameters())
+        known = set(map(id, params.values()))
+        buffers = {name: b for name, b in model.named_buffers() if id(b) not in known}
+        return cls(params, buffers, further_places(model, {*params, *buffers}))
+
+
+def trace(model: nn.Module, form: CallForm, inputs: Sequence[LeafForm], device: torch.device, names: Iterable[str]) -> Trace:
+    """Call the model on tensors without values, and record what it does.
+
+    Args:
+        model: it is left unmodified.
+        form: how to call it.
+        inputs: the form of the tensors among its arguments.
+        device: where it computes, wherever its tensors are now.
+        names: of modules, whose first calls are noted.
+
+    Raises:
+        StageError: it cannot be traced.
+    """
+    tensors = Tensors.of(model)
+    before = torch.default_generator.get_state()
+    with calling, undisturbed(), without_values(), ExitStack() as stack:
+        recording = Recording()
+        fakes = {name: _like(t, device) for name, t in (*tensors.params.items(), *tensors.buffers.items())}
+        given = tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device=device) for leaf in inputs)
+        nodes = {name: recording.place(t, _identifier(name)) for name, t in fakes.items()}
+        input_nodes = tuple(recording.place(t, f"input{i}") for i, t in enumerate(given))
+        begun: dict[str, int] = {}
+        stack.enter_context(unmodified(model))
+        stack.enter_context(_noted(model, names, recording, begun))
+        stack.enter_context(functions_kept(recording))
+        called = fakes | {place: fakes[name] for place, name in tensors.places.items()}
+        result = _call(model, called, form.arguments(given), recording)
+        leaves, treedef = tree_flatten(result, "the result of the model")
+        results = tuple(recording.node(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        replaced = {name: recording.node(called[name]) for name in tensors.buffers if called[name] is not fakes[name]}
+    if not torch.equal(before, torch.default_generator.get_state()):
+        torch.default_generator.set_state(before)
+        raise StageError(MODEL, "it seeds the default random generator, which is not traced", f"leave that out, or {BY_HAND}")
+    return Trace(
+        tuple(n for n in recording.graph.nodes if n.op != "placeholder"),
+        {name: nodes[name] for name in tensors.params},
+        {name: nodes[name] for name in tensors.buffers},
+        input_nodes,
+        recording.constants,
+        treedef,
+        results,
+        replaced,
+        frozenset(name for name, p in tensors.params.items() if not p.requires_grad),
+        begun,
+    )
+
+
+def label(found: Trace, begins: Sequence[int]) -> None:
+    """Say of each operator which stage it belongs to, by the operators with which the stages after the first begin."""
+    operators = [node for node in found.nodes if node.op == "call_function"]
+    for stage, (start, end) in enumerate(pairwise([0, *begins, len(operators)])):
+        for node in operators[start:end]:
+            node.meta["stage"] = stage
+
+
+def _call(model: nn.Module, tensors: dict[str, Any], arguments: tuple[tuple[Any, ...], dict[str, Any]], recording: Recording) -> Any:
+    """Call the model under the recording; what it raises becomes an error that says where."""
+    try:
+        with enable_python_dispatcher(), recording, quiet():
+            return torch.func.functional_call(model, tensors, *arguments, tie_weights=False)
+    except StageError:
+        raise
+    except DATA_DEPENDENT as error:
+        reason = data_dependence(error)
+    except Exception as error:
+        reason = f"it raised {type(error).__name__}{place(error)} when it was called without values: {error}"
+        raise StageError(MODEL, reason, f"if it runs with values, {BY_HAND}") from error
+    raise StageError(MODEL, reason, f"make that part independent of values, or {BY_HAND}")
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Within it, neither the modes nor the transforms that are active outside are seen."""
+    with without_transforms(), without_modes(), torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
+@contextmanager
+def _noted(model: nn.Module, names: Iterable[str], recording: Recording, begun: dict[str, int]) -> Iterator[None]:
+    """Within it, the first call of each named module is noted."""
+    this = threading.get_ident()
+
+    def hook(name: str) -> Callable[..., None]:
+        def note(module: nn.Module, args: Any) -> None:
+            if threading.get_ident() == this and name not in begun:
+                begun[name] = recording.operators
+
+        return note
+
+    handles = [model.get_submodule(name).register_forward_pre_hook(hook(name), prepend=True) for name in names]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _like(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor without values of the same form, on another device."""
+    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    fake = nn.Parameter(fake, requires_grad=False) if isinstance(tensor, nn.Parameter) else fake
+    return fake.requires_grad_(tensor.requires_grad)
+
+
+def _identifier(name: str) -> str:
+    return "".join(c if c.isalnum() else "_" for c in name)
