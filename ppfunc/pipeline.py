@@ -18,6 +18,7 @@ from ppfunc.runtime.overlap import Overlapped
 from ppfunc.runtime.ties import TiedPlaces, read_tied
 from ppfunc.runtime.transport import Failure
 from ppfunc.schedule import Op, Schedule, append_tail, check, forward_only, place_communication, remove_communication
+from ppfunc.splitter import Split
 from ppfunc.stage import Engine, Loss, ModuleStage, Stage, graph
 
 __all__ = ["evaluate", "make_step", "microbatch", "value_and_grad", "with_skips"]
@@ -25,6 +26,9 @@ __all__ = ["evaluate", "make_step", "microbatch", "value_and_grad", "with_skips"
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+Stages = Sequence[Stage | None] | Split
+"""One function per stage of the model, None for those of other processes; or a model that was split, with its skips and ties."""
 
 
 def told_to_peers(make: Callable[P, R]) -> Callable[P, R]:
@@ -49,7 +53,7 @@ def told_to_peers(make: Callable[P, R]) -> Callable[P, R]:
 
 @told_to_peers
 def value_and_grad(
-    stages: Sequence[Stage | None],
+    stages: Stages,
     loss_fn: Loss,
     schedule: Schedule,
     transport: Transport | None = None,
@@ -78,7 +82,8 @@ def value_and_grad(
 
     Args:
         stages: one pure function ``fn(params, x) -> y`` per stage of the model; trees of tensors in and out. None
-            for stages that this process does not run. A stage may take extras and a state as further arguments,
+            for stages that this process does not run. Or what :func:`ppfunc.split` made of a model, which brings its skip
+            connections and tied parameters. A stage may take extras and a state as further arguments,
             in this order, if the step is given them, and may return :class:`ppfunc.Output` to give a loss, metrics,
             a new state or skip connections of its own.
         loss_fn: ``loss(y, target) -> scalar``, of one microbatch; runs as part of the last stage.
@@ -144,6 +149,7 @@ def value_and_grad(
     >>> loss, grads[0], grads[1]
     (tensor(2.5000), tensor(15.), tensor(10.))
     """
+    stages, schedule, tied = unpacked(stages, schedule, tied)
     wanted = argnums if isinstance(argnums, tuple) else (argnums,)
     if wanted not in ((0,), (1,), (0, 1), (1, 0)):
         raise ValueError(f"argnums: got {argnums!r}, expected 0 (parameters), 1 (inputs), or a tuple of both, each once")
@@ -164,7 +170,7 @@ def value_and_grad(
 
 @told_to_peers
 def evaluate(
-    stages: Sequence[Stage | None],
+    stages: Stages,
     loss_fn: Loss | None,
     schedule: Schedule,
     transport: Transport | None = None,
@@ -200,6 +206,7 @@ def evaluate(
     >>> step({0: torch.tensor(2.0), 1: torch.tensor(3.0)}, torch.tensor([1.0, 2.0]))
     tensor([ 6., 12.])
     """
+    stages, schedule, tied = unpacked(stages, schedule, tied)
     if loss_fn is None and not return_outputs and not has_aux:
         raise ValueError("evaluate got neither a loss function nor return_outputs=True; it would return nothing")
     if loss_fn is None and loss_shape:
@@ -295,6 +302,15 @@ def with_skips(schedule: Schedule, skips: Sequence[tuple[int, int]]) -> Schedule
     edges = [(c.stages[places[a]], c.stages[places[b]]) for a, b in skips for c in schedule.chains]
     bare = remove_communication(schedule) if schedule.ops & {Op.SEND_F, Op.RECV_F} else schedule
     return replace(bare, skips=tuple(dict.fromkeys(edges)))
+
+
+def unpacked(stages: Stages, schedule: Schedule, tied: TiedPlaces) -> tuple[Sequence[Stage | None], Schedule, TiedPlaces]:
+    """The functions of a split, the schedule with its skip connections, and the ties with its own; others as they are."""
+    if not isinstance(stages, Split):
+        return stages, schedule, tied
+    if stages.skips and isinstance(schedule, Schedule) and len(set(schedule.model_stages)) == len(stages.stages):
+        schedule = with_skips(schedule, stages.skips)
+    return stages.stages, schedule, stages.tied if tied is None else {**stages.tied, **tied}
 
 
 def _arguments(default: LossWeights) -> Callable[..., RawArguments]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ppfunc.pipeline import make_step, named_step, told_to_peers
+from ppfunc.pipeline import Stages, make_step, named_step, told_to_peers, unpacked
 from ppfunc.runtime import Microbatches, StepFunction, StepResult, StepSpec, Transport
 from ppfunc.runtime.arguments import LossWeights, RawArguments, Seed
 from ppfunc.runtime.ties import TiedPlaces, read_tied
@@ -38,7 +38,7 @@ _PAIR = ("0", "1")  # the parameters of a transformed stage: a tree, and its tan
 
 @told_to_peers
 def jvp(
-    stages: Sequence[Stage | None],
+    stages: Stages,
     loss_fn: Loss | None,
     schedule: Schedule,
     transport: Transport | None = None,
@@ -73,6 +73,7 @@ def jvp(
     (tensor([30.]), tensor([15.]))
     """
 
+    stages, schedule, tied = unpacked(stages, schedule, tied)
     default = loss_weights
 
     def step(
@@ -108,7 +109,7 @@ def jvp(
 
 @told_to_peers
 def hvp(
-    stages: Sequence[Stage | None],
+    stages: Stages,
     loss_fn: Loss,
     schedule: Schedule,
     transport: Transport | None = None,
@@ -145,6 +146,8 @@ def hvp(
     ({0: tensor(36.), 1: tensor(24.)}, {0: tensor(18.), 1: tensor(24.)})
     """
 
+    stages, schedule, tied = unpacked(stages, schedule, tied)
+
     def finish(result: StepResult, raw: RawArguments) -> Any:
         grads = {stage: _complete(gradient, raw.params[stage][0]) for stage, (_, gradient) in result.grads.items()}
         products = {stage: product for stage, (product, _) in result.grads.items()}
@@ -159,7 +162,7 @@ def hvp(
 
 @told_to_peers
 def gnvp(
-    stages: Sequence[Stage | None],
+    stages: Stages,
     loss_fn: Loss,
     schedule: Schedule,
     transport: Transport | None = None,
@@ -196,6 +199,8 @@ def gnvp(
     {0: tensor(18.), 1: tensor(12.)}
     """
 
+    stages, schedule, tied = unpacked(stages, schedule, tied)
+
     def finish(result: StepResult, raw: RawArguments) -> Any:
         values = tuple(result.loss.unbind())
         return (values, result.aux) if has_aux else values, {stage: product for stage, (product, _) in result.grads.items()}
@@ -208,7 +213,7 @@ def gnvp(
 
 @told_to_peers
 def per_sample_grad(
-    stages: Sequence[Stage | None],
+    stages: Stages,
     loss_fn: Loss,
     schedule: Schedule,
     transport: Transport | None = None,
@@ -244,6 +249,7 @@ def per_sample_grad(
     """
     if not isinstance(samples, int) or samples < 1:
         raise ValueError(f"samples: got {samples!r}, expected the number of samples in a microbatch, an integer of at least 1")
+    stages, schedule, tied = unpacked(stages, schedule, tied)
     losses = per_sample_loss(loss_fn)
     m = schedule.microbatches
 
