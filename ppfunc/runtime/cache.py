@@ -83,5 +83,5 @@ def warn_of_retraces(name: str, misses: int, arguments: StepArguments, last: Ste
     warnings.warn(
         f"{name} has been traced {misses} times, each for another form of its arguments: {what}; "
         f"pad batches to few shapes, or use the functional engine",
-        stacklevel=5,
+        stacklevel=6,
     )
