@@ -66,6 +66,7 @@ def value_and_grad(
     loss_shape: tuple[int, ...] = (),
     overlapped: Overlapped | None = None,
     tied: TiedPlaces = None,
+    sum_dtype: torch.dtype | None = None,
 ) -> StepFunction[..., tuple[Any, Any]]:
     """Make a function that runs one training step of a pipeline: ``step(params, inputs, targets) -> (loss, grads)``.
 
@@ -107,6 +108,8 @@ def value_and_grad(
             embedding and the head: ``{"embedding": [(0, "wte.weight"), (3, "lm_head.weight")]}``. A leaf is named by the keys
             on the way to it, joined by dots. The places have equal values, which is checked at every step, and get
             the same gradient, the sum over all of them.
+        sum_dtype: floating dtype in which the gradients of narrower parameters are added up over microbatches, and
+            returned, such as ``torch.float32`` for those of bfloat16; that of each parameter where none is given.
 
     Returns:
         ``step(params, inputs, targets=None, *, loss_weights=None, seed=None, extras=None, state=None)``, which
@@ -158,8 +161,15 @@ def value_and_grad(
         raise ValueError(
             "per_microbatch=True keeps gradients of parameters apart, and argnums asks for none; leave it out, or take argnums=(0, 1)"
         )
+    if sum_dtype is not None and not (isinstance(sum_dtype, torch.dtype) and sum_dtype.is_floating_point):
+        raise TypeError(f"sum_dtype: got {_short(sum_dtype)}, expected a floating dtype, such as torch.float32")
+    if sum_dtype is not None and (per_microbatch or 0 not in wanted):
+        raise ValueError("sum_dtype: got one, and no gradients of parameters are added up over microbatches; leave it out")
     changes = f"{' of each microbatch' if per_microbatch else ''}{' and inputs' if 1 in wanted else ''}{_of_shape(loss_shape)}"
-    spec = StepSpec(f"value_and_grad{changes}", frozenset(wants), per_microbatch, loss_shape, overlapped, read_tied(tied, schedule))
+    changes += f" summed in {sum_dtype}" if sum_dtype else ""
+    spec = StepSpec(
+        f"value_and_grad{changes}", frozenset(wants), per_microbatch, loss_shape, overlapped, read_tied(tied, schedule), sum_dtype
+    )
 
     def finish(result: StepResult, raw: RawArguments) -> tuple[Any, Any]:
         made = tuple(result.input_grads if n else result.grads for n in wanted)

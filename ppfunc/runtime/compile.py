@@ -81,7 +81,7 @@ def build_programs(lowered: LoweredStep, engine: Engine) -> dict[Key, StageProgr
 
 def new_gradients(lowered: LoweredStep) -> Gradients:
     """Make the sum of the gradients of one stage."""
-    return Stack(lowered.schedule.microbatches) if lowered.spec.per_microbatch else Sum()
+    return Stack(lowered.schedule.microbatches) if lowered.spec.per_microbatch else Sum(lowered.spec.sum_dtype)
 
 
 class _Binding(NamedTuple):

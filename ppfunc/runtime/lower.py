@@ -37,6 +37,7 @@ class StepSpec(NamedTuple):
         loss_shape: shape of the loss of one microbatch.
         overlapped: runs the two parts of an ``OVERLAP_F_B``; in turn where there is none.
         tied: the places of tied parameters.
+        sum_dtype: of the sums of gradients, where that of a parameter is narrower.
     """
 
     name: str
@@ -45,6 +46,7 @@ class StepSpec(NamedTuple):
     loss_shape: tuple[int, ...] = ()
     overlapped: Overlapped | None = None
     tied: Tied = ()
+    sum_dtype: torch.dtype | None = None
 
 
 class Edge(NamedTuple):

@@ -96,7 +96,7 @@ def _gradients(lowered: LoweredStep, arguments: StepArguments, buffers: Buffers,
             continue
         taken = iter(gradients.take(tuple(t for t, leaf in zip(leaves, signature.leaves, strict=True) if leaf.grad), owned))
         zeros = ((t, gradients.signature(leaf)) for t, leaf in zip(leaves, signature.leaves, strict=True))
-        made[model] = signature.unflatten([next(taken) if leaf.grad else t.new_zeros(leaf.shape) for t, leaf in zeros])
+        made[model] = signature.unflatten([next(taken) if leaf.grad else t.new_zeros(leaf.shape, dtype=leaf.dtype) for t, leaf in zeros])
     return made
 
 
