@@ -35,8 +35,10 @@ COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W, Op.OVERLAP_F_B})
 COMMUNICATION = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
 SENDS = frozenset({Op.SEND_F, Op.SEND_B})
 RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})
+# What ends a step of training, in its order.
+TAIL = (Op.REDUCE_TIED, Op.REDUCE_GRAD, Op.STEP)
 # These belong to a stage as a whole, so their text form has no microbatch.
-WHOLE_STAGE = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_TIED, Op.REDUCE_GRAD, Op.STEP})
+WHOLE_STAGE = frozenset({Op.UNSHARD, Op.RESHARD, *TAIL})
 
 
 class Instruction(NamedTuple):
