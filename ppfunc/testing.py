@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .schedule.builders import BUILDERS
 from .schedule.instruction import COMMUNICATION, COMPUTE, SENDS, Instruction, Op
-from .schedule.passes import place_communication
+from .schedule.passes.place_communication import place_communication
 from .schedule.schedule import Program, Schedule
 
 if TYPE_CHECKING:

@@ -14,8 +14,15 @@ from ..schedule.builders import BUILDERS
 from ..schedule.check import check
 from ..schedule.config import find_builder
 from ..schedule.costs import Costs
-from ..schedule.formats import compute_only, read_schedule, to_csv, to_grid, to_json, to_steps, to_svg, to_trace
-from ..schedule.passes import place_communication, remove_slots
+from ..schedule.formats.csv import to_csv
+from ..schedule.formats.files import read_schedule
+from ..schedule.formats.grid import to_grid
+from ..schedule.formats.json import to_json
+from ..schedule.formats.steps import to_steps
+from ..schedule.formats.svg import to_svg
+from ..schedule.formats.trace import to_trace
+from ..schedule.passes.place_communication import place_communication
+from ..schedule.passes.remove import compute_only, remove_slots
 from ..schedule.schedule import Schedule
 from ..schedule.simulate import simulate
 from .number import number

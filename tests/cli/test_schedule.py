@@ -14,9 +14,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from ppfunc.cli import main
-from ppfunc.schedule.builders import BUILDERS
-from ppfunc.schedule.formats import from_json, to_csv
-from ppfunc.schedule.passes import place_communication
+from ppfunc.schedule import BUILDERS, from_json, place_communication, to_csv
 
 NAMES = (
     "gpipe 1f1b inference data_parallel interleaved_1f1b looped_bfs zb_h1 zb_h2 interleaved_zb zbv v_half v_min "

@@ -17,12 +17,12 @@ from ppfunc.schedule import (
     Schedule,
     ScheduleError,
     append_tail,
+    compute_only,
     one_f_one_b,
     place_communication,
     remove_slots,
 )
 from ppfunc.schedule.check import _prove_by_steps
-from ppfunc.schedule.formats import compute_only
 from ppfunc.schedule.formats.text import parse_instruction
 from ppfunc.schedule.instruction import COMMUNICATION
 from ppfunc.schedule.proof.columns import prove_columns

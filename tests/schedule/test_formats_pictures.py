@@ -12,12 +12,23 @@ from itertools import pairwise
 import pytest
 
 import ppfunc.schedule as schedules
-from ppfunc.schedule.builders import BUILDERS, deepspeed_inference, dualpipe, gpipe, interleaved_one_f_one_b, one_f_one_b
+from ppfunc.schedule import (
+    BUILDERS,
+    deepspeed_inference,
+    dualpipe,
+    from_csv,
+    gpipe,
+    interleaved_one_f_one_b,
+    one_f_one_b,
+    place_communication,
+    to_grid,
+    to_steps,
+    to_svg,
+    to_trace,
+)
 from ppfunc.schedule.check import check
 from ppfunc.schedule.costs import Costs
-from ppfunc.schedule.formats import from_csv, to_grid, to_steps, to_svg, to_trace
 from ppfunc.schedule.instruction import COMPUTE, parts_of
-from ppfunc.schedule.passes import place_communication
 from ppfunc.schedule.schedule import elementary
 from ppfunc.schedule.simulate import measure, simulate
 

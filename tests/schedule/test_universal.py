@@ -15,14 +15,12 @@ from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, strategies as st
-
-from ppfunc.schedule.builders import BUILDERS, chimera, zero_bubble
 from ppfunc.schedule.builders._interleaved import group_size
+
+from ppfunc.schedule import BUILDERS, chimera, from_csv, from_json, linearize, place_communication, to_csv, to_json, zero_bubble
 from ppfunc.schedule.check import check
 from ppfunc.schedule.costs import Costs
-from ppfunc.schedule.formats import from_csv, from_json, to_csv, to_json
 from ppfunc.schedule.instruction import COMMUNICATION, COMPUTE, Op
-from ppfunc.schedule.passes import linearize, place_communication
 from ppfunc.schedule.schedule import Schedule, elementary
 from ppfunc.schedule.simulate import simulate
 

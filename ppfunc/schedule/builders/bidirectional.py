@@ -20,7 +20,7 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
     overlapped pair, the bubble time is ``(p/2 - 1)(F&B + B - 3W)`` where F = I and W <= F, with
     ``p + 1`` live activations; every rank holds the parameters of two stages.
 
-    >>> from ppfunc.schedule.formats import to_grid
+    >>> from ppfunc.schedule import to_grid
     >>> print(to_grid(dualpipe(ranks=4, microbatches=8)), end="")
     rank 0  0F0 0F1 0F2 7F4 7I4 7W4 7F5 0F3;7B5----  .  7F6;0B0---- 7B6----  .  7F7;0B1---- 7B7---- 0I2 0W2 0I3 0W3
     rank 1   .  1F0 6F4 1F1 6F5 1F2 6B4---- 6F6;1B0---- 1F3;6B5---- 6F7;1B1---- 6B6---- 1B2----  .  6I7 1I3 6W7 1W3
@@ -59,7 +59,7 @@ def dualpipev(ranks: int, microbatches: int) -> Schedule:
     With F&B the time of an overlapped pair of chunks, the bubble time is
     ``(p - 1)(F&B + B - 3W)`` where F = I and W <= F, with ``2p + 1`` live chunk activations.
 
-    >>> from ppfunc.schedule.formats import to_grid
+    >>> from ppfunc.schedule import to_grid
     >>> print(to_grid(dualpipev(ranks=2, microbatches=4)), end="")
     rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3;3B1----  .  3F2;0B0---- 3B2----  .  3F3;0B1---- 3B3---- 0I2 0W2 0I3 0W3
     rank 1   .  1F0 2F0 1F1 2F1 1F2 2B0---- 2F2;1B0---- 1F3;2B1---- 2F3;1B1---- 2B2---- 1B2----  .  2I3 1I3 2W3 1W3
@@ -90,7 +90,7 @@ def chimera(ranks: int, microbatches: int) -> Schedule:
     multiple of p, the bubble is ``(p - 2)/(2m + p - 2)`` of the makespan; at most p live
     activations; every rank holds the parameters of two stages.
 
-    >>> from ppfunc.schedule.formats import to_grid
+    >>> from ppfunc.schedule import to_grid
     >>> print(to_grid(chimera(ranks=4, microbatches=4)), end="")
     rank 0  0F0 0F1  .  7F2 7B2 7F3 7B3 0B0  .  0B1
     rank 1   .  1F0 6F2 1F1 6F3 6B2 1B0 6B3 1B1  .

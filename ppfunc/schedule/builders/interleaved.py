@@ -13,7 +13,7 @@ def interleaved_one_f_one_b(ranks: int, microbatches: int, chunks: int = 2, grou
     Bubble time ``(p - 1)(F + B)/v`` where m is a multiple of p; ``(v - 1)p + 2(p - 1) + 1``
     live chunk activations on rank 0.
 
-    >>> from ppfunc.schedule.formats import to_grid
+    >>> from ppfunc.schedule import to_grid
     >>> print(to_grid(interleaved_one_f_one_b(ranks=2, microbatches=4)), end="")
     rank 0  0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1  .  2B2  .  2B3 0B2 0B3
     rank 1   .  1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3  .
@@ -52,7 +52,7 @@ def interleaved_zero_bubble(ranks: int, microbatches: int, chunks: int = 2) -> S
     where ``m >= p`` divides in groups of equal size and W <= I; at most ``p + (v - 1)N`` chunk
     activations wait for their W.
 
-    >>> from ppfunc.schedule.formats import to_grid
+    >>> from ppfunc.schedule import to_grid
     >>> print(to_grid(interleaved_zero_bubble(ranks=2, microbatches=4)), end="")
     rank 0  0F0 0F1 2F0 2F1  .  2I0 2W0 0F2 2I1 2W1 0F3 0I0 0W0 2F2 0I1 0W1 2F3 2I2 2W2 2I3 2W3 0I2 0W2 0I3 0W3
     rank 1   .  1F0 1F1 3F0 3I0 3F1 3I1 3W0 1F2 1I0 3W1 1F3 1I1 1W0 3F2 3I2 1W1 3F3 3I3 3W2 1I2 3W3 1I3 1W2 1W3
@@ -89,7 +89,7 @@ def looped_bfs(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
 
     Bubble time ``(p - 1)(F + B)/v`` where ``m >= p``; ``m v`` live chunk activations.
 
-    >>> from ppfunc.schedule.formats import to_grid
+    >>> from ppfunc.schedule import to_grid
     >>> print(to_grid(looped_bfs(ranks=2, microbatches=3)), end="")
     rank 0  0F0 0F1 0F2 2F0 2F1 2F2  .   .  2B2 2B1 2B0 0B2 0B1 0B0
     rank 1   .  1F0 1F1 1F2 3F0 3F1 3F2 3B2 3B1 3B0 1B2 1B1 1B0  .

@@ -11,7 +11,7 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
 
     Bubble time ``(p - 1)(F + B)``; ``m`` live activations on every rank.
 
-    >>> from ppfunc.schedule.formats import to_grid
+    >>> from ppfunc.schedule import to_grid
     >>> print(to_grid(gpipe(ranks=3, microbatches=4)), end="")
     rank 0  0F0 0F1 0F2 0F3  .   .   .   .  0B0 0B1 0B2 0B3
     rank 1   .  1F0 1F1 1F2 1F3  .   .  1B0 1B1 1B2 1B3  .
@@ -38,7 +38,7 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     Bubble time ``(p - 1)(F + B)``, of the makespan ``(p - 1) / (m + p - 1)``; at most
     ``min(p - r, m)`` live activations on rank r.
 
-    >>> from ppfunc.schedule.formats import to_grid
+    >>> from ppfunc.schedule import to_grid
     >>> print(to_grid(one_f_one_b(ranks=3, microbatches=5)), end="")
     rank 0  0F0 0F1 0F2  .   .  0B0 0F3 0B1 0F4 0B2  .  0B3  .  0B4
     rank 1   .  1F0 1F1  .  1B0 1F2 1B1 1F3 1B2 1F4 1B3  .  1B4  .
@@ -67,7 +67,7 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
     Bubble time ``(p - 1)(F + I - W)`` where ``m >= p`` and W <= I; on every rank at most p
     activations wait for their W.
 
-    >>> from ppfunc.schedule.formats import to_grid
+    >>> from ppfunc.schedule import to_grid
     >>> print(to_grid(zb_h1(ranks=3, microbatches=5)), end="")
     rank 0  0F0 0F1 0F2  .   .  0I0 0W0 0F3 0I1 0W1 0F4 0I2 0W2 0I3 0W3 0I4 0W4
     rank 1   .  1F0 1F1  .  1I0 1F2 1I1 1W0 1F3 1I2 1W1 1F4 1I3 1W2 1I4 1W3 1W4
@@ -96,7 +96,7 @@ def zb_h2(ranks: int, microbatches: int) -> Schedule:
     activations wait for their W. The ranks end one after another: the optimizer step must not
     be a barrier, or the last rank's start is waited for.
 
-    >>> from ppfunc.schedule.formats import to_grid
+    >>> from ppfunc.schedule import to_grid
     >>> print(to_grid(zb_h2(ranks=3, microbatches=6)), end="")
     rank 0  0F0 0F1 0F2 0F3 0F4 0I0 0W0 0F5 0I1 0W1 0I2 0W2 0I3 0W3 0I4 0W4 0I5 0W5  .   .
     rank 1   .  1F0 1F1 1F2 1I0 1F3 1I1 1F4 1I2 1W0 1F5 1I3 1W1 1I4 1W2 1I5 1W3 1W4 1W5  .
@@ -123,7 +123,7 @@ def inference(ranks: int, microbatches: int) -> Schedule:
 
     Bubble time ``(p - 1)F``; nothing is kept for a backward.
 
-    >>> from ppfunc.schedule.formats import to_grid
+    >>> from ppfunc.schedule import to_grid
     >>> print(to_grid(inference(ranks=3, microbatches=4)), end="")
     rank 0  0F0 0F1 0F2 0F3  .   .
     rank 1   .  1F0 1F1 1F2 1F3  .

@@ -19,7 +19,7 @@ def zbv(ranks: int, microbatches: int) -> Schedule:
     No bubble in the span where F = I = W and ``m >= 2p - 1``, ``(p - 1)F`` per chunk of the
     makespan; at most ``2p`` chunk activations wait for their W.
 
-    >>> from ppfunc.schedule.formats import to_grid
+    >>> from ppfunc.schedule import to_grid
     >>> print(to_grid(zbv(ranks=2, microbatches=4)), end="")
     rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3  .
     rank 1   .  1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3 1W3
@@ -58,7 +58,7 @@ def v_half(ranks: int, microbatches: int) -> Schedule:
     ``3p - 4`` for p odd (1 for two ranks, 0 for one), below half of 1F1B's ``6(p - 1)``; at most
     ``2((p + 2) // 2)`` chunk activations wait for their W, half as many as full ones.
 
-    >>> from ppfunc.schedule.formats import to_grid
+    >>> from ppfunc.schedule import to_grid
     >>> print(to_grid(v_half(ranks=3, microbatches=3)), end="")
     rank 0  0F0 0F1 0F2  .   .  5F0 5I0 5W0 5F1 5I1 5W1  .  0I0 0W0  .  5F2 5I2 0I1 5W2 0W1  .  0I2 0W2
     rank 1   .  1F0 1F1  .  4F0  .  4F1 4I0 4W0 1F2 4I1 1I0 1W0 4W1 4F2  .  1I1 4I2 1W1 4W2 1I2 1W2  .
@@ -87,7 +87,7 @@ def v_min(ranks: int, microbatches: int) -> Schedule:
     ``6(p - 1)``; at most ``2((p + 4) // 3)`` chunk activations wait for their W. Unequal costs
     cost more here than in any other schedule.
 
-    >>> from ppfunc.schedule.formats import to_grid
+    >>> from ppfunc.schedule import to_grid
     >>> print(to_grid(v_min(ranks=3, microbatches=3)), end="")
     rank 0  0F0 0F1 0F2  .   .  5F0 5I0 5W0 5F1 5I1 5W1 0I0 0W0  .   .  5F2 5I2 0I1 0W1 5W2  .  0I2 0W2
     rank 1   .  1F0 1F1  .  4F0  .  4F1 4I0 4W0 1F2 1I0 1W0 4I1 4W1 4F2  .  1I1 4I2 1W1 4W2 1I2 1W2  .

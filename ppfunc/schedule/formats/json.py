@@ -27,7 +27,7 @@ _KEYS = ("format", "version", "name", "placement", "chains", "skips", "programs"
 def to_json(schedule: Schedule) -> str:
     """Return the JSON text of ``schedule``, one line per rank.
 
-    >>> from ppfunc.schedule.builders import gpipe
+    >>> from ppfunc.schedule import gpipe
     >>> schedule = gpipe(ranks=2, microbatches=2)
     >>> from_json(to_json(schedule)) == schedule
     True

@@ -28,7 +28,7 @@ NAMES = {
 def to_steps(schedule: Schedule) -> str:
     """Return the streams of ``schedule`` in DeepSpeed's names.
 
-    >>> from ppfunc.schedule.builders import gpipe
+    >>> from ppfunc.schedule import gpipe
     >>> print(to_steps(gpipe(ranks=1, microbatches=1)), end="")
     rank 0
     ForwardPass(micro_batch_id=0)

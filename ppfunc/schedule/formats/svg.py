@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ..instruction import Op, parts_of
 from ..schedule import Schedule
 from ..simulate import Timeline, simulate
-from .bars import Bar, compute_bars
+from .grid import Bar, compute_bars
 
 _KINDS = {Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient"}
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76.0, 168.0, 104.0, 44.0

@@ -13,7 +13,7 @@ from typing import Any
 from ..instruction import Op, parts_of
 from ..schedule import Schedule
 from ..simulate import Timeline, simulate
-from .bars import Bar, compute_bars
+from .grid import Bar, compute_bars
 
 _TraceEvent = dict[str, Any]
 _Place = tuple[int, float, float]

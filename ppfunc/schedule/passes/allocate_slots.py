@@ -16,7 +16,7 @@ from ..proof.routes import find_routes
 from ..proof.structure import check_structure
 from ..proof.traffic import traffic
 from ..schedule import Program, Schedule
-from .remove_slots import remove_slots
+from .remove import remove_slots
 
 
 class Range(NamedTuple):

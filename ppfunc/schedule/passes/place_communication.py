@@ -13,7 +13,7 @@ from ..dataflow import PRODUCT, Dataflow, dataflow
 from ..earliest import EarliestTimes, earliest
 from ..instruction import COMMUNICATION, COMPUTE, Instruction, Op
 from ..schedule import Program, Schedule, Step
-from .remove_slots import remove_slots
+from .remove import remove_slots
 
 # Any positive durations give a valid order; these are the usual proportions.
 _DURATION = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1}
