@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 from .._lazy import attach
 
 if TYPE_CHECKING:
-    from .balance import partition_balanced as partition_balanced
-    from .chunks import chunks_balanced as chunks_balanced, chunks_uniform as chunks_uniform
+    from .balance import chunks_balanced as chunks_balanced, chunks_uniform as chunks_uniform, partition_balanced as partition_balanced
     from .groups import (
         Membership as Membership,
         NamedGroup as NamedGroup,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, strategies as st
-from ppfunc.schedule.builders._interleaved import group_size
+from ppfunc.schedule.builders.interleaved import group_size
 
 from ppfunc.schedule import BUILDERS, chimera, from_csv, from_json, linearize, place_communication, to_csv, to_json, zero_bubble
 from ppfunc.schedule.check import check
