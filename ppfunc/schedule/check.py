@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from .collector import collector_paused
-from .dataflow import Dataflow, dataflow
+from .dataflow import Dataflow, dataflow, find_routes
 from .earliest import earliest
 from .errors import ScheduleError
 from .instruction import COMMUNICATION, Op
@@ -14,7 +14,6 @@ from .proof.buffers import check_activations, check_offloads, check_slots
 from .proof.columns import prove_columns
 from .proof.order import OrderRecord, check_order
 from .proof.queues import check_queues
-from .proof.routes import find_routes
 from .proof.structure import check_structure
 from .proof.tail import check_loads, check_tail
 from .proof.traffic import Traffic, traffic

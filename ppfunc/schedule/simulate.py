@@ -9,12 +9,11 @@ from itertools import compress
 from operator import sub
 
 from .costs import Costs, Number
-from .dataflow import dataflow
+from .dataflow import dataflow, find_routes
 from .earliest import EarliestTimes, Time, earliest
 from .errors import schedule_error
 from .instruction import COMMUNICATION, COMPUTE, Op
 from .proof.buffers import HELD
-from .proof.routes import find_routes
 from .proof.structure import require_schedule
 from .schedule import Schedule
 

@@ -7,12 +7,11 @@ from dataclasses import replace
 from math import inf
 from typing import NamedTuple
 
-from ..dataflow import dataflow
+from ..dataflow import dataflow, find_routes
 from ..instruction import COMMUNICATION, WHOLE_STAGE, Instruction, Op
 from ..proof.buffers import Holder, uses
 from ..proof.order import check_order
 from ..proof.queues import check_queues
-from ..proof.routes import find_routes
 from ..proof.structure import check_structure
 from ..proof.traffic import traffic
 from ..schedule import Program, Schedule

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ..dataflow import PRODUCT, Dataflow
+from ..dataflow import PRODUCT, Dataflow, Routes, message_number
 from ..errors import ScheduleError, last_place, schedule_error
 from ..instruction import COMMUNICATION, COMPUTE, SENDS, Instruction, Op
 from ..schedule import Schedule, Step
-from .routes import Routes, message_number, no_route
 
 Position = tuple[int, int, int]  # rank, step, place
 
@@ -123,7 +122,7 @@ def _message(schedule: Schedule, flow: Dataflow, routes: Routes, record: OrderRe
     """Record one end of a message; returns its fault in words, empty where there is none."""
     route = routes.get((instruction[0], instruction[1], instruction[3]))
     if route is None:
-        return no_route(schedule, instruction)
+        return _no_route(schedule, instruction)
     message = message_number(schedule, flow, route, instruction)
     sending = instruction[0] in SENDS
     ends = record.sends if sending else record.receives
@@ -135,6 +134,17 @@ def _message(schedule: Schedule, flow: Dataflow, routes: Routes, record: OrderRe
         return f"it sends {flow.name(value)}, which this rank has not computed in an earlier step"
     ends[message] = position
     return ""
+
+
+def _no_route(schedule: Schedule, instruction: Instruction) -> str:
+    """Say why a message that has no route cannot exist."""
+    stage, other = instruction.stage, schedule.other_end(instruction)
+    if instruction.peer is None and other is None:
+        end = "last" if instruction.op in (Op.SEND_F, Op.RECV_B) else "first"
+        return f"stage {stage} is the {end} of its chain, so there is no stage for the other end of this message"
+    if instruction.peer is None:
+        return f"stages {stage} and {other} are both on rank {schedule.placement[stage]}: no message passes between them"
+    return f"no skip connection that leaves the rank joins stages {stage} and {instruction.peer!r:.40} in this direction"
 
 
 def _check_complete(schedule: Schedule, flow: Dataflow, routes: Routes, record: OrderRecord) -> None:

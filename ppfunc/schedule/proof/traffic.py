@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import NamedTuple
 
-from ..dataflow import Dataflow
+from ..dataflow import Dataflow, Routes, message_number
 from ..instruction import COMMUNICATION, COMPUTE, RECEIVES, Instruction, Op
 from ..schedule import Schedule
 from .order import in_order
-from .routes import Routes, message_number
 
 Event = tuple[int, int, int]  # batch, step, place; the place is -1 where the batch is posted
 
@@ -115,7 +114,7 @@ def _await_inputs(
             assert microbatch is not None
             output = 2 * (stage * flow.microbatches + microbatch)
             for distance in distances:
-                events.append((received[(output + distance) * len(flow.sources) + stage], *position))
+                events.append((received[(output + distance) * len(flow.needs[Op.F]) + stage], *position))
 
 
 def _remote(schedule: Schedule, flow: Dataflow) -> dict[Op, list[tuple[int, ...]]]:
