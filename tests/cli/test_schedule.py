@@ -65,6 +65,13 @@ def test_every_schedule_is_shown_in_every_form_and_accepted_by_check(name, run, 
     assert ElementTree.parse(tmp_path / "0.svg").getroot().tag.endswith("svg")
 
 
+def test_a_grid_is_refused_by_its_format(run, tmp_path):
+    for form, name in (("grid", "1f1b"), ("steps", "deepspeed_train")):
+        run("show", name, "--ranks", 2, "--microbatches", 2, "--format", form, "--out", tmp_path / form)
+        code, _, err = run("check", tmp_path / form)
+        assert code == 2 and "a grid or a list of steps, which only people read: expected CSV or JSON" in err
+
+
 @pytest.mark.parametrize("name", ["1F1B", "one_f_one_b", "Schedule1F1B"])
 def test_names_are_taken_in_any_spelling(name, run):
     assert run("show", name, "--ranks", 2, "--microbatches", 3) == run("show", "1f1b", "--ranks", 2, "--microbatches", 3)
