@@ -73,7 +73,6 @@ if TYPE_CHECKING:
         Program as Program,
         Schedule as Schedule,
         Step as Step,
-        elementary as elementary,
         single_chain as single_chain,
     )
     from .simulate import Timeline as Timeline, measure as measure, peak_activations as peak_activations, simulate as simulate

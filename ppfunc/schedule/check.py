@@ -115,7 +115,9 @@ def check(schedule: Schedule, *, queue: str = "pair", max_activations: int | Non
         raise ValueError(f"queue is {queue!r}, expected 'pair' or 'rank'")
     check_structure(schedule)
     lowered = bool(schedule.ops & COMMUNICATION)
-    atomic = _prove_lowered(schedule, queue) if lowered else _prove_bare(schedule)
+    atomic = prove_columns(schedule) if lowered and queue == "pair" else None
+    if atomic is None:
+        atomic = _prove_by_steps(schedule, queue)
     check_offloads(schedule)
     check_loads(schedule)
     check_tail(schedule)
@@ -134,28 +136,17 @@ def check(schedule: Schedule, *, queue: str = "pair", max_activations: int | Non
     )
 
 
-def _prove_lowered(schedule: Schedule, queue: str) -> bool:
-    """Prove the order and the end of a schedule with communication; returns whether it is step-atomic."""
-    atomic = prove_columns(schedule) if queue == "pair" else None
-    return _prove_by_steps(schedule, queue) if atomic is None else atomic
-
-
 def _prove_by_steps(schedule: Schedule, queue: str) -> bool:
-    """Prove the same instruction by instruction, and name the first that is wrong."""
+    """Prove order and end instruction by instruction, naming the first that is wrong; returns whether it is step-atomic."""
     flow = dataflow(schedule)
     routes = find_routes(schedule, flow)
     record = check_order(schedule, flow, routes)
+    if not schedule.lowered:
+        earliest(schedule, lambda op, stage: 1, lambda f, b: 1, lambda a, b: 0)
+        return _values_are_atomic(flow, record)
     found = traffic(schedule, flow, routes, queue)
     check_queues(schedule, flow, record, found)
     return _batches_are_atomic(found if queue == "pair" else traffic(schedule, flow, routes, "pair"))
-
-
-def _prove_bare(schedule: Schedule) -> bool:
-    """Prove the order and the end of a schedule without communication; returns whether it is step-atomic."""
-    flow = dataflow(schedule)
-    record = check_order(schedule, flow, {})
-    earliest(schedule, lambda op, stage: 1, lambda f, b: 1, lambda a, b: 0)
-    return _values_are_atomic(flow, record)
 
 
 def is_step_atomic(schedule: Schedule) -> bool:

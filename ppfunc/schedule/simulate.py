@@ -80,8 +80,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         lambda f, b: pair_of(f.stage, b.stage, b.op is Op.B),
         lambda origin, _: costs.message_of(origin),
     )
-    starts, ends = _all_instructions(schedule, costs, times)
-    return measure(schedule, starts, ends, costs)
+    return measure(schedule, *_all_instructions(schedule, costs, times), costs)
 
 
 def measure(
@@ -127,32 +126,28 @@ def peak_activations(schedule: Schedule, costs: Costs | None = None) -> tuple[Nu
     """
     costs = costs or Costs()
     sizes = [(costs.of("activation", s), costs.of("weight_share", s)) for s in range(schedule.stages)]
-    kinds = {size: number for number, size in enumerate(dict.fromkeys(sizes))}
+    kinds = {size: 2 * number for number, size in enumerate(dict.fromkeys(sizes))}
     kind = [kinds[size] for size in sizes]
     keep = 0 if schedule.forward_only else 1
     peaks = []
     for rank in range(schedule.ranks):
-        # Numbers are counted and only then multiplied, so that floats do not drift.
+        # Whole activations and shares are counted by kind and only then multiplied, so that floats do not drift.
         held = [0] * (2 * len(kinds))
         states = set()
         for instruction in schedule.instructions(rank):
-            for part in instruction[5] or (instruction,):
-                if part[0] in HELD:
-                    change, share = HELD[part[0]]
-                    at = 2 * kind[part[1]]
+            for op, stage, *_ in instruction[5] or (instruction,):
+                if op in HELD:
+                    change, share = HELD[op]
+                    at = kind[stage]
                     if change > 0:
                         held[at] += 1
                         states.add(tuple(held))
                         held[at] -= 1
                     held[at] += change * keep
                     held[at + 1] += share
-        peaks.append(max((_memory(tuple(kinds), state) for state in states), default=0))
+        memory = [sum(size * (state[at] + share * state[at + 1]) for (size, share), at in kinds.items()) for state in states]
+        peaks.append(max(memory, default=0))
     return tuple(peaks)
-
-
-def _memory(kinds: tuple[tuple[Number, Number], ...], state: tuple[int, ...]) -> Number:
-    """The memory of so many whole activations and shares of each kind of (size, share)."""
-    return sum(size * (state[2 * k] + share * state[2 * k + 1]) for k, (size, share) in enumerate(kinds))
 
 
 def _share_idle(busy: Sequence[Time], time: Time) -> Time:
