@@ -202,5 +202,5 @@ def single_chain(name: str, placement: Iterable[int], microbatches: int, program
         name,
         placement,
         (Chain(tuple(range(len(placement))), range(microbatches)),),
-        tuple(tuple((i,) for i in program) for program in programs),
+        tuple(tuple(zip(program)) for program in programs),
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 from ...parallel.counts import require_counts as require_counts
-from ..instruction import Instruction, Op
+from ..instruction import Instruction, Op, instructions_of
 
 F, B, I, W = (partial(Instruction, op) for op in (Op.F, Op.B, Op.I, Op.W))  # noqa: E741
+forwards_of, backwards_of = partial(instructions_of, Op.F), partial(instructions_of, Op.B)
 
 
 def require(name: str, got: object, holds: bool, expected: str, mend: str) -> None:
@@ -17,7 +18,7 @@ def require(name: str, got: object, holds: bool, expected: str, mend: str) -> No
         raise ValueError(f"{name} = {got!r}, expected {expected}: {mend}")
 
 
-def alternate(forwards: Sequence[Instruction], backwards: Sequence[Sequence[Instruction]], warm_up: int) -> Iterator[Instruction]:
+def alternate(forwards: Sequence[Instruction], backwards: Iterable[Sequence[Instruction]], warm_up: int) -> Iterator[Instruction]:
     """``warm_up`` forwards, then a forward and the instructions of a backward in turn; last the backwards that are left."""
     yield from forwards[:warm_up]
     for k, backward in enumerate(backwards):

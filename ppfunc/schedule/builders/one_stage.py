@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..schedule import Schedule, single_chain
-from ._parts import B, F, alternate, delayed_weights, require_counts
+from ._parts import alternate, backwards_of, delayed_weights, forwards_of, require_counts
 
 
 def gpipe(ranks: int, microbatches: int) -> Schedule:
@@ -28,7 +28,8 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
         Huang et al., GPipe, NeurIPS 2019 (arXiv:1811.06965), section 2.3.
     """
     require_counts(ranks=ranks, microbatches=microbatches)
-    programs = ([op(r, m) for op in (F, B) for m in range(microbatches)] for r in range(ranks))
+    walk = range(microbatches)
+    programs = (forwards_of(r, walk) + backwards_of(r, walk) for r in range(ranks))
     return single_chain("gpipe", range(ranks), microbatches, programs)
 
 
@@ -55,9 +56,8 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
         Narayanan et al., PipeDream-flush (arXiv:2006.09503), section 2; Fan et al., DAPPLE, PPoPP 2021.
     """
     require_counts(ranks=ranks, microbatches=microbatches)
-    programs = (
-        alternate([F(r, m) for m in range(microbatches)], [[B(r, m)] for m in range(microbatches)], ranks - 1 - r) for r in range(ranks)
-    )
+    walk = range(microbatches)
+    programs = (alternate(forwards_of(r, walk), list(zip(backwards_of(r, walk))), ranks - 1 - r) for r in range(ranks))
     return single_chain("one_f_one_b", range(ranks), microbatches, programs)
 
 
@@ -84,8 +84,8 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
         Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (arXiv:2401.10241), section 2.1.
     """
     require_counts(ranks=ranks, microbatches=microbatches)
-    walk = [[(r, m) for m in range(microbatches)] for r in range(ranks)]
-    programs = (delayed_weights([F(*x) for x in walk[r]], walk[r], warm_up=ranks - 1 - r, delay=r) for r in range(ranks))
+    walk = range(microbatches)
+    programs = (delayed_weights(forwards_of(r, walk), [(r, m) for m in walk], warm_up=ranks - 1 - r, delay=r) for r in range(ranks))
     return single_chain("zb_h1", range(ranks), microbatches, programs)
 
 
@@ -113,8 +113,10 @@ def zb_h2(ranks: int, microbatches: int) -> Schedule:
         Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (arXiv:2401.10241), section 2.2.
     """
     require_counts(ranks=ranks, microbatches=microbatches)
-    walk = [[(r, m) for m in range(microbatches)] for r in range(ranks)]
-    programs = (delayed_weights([F(*x) for x in walk[r]], walk[r], warm_up=2 * (ranks - 1 - r), delay=2 * r) for r in range(ranks))
+    walk = range(microbatches)
+    programs = (
+        delayed_weights(forwards_of(r, walk), [(r, m) for m in walk], warm_up=2 * (ranks - 1 - r), delay=2 * r) for r in range(ranks)
+    )
     return single_chain("zb_h2", range(ranks), microbatches, programs)
 
 
@@ -140,5 +142,4 @@ def inference(ranks: int, microbatches: int) -> Schedule:
         Huang et al., GPipe, NeurIPS 2019 (arXiv:1811.06965), section 2.3.
     """
     require_counts(ranks=ranks, microbatches=microbatches)
-    programs = ([F(r, m) for m in range(microbatches)] for r in range(ranks))
-    return single_chain("inference", range(ranks), microbatches, programs)
+    return single_chain("inference", range(ranks), microbatches, (forwards_of(r, range(microbatches)) for r in range(ranks)))

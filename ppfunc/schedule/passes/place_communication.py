@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate, repeat
 from math import inf
 
 from ..collector import collector_paused
 from ..dataflow import PRODUCT, Dataflow, dataflow
 from ..earliest import EarliestTimes, earliest
-from ..instruction import COMMUNICATION, COMPUTE, Instruction, Op
+from ..instruction import COMMUNICATION, COMPUTE, Instruction, Op, instructions_of
 from ..schedule import Program, Schedule, Step
 from .remove import remove_slots
 
@@ -119,15 +118,9 @@ def _along(
             map(done.__getitem__, used),
             [where[value] + 1 for value in made],
             map(where.__getitem__, used),
-            _messages(send, a, numbers, to),
-            _messages(receive, b, numbers, back),
+            instructions_of(send, a, numbers, to),
+            instructions_of(receive, b, numbers, back),
         )
-
-
-def _messages(op: Op, stage: int, microbatches: Iterable[int], peer: int | None) -> Iterable[Instruction]:
-    """The same message for many microbatches; ``Instruction(...)`` takes three times as long."""
-    fields = zip(repeat(op), repeat(stage), microbatches, repeat(peer), repeat(None), repeat(()))
-    return map(partial(tuple.__new__, Instruction), fields)
 
 
 def _earlier(program: Program, lookahead: int) -> list[int]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from itertools import accumulate, islice, repeat
+from itertools import accumulate, chain, islice, repeat
+from operator import itemgetter
 
 from ..errors import schedule_error
 from ..instruction import COMPUTE, WHOLE_STAGE, Instruction, Op, parts_of
@@ -31,8 +32,10 @@ def check_activations(schedule: Schedule, limit: int | None) -> tuple[int, ...]:
         ScheduleError: at the first F or FETCH that goes beyond the limit.
     """
     peaks = []
+    pairs = Op.OVERLAP_F_B in schedule.ops
     for rank, program in enumerate(schedule.programs):
-        ops = [part[0] for step in program for i in step for part in i[5] or (i,)]
+        flat = chain.from_iterable(program)
+        ops = (part[0] for i in flat for part in i[5] or (i,)) if pairs else map(itemgetter(0), flat)
         changes = map(_LIVE.get, ops, repeat(0))
         live = list(changes if schedule.forward_only else accumulate(changes))
         peaks.append(max(0, max(live, default=0)))
