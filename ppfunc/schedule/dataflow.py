@@ -7,6 +7,7 @@ at fixed distances from its own stage's output, which keeps walks over a million
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from .instruction import Instruction, Op, microbatch_of, parts_of
@@ -68,6 +69,37 @@ def consumed(flow: Dataflow, instruction: Instruction) -> tuple[tuple[int, int, 
     )
 
 
+class EdgeFlow(NamedTuple):
+    """What moves along one edge in one direction.
+
+    Args:
+        source: the stage that sends.
+        target: the stage that consumes.
+        compute: the kind of what makes the value there and uses it here, B for I too.
+        send: the kind of the message at its source.
+        receive: likewise at its target.
+        far: the peer that the send names, None along a chain.
+        near: the peer that the receive names.
+    """
+
+    source: int
+    target: int
+    compute: Op
+    send: Op
+    receive: Op
+    far: int | None
+    near: int | None
+
+
+def edge_flows(schedule: Schedule) -> Iterator[EdgeFlow]:
+    """Iterate over every edge there, with activations, and back, with gradients."""
+    skips = frozenset(schedule.skips)
+    for a, b in schedule.edges:
+        far, near = (b, a) if (a, b) in skips else (None, None)
+        yield EdgeFlow(a, b, Op.F, Op.SEND_F, Op.RECV_F, far, near)
+        yield EdgeFlow(b, a, Op.B, Op.SEND_B, Op.RECV_B, near, far)
+
+
 class MessageRoute(NamedTuple):
     """One end of the messages of one edge in one direction.
 
@@ -86,16 +118,14 @@ Routes = dict[tuple[Op, int, int | None], MessageRoute]
 
 
 def find_routes(schedule: Schedule, flow: Dataflow) -> Routes:
-    """Return both ends of every message, by op, stage that performs it, and peer."""
+    """Return both ends of every message between ranks, by op, stage that performs it, and peer."""
     found: Routes = {}
-    home, skips = schedule.placement, frozenset(schedule.skips)
-    for a, b in schedule.crossing_edges:
-        far, near = (b, a) if (a, b) in skips else (None, None)
-        back = 2 * flow.microbatches * (a - b)
-        found[Op.SEND_F, a, far] = MessageRoute(0, b, home[b])
-        found[Op.RECV_F, b, near] = MessageRoute(back, b, home[a])
-        found[Op.SEND_B, b, near] = MessageRoute(1, a, home[a])
-        found[Op.RECV_B, a, far] = MessageRoute(1 - back, a, home[b])
+    home = schedule.placement
+    for a, b, op, send, receive, far, near in edge_flows(schedule):
+        if home[a] != home[b]:
+            product = PRODUCT[op] or 0
+            found[send, a, far] = MessageRoute(product, b, home[b])
+            found[receive, b, near] = MessageRoute(flow.output(a - b, 0) + product, b, home[a])
     return found
 
 

@@ -16,20 +16,19 @@ So a rank only ever waits for another to begin a step, and one run over these wa
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, chain, compress, count, repeat
 from math import inf
 from operator import le, lt
 from typing import NamedTuple
 
-from ..instruction import COMMUNICATION, COMPUTE, Instruction, Op
+from ..dataflow import edge_flows
+from ..instruction import COMMUNICATION, COMPUTE, TAIL, Instruction, Op
 from ..schedule import Program, Schedule
 
 Column = list[int]
 Kind = tuple[Op, int, int | None]
 Wait = tuple[int, int, int]  # step of the consumer, the other rank, the step that this one has to begin
-
-_TAIL = frozenset({Op.REDUCE_TIED, Op.REDUCE_GRAD, Op.STEP})
 
 
 class Columns(NamedTuple):
@@ -68,7 +67,7 @@ def prove_columns(schedule: Schedule) -> bool | None:
     Args:
         schedule: well formed, with communication.
     """
-    if not schedule.ops <= COMPUTE | COMMUNICATION | _TAIL or schedule.has_slots:
+    if not schedule.ops <= {*COMPUTE, *COMMUNICATION, *TAIL} or schedule.has_slots:
         return None
     ranks = []
     for rank in range(schedule.ranks):
@@ -102,8 +101,8 @@ def _columns(schedule: Schedule, rank: int) -> Columns | None:
             found[op, stage, peer][microbatch] = position
     if sum(map(len, found.values())) != len(flat) + pairs or not _in_phases(program, flat):
         return None
-    whole = [found.pop(kind) for kind in list(found) if kind[0] in _TAIL]
-    if sum(map(len, whole)) != (sum(i[0] in _TAIL for i in program[-1]) if program else 0):
+    whole = [found.pop(kind) for kind in list(found) if kind[0] in TAIL]
+    if sum(map(len, whole)) != (sum(i[0] in TAIL for i in program[-1]) if program else 0):
         return None
     at = _complete(schedule, found)
     return None if at is None else Columns(at, list(chain.from_iterable(map(repeat, count(), map(len, program)))))
@@ -116,9 +115,9 @@ def _in_phases(program: Program, flat: Sequence[Instruction]) -> bool:
     if not starts.issuperset(compress(count(1), map(lt, talks, talks[1:]))):
         return False
     tail = [i[0] for i in program[-1]] if program else []
-    if not _TAIL.intersection(tail):
+    if set(tail).isdisjoint(TAIL):
         return True
-    return _TAIL.issuperset(tail) and Op.REDUCE_TIED not in tail[tail.count(Op.REDUCE_TIED) :]
+    return set(tail) <= set(TAIL) and Op.REDUCE_TIED not in tail[tail.count(Op.REDUCE_TIED) :]
 
 
 def _complete(schedule: Schedule, found: dict[Kind, dict[int | None, int]]) -> dict[Kind, Column] | None:
@@ -160,27 +159,19 @@ def _links(schedule: Schedule, ranks: Sequence[Columns]) -> list[EdgeColumns] | 
         if forward is None or (backward and (gradient is None or not _before(forward, gradient))):
             return None
     links = []
-    for a, b, op, send, receive, peers in _flows(schedule):
+    for a, b, op, send, receive, far, near in edge_flows(schedule):
+        if op is Op.B and not backward:
+            continue
         made, used = at[a][op, a, None], at[b][op, b, None]
         if home[a] == home[b]:
             if not _before(made, used):
                 return None
             continue
-        sent, received = at[a].get((send, a, peers[0])), at[b].get((receive, b, peers[1]))
+        sent, received = at[a].get((send, a, far)), at[b].get((receive, b, near))
         if sent is None or received is None or not (_before(made, sent) and _before(received, used)):
             return None
         links.append(EdgeColumns(home[a], home[b], sent, received, used))
     return links
-
-
-def _flows(schedule: Schedule) -> Iterator[tuple[int, int, Op, Op, Op, tuple[int | None, int | None]]]:
-    """Every edge there and, with a backward, back: source, target, what makes and uses, what sends and receives, the peers named."""
-    skips = frozenset(schedule.skips)
-    for a, b in schedule.edges:
-        far, near = (b, a) if (a, b) in skips else (None, None)
-        yield a, b, Op.F, Op.SEND_F, Op.RECV_F, (far, near)
-        if not schedule.forward_only:
-            yield b, a, Op.B, Op.SEND_B, Op.RECV_B, (near, far)
 
 
 def _waits(links: Sequence[EdgeColumns], step: Sequence[Column]) -> list[list[Wait]] | None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from ..errors import last_place, schedule_error
-from ..instruction import COMPUTE, Op
+from ..instruction import COMPUTE, TAIL, Op
 from ..schedule import Schedule
 from .order import Position, in_order
-
-_TAIL = (Op.REDUCE_TIED, Op.REDUCE_GRAD, Op.STEP)
 
 
 def check_loads(schedule: Schedule) -> None:
@@ -52,7 +50,7 @@ def check_tail(schedule: Schedule) -> None:
         ScheduleError: one that is missing, doubled, early or out of order, or without a backward
             to follow; replicas of a stage that are stepped but never summed.
     """
-    present = [op for op in _TAIL if op in schedule.ops]
+    present = [op for op in TAIL if op in schedule.ops]
     if not present:
         return
     found: dict[tuple[Op, int], Position] = {}
@@ -61,7 +59,7 @@ def check_tail(schedule: Schedule) -> None:
         for step, instructions in enumerate(program):
             for place, instruction in enumerate(instructions):
                 op, stage = instruction.op, instruction.stage
-                if op in _TAIL:
+                if op in TAIL:
                     if (op, stage) in found:
                         raise schedule_error(schedule, rank, (step, place), f"stage {stage} has {op} twice, expected it once")
                     _check_after(schedule, found, op, stage, (rank, step, place))
@@ -77,7 +75,7 @@ def check_tail(schedule: Schedule) -> None:
 
 
 def _check_after(schedule: Schedule, found: dict, op: Op, stage: int, position: Position) -> None:
-    for later in _TAIL[_TAIL.index(op) + 1 :]:
+    for later in TAIL[TAIL.index(op) + 1 :]:
         if (later, stage) in found:
             raise schedule_error(schedule, position[0], position[1:], f"{op} comes after {later}, expected it before")
 

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from typing import NamedTuple
 
 from ..dataflow import Dataflow, Routes, message_number
-from ..instruction import COMMUNICATION, COMPUTE, RECEIVES, Instruction, Op
+from ..instruction import COMMUNICATION, COMPUTE, RECEIVES, TAIL, Instruction, Op
 from ..schedule import Schedule
 from .order import in_order
 
@@ -63,14 +63,11 @@ def traffic(schedule: Schedule, flow: Dataflow, routes: Routes, queue: str) -> T
                         buffers[instruction[1], instruction[4]].sends.append(batch)
                 elif op in COMPUTE:
                     _await_inputs(flow, remote, found.events[rank], received, instruction, (step, place))
-                elif op in _TAIL:
+                elif op in TAIL:
                     _reduce(schedule, found, queues, sums, instruction, (rank, step, place))
         last = len(program) - 1
         found.events[rank] += ((batch, last, 0) for batch in sums.values())
     return found
-
-
-_TAIL = frozenset({Op.REDUCE_TIED, Op.REDUCE_GRAD, Op.STEP})
 
 
 class _Buffer(NamedTuple):
