@@ -123,7 +123,7 @@ def least_maximum(prefix: Sequence[int], stages: int) -> int:
         prefix: sums of the weights of the first 0, 1, ... layers.
         stages: number of stages.
     """
-    lower = max(_heaviest(prefix), -(-prefix[-1] // stages))
+    lower = max(-(-prefix[-1] // stages), *(b - a for a, b in pairwise(prefix)))
     upper = prefix[-1]
     while lower < upper:
         limit = (lower + upper) // 2
@@ -172,10 +172,6 @@ def _nearest(prefix: Sequence[int], start: int, left: int, first: int, final: in
     above = bisect_right(prefix, prefix[min(below + 1, len(prefix) - 1)]) - 1
     below, above = (min(max(cut, first), final) for cut in (below, above))
     return min(above, below, key=lambda cut: abs((prefix[cut] - prefix[start]) * left - rest))
-
-
-def _heaviest(prefix: Sequence[int]) -> int:
-    return max((b - a for a, b in pairwise(prefix)), default=0)
 
 
 def _filled(prefix: Sequence[int], limit: int) -> list[Interval]:
