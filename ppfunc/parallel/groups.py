@@ -36,26 +36,29 @@ class ParallelSizes(NamedTuple):
 
 
 class Membership(NamedTuple):
-    """The position of one rank in every kind of group; groups are made when they are asked for.
+    """The position of one rank in every kind of group.
 
     Args:
-        topology: the topology.
         rank: the rank itself, in the world.
+        sizes: the sizes of the pipeline, data parallel and slice groups.
         stage: its index along ``pipe``: its rank in the pipeline group.
         replica: its index along ``data``: its rank in the data parallel group.
         slice: its index along ``model``: its rank among the tensor slices.
+        pipeline_group: the ranks of its pipeline, in the order of the stages.
+        data_parallel_group: the ranks that hold the same part of the model.
+        slice_group: the ranks among which the tensors of its stage are sliced.
+        replica_group: all ranks of its replica, over which norms and overflow are agreed.
     """
 
-    topology: Topology
     rank: int
+    sizes: ParallelSizes
     stage: int
     replica: int
     slice: int
-
-    @property
-    def sizes(self) -> ParallelSizes:
-        """The sizes of the pipeline, data parallel and slice groups."""
-        return parallel_sizes(self.topology)
+    pipeline_group: Group
+    data_parallel_group: Group
+    slice_group: Group
+    replica_group: Group
 
     @property
     def is_first_stage(self) -> bool:
@@ -66,26 +69,6 @@ class Membership(NamedTuple):
     def is_last_stage(self) -> bool:
         """Whether the stage is the last of the pipeline."""
         return self.stage == self.sizes.pipe - 1
-
-    @property
-    def pipeline_group(self) -> Group:
-        """The ranks of its pipeline, in the order of the stages."""
-        return _complete(self.topology).group_of(self.rank, "pipe")
-
-    @property
-    def data_parallel_group(self) -> Group:
-        """The ranks that hold the same part of the model."""
-        return _complete(self.topology).group_of(self.rank, "data")
-
-    @property
-    def slice_group(self) -> Group:
-        """The ranks among which the tensors of its stage are sliced."""
-        return _complete(self.topology).group_of(self.rank, "model")
-
-    @property
-    def replica_group(self) -> Group:
-        """All ranks of its replica, over which norms and overflow are agreed."""
-        return _complete(self.topology).ranks_at("data", self.replica)
 
     @property
     def rank_in_replica(self) -> int:
@@ -100,8 +83,9 @@ def membership(topology: Topology, rank: int) -> Membership:
     (1, 3)
     """
     whole = _complete(topology)
-    index = dict(zip(whole.axes, whole.coordinate(rank), strict=True))
-    return Membership(topology, rank, index["pipe"], index["data"], index["model"])
+    pipe, data, model = (whole.coordinate(rank)[whole.axes.index(axis)] for axis in ParallelSizes._fields)
+    pipeline, parallel, sliced = (whole.group_of(rank, axis) for axis in ParallelSizes._fields)
+    return Membership(rank, parallel_sizes(topology), pipe, data, model, pipeline, parallel, sliced, whole.ranks_at("data", data))
 
 
 def parallel_sizes(topology: Topology) -> ParallelSizes:

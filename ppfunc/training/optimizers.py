@@ -35,13 +35,9 @@ class Optimizer(NamedTuple):
 
 
 class AdamWState(NamedTuple):
-    """The state of :func:`adamw`.
+    """The number of updates made, int64[] on the CPU, and both moments of every gradient.
 
-    Args:
-        updates: number of updates made, int64[] on the CPU.
-        mean: first moment of every gradient, in the structure of the parameters; None for leaves that
-            are neither floating nor complex.
-        square: second moment, likewise.
+    The moments have the structure of the parameters, None for leaves that are neither floating nor complex.
     """
 
     updates: Tensor
@@ -50,12 +46,7 @@ class AdamWState(NamedTuple):
 
 
 class SGDState(NamedTuple):
-    """The state of :func:`sgd`.
-
-    Args:
-        updates: number of updates made, int64[] on the CPU.
-        momentum: a buffer for every gradient, in the structure of the parameters; None without momentum.
-    """
+    """The number of updates made, int64[] on the CPU, and a buffer for every gradient, or None without momentum."""
 
     updates: Tensor
     momentum: Tree
@@ -250,9 +241,8 @@ def _refuse_shared_memory(tree: Tree) -> None:
     seen: dict[int, str] = {}
     leaves, structure = tree_flatten(tree)
     for path, leaf in zip(tree_paths(structure), leaves, strict=True):
-        if not differentiable(leaf.dtype) or not leaf.numel():
-            continue
-        first = seen.setdefault(leaf.data_ptr(), path)
+        trained = differentiable(leaf.dtype) and leaf.numel()
+        first = seen.setdefault(leaf.data_ptr(), path) if trained else path
         if first != path:
             raise ValueError(
                 f"params{first} and params{path} share their memory, so that they cannot both be "
