@@ -59,6 +59,11 @@ def schedule_error(schedule: Schedule, rank: int | None, position: tuple[int, in
     return ScheduleError(rank, position, instruction, reason, excerpt(schedule, rank, position))
 
 
+def fault_at(schedule: Schedule, position: tuple[int, int, int], reason: str) -> ScheduleError:
+    """Make the error for one place, given as rank, step and place in the step."""
+    return schedule_error(schedule, position[0], position[1:], reason)
+
+
 def last_place(schedule: Schedule, rank: int) -> tuple[int, int] | None:
     """Return the position of the last instruction of a rank, the latest place for a missing one; None if it has none."""
     steps = enumerate(schedule.programs[rank])

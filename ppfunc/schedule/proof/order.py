@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from ..dataflow import PRODUCT, Dataflow, Routes, message_number
-from ..errors import ScheduleError, last_place, schedule_error
-from ..instruction import COMMUNICATION, COMPUTE, SENDS, Instruction, Op
+from ..errors import ScheduleError, fault_at, last_place, schedule_error
+from ..instruction import COMMUNICATION, COMPUTE, SENDS, Instruction, Op, parts_of
 from ..schedule import Schedule, Step
 
 Position = tuple[int, int, int]  # rank, step, place
@@ -46,6 +46,14 @@ def in_order(step: Step) -> Iterable[tuple[int, Instruction]]:
 _PHASE = {**dict.fromkeys(COMMUNICATION, 0), Op.LOAD: 1}
 
 
+def walk(schedule: Schedule) -> Iterator[tuple[Position, Instruction]]:
+    """Iterate over all instructions and their positions, those of a step in the order of its meaning."""
+    for rank, program in enumerate(schedule.programs):
+        for step, instructions in enumerate(program):
+            for place, instruction in in_order(instructions):
+                yield (rank, step, place), instruction
+
+
 def check_order(schedule: Schedule, flow: Dataflow, routes: Routes) -> OrderRecord:
     """Walk through each program and refuse faults that no other rank can mend.
 
@@ -58,43 +66,45 @@ def check_order(schedule: Schedule, flow: Dataflow, routes: Routes) -> OrderReco
     """
     record = OrderRecord({}, {}, {}, {})
     lowered = bool(schedule.ops & COMMUNICATION)
-    for rank, program in enumerate(schedule.programs):
-        for step, instructions in enumerate(program):
-            for place, instruction in in_order(instructions):
-                op = instruction[0]
-                if op in COMPUTE:
-                    for part in instruction[5] or (instruction,):
-                        fault = _compute(schedule, flow, record, part, lowered)
-                        if fault:
-                            raise schedule_error(schedule, rank, (step, place), fault)
-                    _enter(schedule, flow, record, instruction, (rank, step, place))
-                elif op in COMMUNICATION:
-                    fault = _message(schedule, flow, routes, record, instruction, (rank, step, place))
-                    if fault:
-                        raise schedule_error(schedule, rank, (step, place), fault)
+    for position, instruction in walk(schedule):
+        fault = ""
+        if instruction[0] in COMPUTE:
+            fault = _compute(schedule, flow, record, instruction, position, lowered)
+        elif instruction[0] in COMMUNICATION:
+            fault = _message(schedule, flow, routes, record, instruction, position)
+        if fault:
+            raise fault_at(schedule, position, fault)
     _check_complete(schedule, flow, routes, record)
     return record
 
 
-def _compute(schedule: Schedule, flow: Dataflow, record: OrderRecord, part: Instruction, lowered: bool) -> str:
-    """The fault of computing this here in words, empty where there is none."""
-    op, stage, microbatch, *_ = part
-    assert microbatch is not None
-    output = 2 * (stage * flow.microbatches + microbatch)
-    rank, home = schedule.placement[stage], schedule.placement
-    for distance, origin in flow.needs[op][stage]:
-        value = output + distance
-        if home[origin] == rank:
-            if value not in record.made:
-                return f"it needs {flow.name(value)}, which this rank has not computed before"
-        elif lowered and value * len(home) + stage not in record.receives:
-            return f"it needs {flow.name(value)}, but its receive has not been posted before"
-    product = PRODUCT[op]
-    if product is None:
-        return _weight_fault(schedule, record, output + 1)
-    if output + product in record.made:
-        rank, step, place = record.made[output + product]
-        return f"{flow.name(output + product)} is computed twice, first at step {step}, place {place}"
+def _compute(schedule: Schedule, flow: Dataflow, record: OrderRecord, instruction: Instruction, position: Position, lowered: bool) -> str:
+    """Record a compute instruction; returns its fault in words, empty where there is none."""
+    home = schedule.placement
+    entered: list[tuple[dict[int, Position], int]] = []
+    for op, stage, microbatch, *_ in instruction[5] or (instruction,):
+        assert microbatch is not None
+        output = 2 * (stage * flow.microbatches + microbatch)
+        for distance, origin in flow.needs[op][stage]:
+            value = output + distance
+            if home[origin] == position[0]:
+                if value not in record.made:
+                    return f"it needs {flow.name(value)}, which this rank has not computed before"
+            elif lowered and value * len(home) + stage not in record.receives:
+                return f"it needs {flow.name(value)}, but its receive has not been posted before"
+        product = PRODUCT[op]
+        if product is None:
+            fault = _weight_fault(schedule, record, output + 1)
+            if fault:
+                return fault
+            entered.append((record.weights, output + 1))
+        elif output + product in record.made:
+            _, step, place = record.made[output + product]
+            return f"{flow.name(output + product)} is computed twice, first at step {step}, place {place}"
+        else:
+            entered.append((record.made, output + product))
+    for record_of, value in entered:
+        record_of[value] = position
     return ""
 
 
@@ -106,16 +116,6 @@ def _weight_fault(schedule: Schedule, record: OrderRecord, gradient: int) -> str
     if schedule.programs[rank][step][place].op is Op.B:
         return f"the full backward at step {step}, place {place} has computed the weight gradient already"
     return ""
-
-
-def _enter(schedule: Schedule, flow: Dataflow, record: OrderRecord, instruction: Instruction, position: Position) -> None:
-    for op, stage, microbatch, *_ in instruction[5] or (instruction,):
-        assert microbatch is not None
-        output, product = 2 * (stage * flow.microbatches + microbatch), PRODUCT[op]
-        if product is None:
-            record.weights[output + 1] = position
-        else:
-            record.made[output + product] = position
 
 
 def _message(schedule: Schedule, flow: Dataflow, routes: Routes, record: OrderRecord, instruction: Instruction, position: Position) -> str:
@@ -155,18 +155,15 @@ def _check_complete(schedule: Schedule, flow: Dataflow, routes: Routes, record: 
     if len(record.made) != expected:
         raise _missing(schedule, flow, record, per_stage)
     for value, (rank, step, place) in record.made.items():
-        if value % 2 and value not in record.weights and _is_input_gradient(schedule.programs[rank][step][place]):
+        if value % 2 and value not in record.weights and parts_of(schedule.programs[rank][step][place])[-1].op is Op.I:
             raise schedule_error(schedule, rank, (step, place), "its weight gradient W is missing: after I there must be one W")
     for ends, others, verb in ((record.sends, record.receives, "receives"), (record.receives, record.sends, "sends")):
-        for message, (rank, step, place) in ends.items():
+        for message, position in ends.items():
             if message not in others:
+                rank, step, place = position
                 instruction = schedule.programs[rank][step][place]
                 other = routes[instruction.op, instruction.stage, instruction.peer].other
-                raise schedule_error(schedule, rank, (step, place), f"rank {other}, at the other end, never {verb} this message")
-
-
-def _is_input_gradient(instruction: Instruction) -> bool:
-    return instruction.parts[1].op is Op.I if instruction.parts else instruction.op is Op.I
+                raise fault_at(schedule, position, f"rank {other}, at the other end, never {verb} this message")
 
 
 def _missing(schedule: Schedule, flow: Dataflow, record: OrderRecord, per_stage: int) -> ScheduleError:
