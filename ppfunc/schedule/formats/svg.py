@@ -91,11 +91,14 @@ def _scale(rows: list[list[Bar]], makespan: float) -> _Scale:
 
 
 def _heading(schedule: Schedule, timeline: Timeline) -> Iterator[str]:
-    counts = ((schedule.ranks, "rank"), (schedule.stages, "stage"), (schedule.microbatches, "microbatch"))
-    facts = [f"{n} {word}{('es' if word.endswith('h') else 's') * (n != 1)}" for n, word in counts]
-    facts += [f"makespan {_time(timeline.makespan)}", f"bubble {float(timeline.bubble):.1%}"]
-    facts += [f"bubble of the span {float(timeline.span_bubble):.1%}"]
-    facts += [f"peak activations {_n(max(timeline.peak_activations, default=0))}"]
+    counts = ((schedule.ranks, "rank", "s"), (schedule.stages, "stage", "s"), (schedule.microbatches, "microbatch", "es"))
+    facts = [
+        *(f"{n} {word}{plural * (n != 1)}" for n, word, plural in counts),
+        f"makespan {_time(timeline.makespan)}",
+        f"bubble {float(timeline.bubble):.1%}",
+        f"bubble of the span {float(timeline.span_bubble):.1%}",
+        f"peak activations {_n(max(timeline.peak_activations, default=0))}",
+    ]
     yield _text("ink h", _LEFT, 34, schedule.name)
     yield _text("soft", _LEFT, 56, " · ".join(facts))
 
