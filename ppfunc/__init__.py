@@ -4,7 +4,7 @@ Glossary, the same words in the API, in errors and in pictures:
 
 ======================  ==========================================================================================
 stage                   a pure function ``fn(params, x) -> y``: one part of the model
-rank                    one process of the pipeline, numbered from 0; it holds one or more stages
+rank                    one worker of the pipeline, which holds stages: a process, or with ``InProcess`` a part of one
 chunk                   one of the stages of a rank that holds several
 microbatch              a part of the batch, which goes through the stages by itself
 chain                   a path of stages that some microbatches take; bidirectional schedules have two
@@ -22,7 +22,7 @@ residuals               the tensors that the forward of a stage keeps for its ba
 signature               structure, shapes and dtypes of a tree of tensors, without values
 edge                    two stages, the first of which sends activations to the second
 skip                    an edge between stages that are not neighbours
-transport               an object that carries messages between ranks: ``InProcess`` or ``P2P``
+transport               an object that carries messages between ranks: ``InProcess``, ``P2P`` or ``runtime.Simulated``
 lower                   make values from stages, schedule and signatures: signatures of all edges, bytes of all buffers
 compile                 make stage programs, and one flat list of calls, from what was lowered
 execute                 make these calls, with the tensors of one training step
