@@ -1,7 +1,5 @@
 """Load the public names of a package when they are first used, so that schedules can be studied without torch."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections.abc import Callable

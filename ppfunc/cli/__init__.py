@@ -4,8 +4,6 @@ Exit codes: 0 where it worked; 1 where a checked schedule is wrong; 2 where the 
 cannot be answered (unknown names, options that do not fit, files that cannot be read or written).
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

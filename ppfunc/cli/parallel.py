@@ -1,7 +1,5 @@
 """The subcommands on ranks and layers: ``ppfunc topology`` and ``partition``."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from typing import Any

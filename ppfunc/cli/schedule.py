@@ -1,7 +1,5 @@
 """The subcommands on schedules: ``ppfunc list``, ``show``, ``check`` and ``simulate``."""
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import json

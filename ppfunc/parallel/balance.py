@@ -3,8 +3,6 @@
 The partitions into chunks have ``ranks * chunks`` stages, placed by `loop`; `Partition.dealt` lists the intervals of each rank.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from bisect import bisect_left, bisect_right

@@ -4,8 +4,6 @@ The axes ``pipe``, ``data`` and ``model`` (tensor slices) have a meaning here; o
 part in the arithmetic. A kind of parallelism whose axis is missing has groups of one rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Read the layout of a pipeline from text, one letter a layer: ``"Et*3|(tt|)*29,m|L"``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from .partition import Partition

@@ -1,7 +1,5 @@
 """Place stages on ranks: a placement is a tuple of ranks, one entry per stage."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from .counts import require_counts

@@ -1,7 +1,5 @@
 """Split a stack of equal layers, with the input and output modules counted as some layers."""
 
-from __future__ import annotations
-
 import heapq
 from typing import Literal
 

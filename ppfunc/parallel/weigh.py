@@ -1,7 +1,5 @@
 """Weigh layers by their parameters, a pattern on their names, or their time, and cut them by that."""
 
-from __future__ import annotations
-
 import re
 import statistics
 import time

@@ -1,7 +1,5 @@
 """Prove that a schedule can run and computes the right thing, or say where it does not."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import groupby
 

@@ -1,7 +1,5 @@
 """Make the schedule that a configuration names: by builder or file, for a batch and a microbatch size."""
 
-from __future__ import annotations
-
 import difflib
 import os
 import re

@@ -5,8 +5,6 @@ with respect to the stage's input is the next odd number. What an instruction co
 at fixed distances from its own stage's output, which keeps walks over a million instructions cheap.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Run compute instructions as early as possible: each starts once its rank is free and its inputs are there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

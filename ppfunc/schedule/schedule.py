@@ -1,7 +1,5 @@
 """Hold the programs of all ranks in one immutable value."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """Compute time and memory of a schedule on paper."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache

@@ -1,7 +1,5 @@
 """Optimizers as pairs of pure functions over trees of tensors, run by torch's fused kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

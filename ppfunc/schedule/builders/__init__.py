@@ -1,7 +1,5 @@
 """The builders of schedules: pure functions ``(ranks, microbatches, ...) -> Schedule``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from ..schedule import Schedule

@@ -1,7 +1,5 @@
 """Share among builders instructions by letter, the check of arguments, and the orders of 1F1B."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Schedules of two streams of microbatches in opposite directions: DualPipe, DualPipeV, Chimera."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The instruction streams of DeepSpeed: training, inference, data parallelism."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ...parallel.placement import loop

@@ -1,7 +1,5 @@
 """Schedules of several chunks per rank, dealt round the ranks: interleaved 1F1B, interleaved zero bubble, breadth first."""
 
-from __future__ import annotations
-
 from ...parallel.placement import loop, stages_of
 from ..schedule import Schedule, single_chain
 from ._parts import B, F, alternate, delayed_weights, require, require_counts

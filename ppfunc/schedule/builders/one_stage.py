@@ -1,7 +1,5 @@
 """Schedules of one stage per rank, in a fixed pattern: GPipe, 1F1B, ZB-H1, ZB-H2, inference."""
 
-from __future__ import annotations
-
 from ..schedule import Schedule, single_chain
 from ._parts import alternate, backwards_of, delayed_weights, forwards_of, require_counts
 

@@ -1,7 +1,5 @@
 """Schedules of two chunks per rank in a V, made of a pattern that repeats: ZB-V, V-Half, V-Min."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import accumulate, count

@@ -18,8 +18,6 @@ torch divides the gradients by the number of microbatches where a ``REDUCE_GRAD`
 else: a file without that instruction gives it the sum over the microbatches.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 from collections import Counter

@@ -1,7 +1,5 @@
 """Read a schedule from a file of either form, CSV or JSON, whatever the file may hold."""
 
-from __future__ import annotations
-
 from os import PathLike
 from pathlib import Path
 

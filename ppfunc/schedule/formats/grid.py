@@ -6,8 +6,6 @@ other one stands step by step, the instructions of a step joined by ``+``, so th
 so does one that cannot run, which has no times.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from ..costs import Costs

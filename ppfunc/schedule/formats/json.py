@@ -9,8 +9,6 @@ The document is one object; steps are lists of instructions in the grammar of :m
 ``microbatches`` is the half-open range of the chain; ``placement[s]`` is the rank of stage ``s``.
 """
 
-from __future__ import annotations
-
 import json
 import reprlib
 from typing import Any

@@ -6,8 +6,6 @@ names its microbatch, ``ForwardPass(micro_batch_id=3)``. What belongs to a whole
 parentheses, ``OptimizerStep()``. An operation that DeepSpeed has no name for keeps its token, ``0W3``.
 """
 
-from __future__ import annotations
-
 from ..instruction import WHOLE_STAGE, Instruction, Op
 from ..schedule import Schedule
 

@@ -5,8 +5,6 @@ is the strongest), the number the microbatch; an overlapped pair is a bar of two
 above. At the right: how much of the time a rank is idle, and its peak of live activations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from html import escape
 from math import floor, log10

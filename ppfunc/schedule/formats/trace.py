@@ -4,8 +4,6 @@ One track per rank, one slice per instruction that takes time, one arrow per mes
 the instruction that makes the value to the start of the one that consumes it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Give every microbatch a buffer for the time in which its stage needs one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from math import inf

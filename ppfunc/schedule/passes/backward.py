@@ -1,7 +1,5 @@
 """Split whole backwards in their two parts, and merge the parts again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Write into a schedule what is not compute: loads, offloads, and the tail with its reductions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 

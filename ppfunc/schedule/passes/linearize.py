@@ -1,7 +1,5 @@
 """Put all steps of all ranks in one order."""
 
-from __future__ import annotations
-
 from collections import deque
 
 from ..dataflow import Dataflow, consumed, dataflow, products

@@ -1,7 +1,5 @@
 """Place the messages of a compute-only schedule."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate, repeat

@@ -1,7 +1,5 @@
 """Take instructions or slots out of a schedule."""
 
-from __future__ import annotations
-
 from collections.abc import Container
 from dataclasses import replace
 

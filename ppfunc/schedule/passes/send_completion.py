@@ -5,8 +5,6 @@ earlier than it posted the receive of the first. Waiting then cannot block on an
 wire, so the tensors are let go early and no deadlock is added, whatever the schedule.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Prove the use of memory: live activations, residuals that are away, slots that are overwritten."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from itertools import accumulate, chain, islice, repeat

@@ -13,8 +13,6 @@ Between two ranks with one queue each way round, let a message have the step in 
 So a rank only ever waits for another to begin a step, and one run over these waits decides.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate, chain, compress, count, repeat

@@ -1,7 +1,5 @@
 """Prove the order of each rank on its own: inputs before uses, everything once, nothing missing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 

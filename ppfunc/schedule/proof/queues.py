@@ -7,8 +7,6 @@ is buffered: this is a rendezvous, and a batch counts as received only as a whol
 per pair of ranks at each end, or one per rank. What ends here also ends without the queues.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from typing import NamedTuple
 

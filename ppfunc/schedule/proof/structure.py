@@ -1,7 +1,5 @@
 """Prove that a schedule is well formed: the right types, numbers in range, stages on their ranks."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any, TypeGuard
 

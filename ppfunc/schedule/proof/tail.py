@@ -1,7 +1,5 @@
 """Prove the frame of the compute: loads before it, reductions and the optimizer step after it."""
 
-from __future__ import annotations
-
 from ..errors import fault_at, last_place, schedule_error
 from ..instruction import COMPUTE, TAIL, Op, parts_of
 from ..schedule import Schedule

@@ -1,7 +1,5 @@
 """List the batches that ranks post and wait for: a schedule without its arithmetic."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from typing import NamedTuple
 
