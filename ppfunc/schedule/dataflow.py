@@ -16,15 +16,10 @@ PRODUCT = {Op.F: 0, Op.B: 1, Op.I: 1, Op.W: None}
 
 
 class Dataflow(NamedTuple):
-    """The edges of a schedule, by stage.
+    """The edges of a schedule, by stage."""
 
-    Args:
-        microbatches: M of the numbering.
-        needs: ``needs[op][stage]`` lists ``(distance, stage of origin)`` of the values consumed.
-    """
-
-    microbatches: int
-    needs: dict[Op, tuple[tuple[tuple[int, int], ...], ...]]
+    microbatches: int  # M of the numbering
+    needs: dict[Op, tuple[tuple[tuple[int, int], ...], ...]]  # by op and stage: (distance, stage of origin) of each input
 
     def output(self, stage: int, microbatch: int) -> int:
         """Return the number of the value that ``F`` of this stage and microbatch produces."""
@@ -68,25 +63,15 @@ def consumed(flow: Dataflow, instruction: Instruction) -> tuple[tuple[int, int, 
 
 
 class EdgeFlow(NamedTuple):
-    """What moves along one edge in one direction.
+    """What moves along one edge in one direction."""
 
-    Args:
-        source: the stage that sends.
-        target: the stage that consumes.
-        compute: the kind of what makes the value there and uses it here, B for I too.
-        send: the kind of the message at its source.
-        receive: likewise at its target.
-        far: the peer that the send names, None along a chain.
-        near: the peer that the receive names.
-    """
-
-    source: int
-    target: int
-    compute: Op
-    send: Op
-    receive: Op
-    far: int | None
-    near: int | None
+    source: int  # the stage that sends
+    target: int  # the stage that consumes
+    compute: Op  # the kind of what makes the value there and uses it here, B for I too
+    send: Op  # the kind of the message at its source
+    receive: Op  # likewise at its target
+    far: int | None  # the peer that the send names, None along a chain
+    near: int | None  # the peer that the receive names
 
 
 def edge_flows(schedule: Schedule) -> Iterator[EdgeFlow]:
@@ -99,17 +84,11 @@ def edge_flows(schedule: Schedule) -> Iterator[EdgeFlow]:
 
 
 class MessageRoute(NamedTuple):
-    """One end of the messages of one edge in one direction.
+    """One end of the messages of one edge in one direction."""
 
-    Args:
-        distance: from the output of the stage that performs it to the value that is carried.
-        target: the stage that consumes it.
-        other: the rank at the other end.
-    """
-
-    distance: int
-    target: int
-    other: int
+    distance: int  # from the output of the stage that performs it to the value that is carried
+    target: int  # the stage that consumes it
+    other: int  # the rank at the other end
 
 
 Routes = dict[tuple[Op, int, int | None], MessageRoute]

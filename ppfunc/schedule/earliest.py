@@ -15,17 +15,11 @@ PairDuration = Callable[[Instruction, Instruction], Time]
 
 
 class EarliestTimes(NamedTuple):
-    """Start and end of every compute instruction, in the order of each rank.
+    """Start and end of every compute instruction, in the order of each rank."""
 
-    Args:
-        starts: per rank, one time per compute instruction.
-        ends: likewise.
-        done: end of the instruction that produced each value of the data flow.
-    """
-
-    starts: tuple[list[Time], ...]
-    ends: tuple[list[Time], ...]
-    done: dict[int, Time]
+    starts: tuple[list[Time], ...]  # per rank, one time per compute instruction
+    ends: tuple[list[Time], ...]  # likewise
+    done: dict[int, Time]  # end of the instruction that produced each value of the data flow
 
 
 def earliest(schedule: Schedule, duration: Duration, pair: PairDuration, delay: Callable[[int, int], Time]) -> EarliestTimes:

@@ -10,7 +10,7 @@ from .costs import Costs, Number
 from .dataflow import dataflow, find_routes
 from .earliest import EarliestTimes, Time, earliest
 from .errors import schedule_error
-from .instruction import COMMUNICATION, COMPUTE, Op
+from .instruction import COMMUNICATION, COMPUTE, Op, microbatch_of
 from .proof.buffers import HELD
 from .proof.structure import require_schedule
 from .schedule import Schedule
@@ -163,32 +163,23 @@ def _all_instructions(schedule: Schedule, costs: Costs, times: EarliestTimes) ->
     for end, route in routes.items():
         value = flow.output(end[1], 0) + route.distance
         carried[end] = (value, costs.message_of(value // 2 // flow.microbatches))
-    done = times.done
-    starts: list[list[Time]] = []
-    ends: list[list[Time]] = []
+    spans: list[list[tuple[Time, Time]]] = []
     for rank, program in enumerate(schedule.programs):
-        begins: list[Time] = []
-        stops: list[Time] = []
+        spans.append([])
         compute = zip(times.starts[rank], times.ends[rank], strict=True)
         now: Time = 0
         for step, instructions in enumerate(program):
             for place, instruction in enumerate(instructions):
-                op = instruction[0]
+                op, stage, _, peer, _, _ = instruction
                 if op in COMPUTE:
                     start, now = next(compute)
-                    begins.append(start)
-                    stops.append(now)
+                    spans[rank].append((start, now))
                 elif op in COMMUNICATION:
-                    assert instruction[2] is not None
-                    value, delay = carried.get((op, instruction[1], instruction[3]), (0, None))
-                    made = done.get(value + 2 * instruction[2])
+                    value, delay = carried.get((op, stage, peer), (0, None))
+                    made = times.done.get(value + 2 * microbatch_of(instruction))
                     if delay is None or made is None:
                         raise schedule_error(schedule, rank, (step, place), "nothing computes what this message carries")
-                    begins.append(made)
-                    stops.append(made + delay)
+                    spans[rank].append((made, made + delay))
                 else:
-                    begins.append(now)
-                    stops.append(now)
-        starts.append(begins)
-        ends.append(stops)
-    return starts, ends
+                    spans[rank].append((now, now))
+    return [[start for start, _ in row] for row in spans], [[end for _, end in row] for row in spans]

@@ -17,31 +17,19 @@ from .remove import remove_slots
 
 
 class Range(NamedTuple):
-    """From the first to the last use of a slot by one holder; ranges sort by their begin.
+    """From the first to the last use of a slot by one holder; ranges sort by their begin."""
 
-    Args:
-        begin: number of the first use among those of the rank.
-        end: number of the last use.
-        step: step of the first use.
-        holder: stage, microbatch, and how often it has been offloaded.
-    """
-
-    begin: int
-    end: int
-    step: int
-    holder: Holder
+    begin: int  # number of the first use among those of the rank
+    end: int  # number of the last use
+    step: int  # step of the first use
+    holder: Holder  # stage, microbatch, and how often it has been offloaded
 
 
 class Moments(NamedTuple):
-    """The moments of messages in one run of the schedule.
+    """The moments of messages in one run of the schedule."""
 
-    Args:
-        latest: per rank and step, the last moment at which the step may have begun.
-        sends: per rank and holder, ``(step, moment of completion)`` of the sends.
-    """
-
-    latest: list[list[float]]
-    sends: list[dict[Holder, list[tuple[int, int]]]]
+    latest: list[list[float]]  # per rank and step, the last moment at which the step may have begun
+    sends: list[dict[Holder, list[tuple[int, int]]]]  # per rank and holder, (step, completion) of the sends
 
 
 def allocate_slots(schedule: Schedule) -> Schedule:

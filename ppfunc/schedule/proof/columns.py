@@ -30,33 +30,20 @@ Wait = tuple[int, int, int]  # step of the consumer, the other rank, the step th
 
 
 class Columns(NamedTuple):
-    """The program of one rank by kind.
+    """The program of one rank by kind."""
 
-    Args:
-        at: per ``(op, stage, peer)``, the positions in the program by microbatch; those of B and I together under B.
-        step: the step of each position.
-    """
-
-    at: dict[Kind, Column]
-    step: Column
+    at: dict[Kind, Column]  # positions in the program by microbatch, per (op, stage, peer); those of I under B
+    step: Column  # the step of each position
 
 
 class EdgeColumns(NamedTuple):
-    """The messages along one edge in one direction, by microbatch.
+    """The messages along one edge in one direction, by microbatch."""
 
-    Args:
-        source: the sending rank.
-        target: the receiving rank.
-        sent: positions of the sends in the program of ``source``.
-        received: positions of the receives in the program of ``target``.
-        consumed: positions of what consumes them there.
-    """
-
-    source: int
-    target: int
-    sent: Column
-    received: Column
-    consumed: Column
+    source: int  # the sending rank
+    target: int  # the receiving rank
+    sent: Column  # positions of the sends in the program of ``source``
+    received: Column  # positions of the receives in the program of ``target``
+    consumed: Column  # positions of what consumes them there
 
 
 def prove_columns(schedule: Schedule) -> bool | None:

@@ -12,19 +12,12 @@ Position = tuple[int, int, int]  # rank, step, place
 
 
 class OrderRecord(NamedTuple):
-    """The position of everything that happens. A message is numbered ``value * S + stage that consumes it``.
+    """The position of everything that happens. A message is numbered ``value * S + stage that consumes it``."""
 
-    Args:
-        made: position of the instruction that makes each value.
-        weights: position of the weight gradient, by the number of the input gradient that it follows.
-        sends: position of each message's send.
-        receives: position of each message's receive.
-    """
-
-    made: dict[int, Position]
-    weights: dict[int, Position]
-    sends: dict[int, Position]
-    receives: dict[int, Position]
+    made: dict[int, Position]  # position of the instruction that makes each value
+    weights: dict[int, Position]  # position of the weight gradient, by the number of the input gradient that it follows
+    sends: dict[int, Position]  # position of each message's send
+    receives: dict[int, Position]  # position of each message's receive
 
 
 def in_order(step: Step) -> Iterable[tuple[int, Instruction]]:

@@ -18,21 +18,13 @@ from .traffic import Traffic
 
 
 class QueueState(NamedTuple):
-    """The state of a run.
+    """The state of a run."""
 
-    Args:
-        at: per rank, the index of its next event.
-        posted: per queue, the batches that are posted and not complete, the head first.
-        pending: per batch, how many of its messages have not moved; -1 before it is posted.
-        clocks: per rank, the number of each event in the order in which all events happened.
-        complete: per batch, the number of the event with which its last message moved.
-    """
-
-    at: list[int]
-    posted: list[deque[int]]
-    pending: list[int]
-    clocks: list[list[int]]
-    complete: list[int]
+    at: list[int]  # per rank, the index of its next event
+    posted: list[deque[int]]  # per queue, the batches that are posted and not complete, the head first
+    pending: list[int]  # per batch, how many of its messages have not moved; -1 before it is posted
+    clocks: list[list[int]]  # per rank, the number of each event in the order in which all events happened
+    complete: list[int]  # per batch, the number of the event with which its last message moved
 
 
 def check_queues(schedule: Schedule, flow: Dataflow, record: OrderRecord, found: Traffic) -> QueueState:

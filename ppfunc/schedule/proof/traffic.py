@@ -12,23 +12,14 @@ Event = tuple[int, int, int]  # batch, step, place; the place is -1 where the ba
 
 
 class Traffic(NamedTuple):
-    """The batches of a schedule, numbered, and what each rank does with them.
+    """The batches of a schedule, numbered, and what each rank does with them."""
 
-    Args:
-        owner: rank of each batch.
-        step: step of each batch in the program of its rank.
-        queue: number of the queue that each batch is in.
-        messages: the messages of each batch; negative numbers are sums over replicas.
-        ends: the batches that each message is in; it moves once all of them are at the head.
-        events: per rank, in order, the batches that it posts and those that it waits for.
-    """
-
-    owner: list[int]
-    step: list[int]
-    queue: list[int]
-    messages: list[list[int]]
-    ends: dict[int, list[int]]
-    events: list[list[Event]]
+    owner: list[int]  # rank of each batch
+    step: list[int]  # step of each batch in the program of its rank
+    queue: list[int]  # number of the queue that each batch is in
+    messages: list[list[int]]  # the messages of each batch; negative numbers are sums over replicas
+    ends: dict[int, list[int]]  # the batches that each message is in; it moves once all of them are at the head
+    events: list[list[Event]]  # per rank, in order, the batches that it posts and those that it waits for
 
 
 def traffic(schedule: Schedule, flow: Dataflow, routes: Routes, queue: str) -> Traffic:
