@@ -15,9 +15,7 @@ _AXIS_OF_KIND = {"data": "data", "pipe": "pipe", "slice": "model"}
 
 
 def device_mesh(topology: Topology, device_type: str = "cpu") -> DeviceMesh:
-    """The mesh with the axes and the ranks of a topology.
-
-    Every rank has to call it, after ``init_process_group`` and, on GPUs, after choosing its device.
+    """Make the mesh of a topology; every rank calls it, after ``init_process_group`` and choosing its device.
 
     Args:
         topology: one with as many ranks as the world.

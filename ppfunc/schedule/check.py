@@ -148,14 +148,11 @@ def _prove_by_steps(schedule: Schedule, queue: str) -> bool:
 
 
 def is_step_atomic(schedule: Schedule) -> bool:
-    """Whether a barrier may stand between any two steps of a schedule that ``check`` accepts.
+    """Whether a barrier may stand between any two steps of a schedule; raises as ``check`` does.
 
     That is so if step k of every rank needs nothing from a later step of another: what it
-    consumes has been sent, together with all that moves in the same batch, in a step <= k.
-    Without communications, what it consumes has been computed in a step <= k.
-
-    Raises:
-        ScheduleError: the schedule is wrong.
+    consumes has been sent, together with all that moves in the same batch, in a step <= k;
+    without communications, computed in a step <= k.
     """
     return check(schedule).step_atomic
 

@@ -206,11 +206,7 @@ def _as_real(leaf: Tensor) -> Tensor:
 
 
 def _dense(leaf: Tensor) -> Tensor:
-    """Put a leaf into row-major memory, without history; it is not copied where it is there already.
-
-    The kernels walk the memory of a parameter, its gradient and its moments side by side,
-    so that all of them must have one layout.
-    """
+    """Put a leaf into row-major memory, without history: the kernels walk the memory of several tensors side by side."""
     if leaf.requires_grad or leaf.is_conj() or leaf.is_neg() or not leaf.is_contiguous():
         return leaf.detach().resolve_conj().resolve_neg().contiguous()
     return leaf
@@ -249,11 +245,7 @@ def _refuse_shared_memory(tree: Tree) -> None:
 
 
 def _gradients(grads: Tree, params: Tree) -> list[Tensor]:
-    """Check the gradients; return those of the leaves that an update changes, as real views in row-major memory.
-
-    Raises:
-        ValueError: if ``grads`` has another structure, shape, dtype or device than ``params``.
-    """
+    """Check that the gradients match; return those of the leaves that an update changes, as real views in row-major memory."""
     wanted, structure = tree_flatten(params)
     got, got_structure = tree_flatten(grads)
     if structure != got_structure:
