@@ -63,7 +63,7 @@ def consumed(flow: Dataflow, instruction: Instruction) -> tuple[tuple[int, int, 
 
 
 class EdgeFlow(NamedTuple):
-    """What moves along one edge in one direction."""
+    """The values that move along one edge in one direction."""
 
     source: int  # the stage that sends
     target: int  # the stage that consumes

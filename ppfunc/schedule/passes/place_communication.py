@@ -82,7 +82,7 @@ def _indices(schedule: Schedule, flow: Dataflow, times: EarliestTimes) -> tuple[
 
 
 def _pairs(schedule: Schedule) -> dict[tuple[int, int], list[EdgeFlow]]:
-    """What is sent between each two ranks, lower one first."""
+    """The edges between each two ranks, lower one first."""
     pairs: dict[tuple[int, int], list[EdgeFlow]] = {}
     for edge in edge_flows(schedule):
         low, high = sorted((schedule.placement[edge.source], schedule.placement[edge.target]))
