@@ -32,7 +32,7 @@ class StageError(RuntimeError):
 
 
 def raised(error: BaseException) -> str:
-    """What was raised, where, and what was noted of it."""
+    """Tell what was raised, where, and what was noted of it."""
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
     return f"it raised {type(error).__name__}{place(error)}: {error}{notes}"
 
