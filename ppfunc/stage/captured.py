@@ -25,11 +25,7 @@ Record = Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]
 
 
 def cuda_recorder(device: torch.device) -> Record:
-    """Records CUDA graphs on ``device``; those of one recorder share their memory, and run in the order of their recording.
-
-    References:
-        torch.cuda.graph; CUDA C++ Programming Guide, "CUDA Graphs".
-    """
+    """Records CUDA graphs on ``device``; those of one recorder share their memory, and run in the order of their recording."""
     pool = torch.cuda.graph_pool_handle()
     generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 

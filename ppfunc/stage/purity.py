@@ -21,10 +21,8 @@ aten = torch.ops.aten
 class Purity(TorchDispatchMode):
     """Sees every operator of a call: counts draws, and raises ``StageError`` before an effect happens.
 
-    Args:
-        stage: name of the stage.
-        arguments: the tensors that it is given, by their paths.
-        abstract: whether the call has no values, so that seeding can be told from drawing.
+    ``arguments`` are the tensors that it is given, by their paths; an ``abstract`` call has no values, so that seeding can be
+    told from drawing.
     """
 
     supports_higher_order_operators = True

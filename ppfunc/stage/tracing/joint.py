@@ -24,26 +24,17 @@ Results = tuple[Leaves, Gradients, Gradients]  # outputs, gradients of the param
 
 
 class Joint(NamedTuple):
-    """Forward and backward in one graph without side effects.
+    """Forward and backward in one graph without side effects."""
 
-    Args:
-        graph: the operators in the order in which they were called.
-        constants: the tensors that ``get_attr`` nodes name.
-        params, x, extras, gy: the nodes of the arguments.
-        outputs: the leaves of ``y``, then those of the auxiliary output.
-        gparams: one entry per differentiable parameter, ``None`` without dependence.
-        gx: one entry per leaf of ``x`` that wants a gradient.
-    """
-
-    graph: Graph
-    constants: dict[str, torch.Tensor]
+    graph: Graph  # the operators in the order in which they were called
+    constants: dict[str, torch.Tensor]  # that ``get_attr`` nodes name
     params: Nodes
     x: Nodes
     extras: Nodes
     gy: Nodes
-    outputs: Nodes
-    gparams: Maybe
-    gx: Maybe
+    outputs: Nodes  # the leaves of ``y``, then those of the auxiliary output
+    gparams: Maybe  # one per differentiable parameter, None without dependence
+    gx: Maybe  # one per leaf of ``x`` that wants a gradient
 
     @property
     def results(self) -> list[Node]:
@@ -53,11 +44,7 @@ class Joint(NamedTuple):
 
 
 def trace(stage: DifferentiableStage, example: Example, known: Outline, name: str) -> Joint:
-    """Trace ``stage`` and its gradient by ``torch.autograd.grad`` under fake tensors.
-
-    Raises:
-        StageError: what the stage does cannot be traced, or its backward draws random numbers.
-    """
+    """Trace ``stage`` and its gradient by ``torch.autograd.grad`` under fake tensors; refuse what cannot be traced."""
     # Looking for anomalies asks for values.
     with without_values(), torch.autograd.set_detect_anomaly(False):
         params, x, extras = example.make()

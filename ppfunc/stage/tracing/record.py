@@ -32,14 +32,9 @@ class _Doubtful(NamedTuple):
 class Record(TorchDispatchMode):
     """A graph of the operators that are called within it, below autograd and the transforms of torch.func.
 
-    Args:
-        stage: how errors call the stage.
-        inputs: tensors without values and the names of their nodes.
-
-    Attributes:
-        graph: the operators in the order in which they are called; ``meta["val"]`` of a node is its result without
-            values, ``meta["place"]`` the line that called it, of an operator of the forward.
-        constants: the tensors that ``get_attr`` nodes name: all that is neither an input nor made within.
+    ``graph`` has them in the order in which they are called: ``meta["val"]`` of a node is its result without values,
+    ``meta["place"]`` the line that called it, of an operator of the forward. ``constants`` are the tensors that ``get_attr``
+    nodes name: all that is neither one of ``inputs``, which have the names of their nodes, nor made within.
     """
 
     supports_higher_order_operators = True

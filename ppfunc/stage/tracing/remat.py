@@ -64,8 +64,7 @@ def _repeatable(joint: Joint) -> set[Node]:
 def _within(joint: Joint, budget: int, name: str) -> Parts:
     """The cheapest cut found that keeps at most ``budget`` bytes.
 
-    For a price per byte, the set that is best to compute again is a minimum cut; the price is
-    raised until the bytes fit.
+    For a price per byte, the set that is best to compute again is a minimum cut; the price is raised until the bytes fit.
     """
     parts = cut(joint)
     if residual_bytes(joint, parts.residuals, name) <= budget:

@@ -18,14 +18,8 @@ from .ensemble import batched
 def per_sample(fn: Stage, *, randomness: str = "error") -> Stage:
     """The stage with parameters of its own for every sample, so that gradients do not add up over them.
 
-    Equivalent to ``torch.func.vmap(fn)``, with every sample a batch of one.
-
-    Args:
-        fn: a stage; every leaf of ``x`` and of the further arguments has a leading batch axis b.
-        randomness: as of ``torch.func.vmap``.
-
-    Returns:
-        A stage whose parameters have a leading axis b; see :func:`for_samples`.
+    Equivalent to ``torch.func.vmap(fn)``, with every sample a batch of one: parameters (see :func:`for_samples`), ``x`` and the
+    further arguments have a leading axis b. ``randomness`` is that of ``vmap``.
     """
 
     def one(params: Any, *sample: Any) -> Any:
@@ -44,12 +38,7 @@ def per_sample(fn: Stage, *, randomness: str = "error") -> Stage:
 
 
 def per_sample_loss(loss_fn: Loss) -> Loss:
-    """The losses of every sample as a batch of one: ``loss(y, target) -> tensor[b]``.
-
-    >>> loss = per_sample_loss(lambda y, target: (y - target).square().mean())
-    >>> loss(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 0.0]))
-    tensor([0., 4.])
-    """
+    """The losses of every sample as a batch of one: ``loss(y, target) -> tensor[b]``."""
 
     def one(*sample: Any) -> torch.Tensor:
         return loss_fn(*tree_map(_alone, sample))
