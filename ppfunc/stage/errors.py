@@ -28,9 +28,14 @@ class StageError(RuntimeError):
 
 
 def raised(error: BaseException) -> str:
-    """What was raised, where, and what was noted of it."""
+    """Tell what was raised, where, and what was noted of it."""
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
     return f"it raised {type(error).__name__}{place(error)}: {error}{notes}"
+
+
+def first_line(error: BaseException) -> str:
+    """The class of an error, and the first line of its text."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def place(error: BaseException) -> str:

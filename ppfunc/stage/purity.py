@@ -18,14 +18,29 @@ from .tree import tree_leaves
 aten = torch.ops.aten
 
 
-class Purity(TorchDispatchMode):
+class LogicalDraws(TorchDispatchMode):
+    """Draw into tensors in their logical order, not in that of their memory.
+
+    ``torch.func`` and functionalisation draw into new, contiguous tensors, plain autograd into
+    whatever strides an activation has: a dropout mask would depend on the engine.
+    """
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, effects = kwargs or {}, _effects(func)
+        if effects.seeded and effects.writes and not args[0].is_contiguous():
+            drawn = func(torch.empty_like(args[0], memory_format=torch.contiguous_format), *args[1:], **kwargs)
+            return args[0].copy_(drawn)
+        return func(*args, **kwargs)
+
+
+class Purity(LogicalDraws):
     """Sees every operator of a call: counts draws, and raises ``StageError`` before an effect happens.
 
     ``arguments`` are the tensors that it is given, by their paths; an ``abstract`` call has no values, so that seeding can be
     told from drawing.
     """
-
-    supports_higher_order_operators = True
 
     def __init__(self, stage: str, arguments: Iterable[tuple[str, torch.Tensor]], abstract: bool = False) -> None:
         super().__init__()
@@ -40,7 +55,8 @@ class Purity(TorchDispatchMode):
         if effects.seeded and draws(func, args, kwargs):
             self.draws += 1
             # Without values nothing is drawn, so that only a stage that seeds has changed the generator.
-            self.seeds |= self.abstract and not self._generator_is_as_before()
+            with without_modes():
+                self.seeds |= self.abstract and not torch.equal(self.before, torch.default_generator.get_state())
         for tensor in effects.written(args, kwargs):
             self._require_own(tensor)
         for value in _flat((args, kwargs)):
@@ -50,7 +66,7 @@ class Purity(TorchDispatchMode):
                 self.generators |= isinstance(value, torch.Generator)
         if getattr(func, "namespace", "") == "c10d" and torch.is_grad_enabled():
             self._require_no_collective_of_gradients(func, args)
-        made = _call(func, args, kwargs)
+        made = super().__torch_dispatch__(func, types, args, kwargs)
         if not effects.view:
             self.made.update(storage(t) for t in _flat(made) if isinstance(t, torch.Tensor))
         return made
@@ -76,36 +92,6 @@ class Purity(TorchDispatchMode):
         if (at := storage(value)) not in self.made and at not in self.arguments:
             reason = f"it reads {_shape(value)} that is not among its arguments and requires a gradient, which would be lost"
             raise StageError(self.stage, reason, "pass it in params, or detach it")
-
-    def _generator_is_as_before(self) -> bool:
-        with without_modes():
-            return torch.equal(self.before, torch.default_generator.get_state())
-
-
-class LogicalDraws(TorchDispatchMode):
-    """Draw into tensors in their logical order, not in that of their memory.
-
-    ``torch.func`` and functionalisation draw into new, contiguous tensors, plain autograd into
-    whatever strides an activation has: a dropout mask would depend on the engine.
-    """
-
-    supports_higher_order_operators = True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _call(func, args, kwargs or {})
-
-
-def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call an operator; one that draws in place fills a tensor in its logical order."""
-    if _draws_in_place(func) and not args[0].is_contiguous():
-        drawn = func(torch.empty_like(args[0], memory_format=torch.contiguous_format), *args[1:], **kwargs)
-        return args[0].copy_(drawn)
-    return func(*args, **kwargs)
-
-
-@cache
-def _draws_in_place(func: Any) -> bool:
-    return isinstance(func, OpOverload) and torch.Tag.nondeterministic_seeded in func.tags and schema(func).is_mutable
 
 
 class Generators(TorchFunctionMode):
@@ -213,11 +199,9 @@ def _effects(func: Any) -> _Effects:
 
 def _flat(values: Any) -> Iterator[Any]:
     """Iterate over arguments or results of operators, which nest tuples, lists and dictionaries alone."""
-    if isinstance(values, (tuple, list)):
-        for value in values:
+    if isinstance(values, (tuple, list, dict)):
+        for value in values.values() if isinstance(values, dict) else values:
             yield from _flat(value)
-    elif isinstance(values, dict):
-        yield from _flat(list(values.values()))
     else:
         yield values
 

@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..abstract import Outline, without_values
 from ..differentiable import DifferentiableStage, contiguous
-from ..errors import StageError
+from ..errors import StageError, first_line
 from ..example import Example, Leaves
 from ..program import Gradients
 from .operators import is_mutable, is_random
@@ -67,17 +67,11 @@ def _record(fn: Callable[..., Results], groups: tuple[Leaves, ...], name: str) -
     except StageError:
         raise
     except Exception as error:
-        first = (str(error).splitlines() or [""])[0]
-        place = record.place_of(str(error))
-        reason = f"it runs, but its gradient cannot be traced ({type(error).__name__}: {first}{place})"
+        reason = f"it runs, but its gradient cannot be traced ({first_line(error)}{record.place_of(str(error))})"
         raise StageError(name, reason, "use the eager engine") from error
-
-    def maybe(gradients: Gradients) -> Maybe:
-        return tuple(None if t is None else record.node(t) for t in gradients)
-
-    outputs, gparams, gx = results
-    params, x, extras, gy, y = (tuple(map(record.node, leaves)) for leaves in (*groups, outputs))
-    return Joint(record.graph, record.constants, params, x, extras, gy, y, maybe(gparams), maybe(gx))
+    params, x, extras, gy, y = (tuple(map(record.node, leaves)) for leaves in (*groups, results[0]))
+    gparams, gx = (tuple(None if t is None else record.node(t) for t in gradients) for gradients in results[1:])
+    return Joint(record.graph, record.constants, params, x, extras, gy, y, gparams, gx)
 
 
 def _joint(stage: DifferentiableStage, record: Record, params: Leaves, x: Leaves, extras: Leaves, gy: Leaves) -> Results:
@@ -110,8 +104,4 @@ def _require_pure(joint: Joint, known: Outline, name: str) -> None:
         if is_mutable(node):
             raise StageError(name, f"the effect of {node.target} cannot be removed from its trace", "use the functional engine")
     if sum(map(is_random, joint.graph.nodes)) > known.draws:
-        raise StageError(
-            name,
-            "its backward draws random numbers, which would not repeat those of its forward",
-            "use the eager engine",
-        )
+        raise StageError(name, "its backward draws random numbers, which would not repeat those of its forward", "use the eager engine")
