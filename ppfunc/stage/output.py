@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -129,8 +130,5 @@ def received_signature(sources: Sequence[int], parts: Sequence[Signature]) -> Si
 
 def children(signature: Signature) -> tuple[Signature, ...]:
     """The signatures of the children of a tree's root."""
-    found, start = [], 0
-    for child in signature.treedef.children():
-        found.append(Signature(child, signature.leaves[start : start + child.num_leaves]))
-        start += child.num_leaves
-    return tuple(found)
+    rest = iter(signature.leaves)
+    return tuple(Signature(child, tuple(islice(rest, child.num_leaves))) for child in signature.treedef.children())

@@ -13,7 +13,6 @@ from torch.overrides import TorchFunctionMode
 from ._torch import FakeTensor, FakeTensorMode, OpOverload, TorchDispatchMode, is_wrapped, schema, storage, without_modes
 from .errors import StageError, place_of_call
 from .signature import LeafSignature
-from .tree import tree_leaves
 
 aten = torch.ops.aten
 
@@ -68,7 +67,7 @@ class Purity(LogicalDraws):
             self._require_no_collective_of_gradients(func, args)
         made = super().__torch_dispatch__(func, types, args, kwargs)
         if not effects.view:
-            self.made.update(storage(t) for t in _flat(made) if isinstance(t, torch.Tensor))
+            self.made.update(map(storage, tensors_in(made)))
         return made
 
     def _require_own(self, tensor: torch.Tensor) -> None:
@@ -81,7 +80,7 @@ class Purity(LogicalDraws):
 
     def _require_no_collective_of_gradients(self, func: Any, args: tuple[Any, ...]) -> None:
         """Only where gradients are on: a custom autograd.Function may use one."""
-        if any(isinstance(t, torch.Tensor) and t.requires_grad for t in _flat(args)):
+        if any(t.requires_grad for t in tensors_in(args)):
             reason = f"it uses the collective {func}{place_of_call()}, which writes in place: its gradient would be that of the identity"
             raise StageError(self.stage, reason, "use torch.distributed._functional_collectives, or an autograd.Function of your own")
 
@@ -121,7 +120,7 @@ class Evaluation(FakeTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        tensors = list(tensors_in((args, kwargs)))
         foreign = [t for t in tensors if isinstance(t, FakeTensor) and t.fake_mode is not self]
         if self.over and not all(isinstance(t, FakeTensor) for t in tensors):
             foreign += [t for t in tensors if isinstance(t, FakeTensor)]
@@ -183,7 +182,7 @@ class _Effects(NamedTuple):
         values: list[Any] = [args[n] if n < len(args) else kwargs.get(name) for n, name in self.writes]
         if self.statistics and args[5]:
             values += args[3:5]
-        return (t for t in _flat(values) if isinstance(t, torch.Tensor))
+        return tensors_in(values)
 
 
 @cache
@@ -204,6 +203,11 @@ def _flat(values: Any) -> Iterator[Any]:
             yield from _flat(value)
     else:
         yield values
+
+
+def tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments or results of an operator."""
+    return (value for value in _flat(values) if isinstance(value, torch.Tensor))
 
 
 def _shape(tensor: torch.Tensor) -> str:

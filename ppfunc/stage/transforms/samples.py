@@ -23,7 +23,7 @@ def per_sample(fn: Stage, *, randomness: str = "error") -> Stage:
     """
 
     def one(params: Any, *sample: Any) -> Any:
-        out = fn(params, *tree_map(_alone, sample))
+        out = fn(params, *_alone(sample))
         if isinstance(out, Output) and (out.loss, out.metrics, out.state) != (None, None, None):
             raise ValueError(
                 "it returns an auxiliary loss, metrics or a state, of which there are none per sample; return y and skips alone"
@@ -41,7 +41,7 @@ def per_sample_loss(loss_fn: Loss) -> Loss:
     """The losses of every sample as a batch of one: ``loss(y, target) -> tensor[b]``."""
 
     def one(*sample: Any) -> torch.Tensor:
-        return loss_fn(*tree_map(_alone, sample))
+        return loss_fn(*_alone(sample))
 
     def losses(y: Any, target: Any) -> torch.Tensor:
         return batched(one, (y, target), (True, True))
@@ -106,9 +106,9 @@ def clipped_sum(grads: Any, square_norms: torch.Tensor, max_norm: float) -> Any:
     return tree_map(clip, grads)
 
 
-def _alone(t: torch.Tensor) -> torch.Tensor:
+def _alone(sample: Any) -> Any:
     """A sample as a batch of one."""
-    return rearrange(t, "... -> 1 ...")
+    return tree_map(lambda t: rearrange(t, "... -> 1 ..."), sample)
 
 
 def _joined(t: torch.Tensor) -> torch.Tensor:
