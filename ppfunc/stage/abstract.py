@@ -31,12 +31,10 @@ class Outline(NamedTuple):
     """The result of evaluating a stage without its values.
 
     Args:
-        y: signature of the output; ``grad=True`` where it depends on a differentiable leaf of the
-            parameters or of ``x``.
+        y: signature of the output; ``grad=True`` where it depends on a differentiable leaf of the parameters or of ``x``.
         aux: signature of the auxiliary output, no leaf of which carries a gradient.
         draws: how many operators drew from a random generator.
-        generators: whether it hands a generator to an operator.
-        seeds: whether it seeds the generator that it draws from.
+        generators, seeds: whether it hands a generator to an operator; whether it seeds the generator that it draws from.
         modules: the modules that ran, with their submodules: the stage depends on their train or evaluation mode.
         refusal: why it could not be evaluated abstractly, and what to use instead; None where it could.
     """

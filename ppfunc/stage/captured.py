@@ -1,8 +1,7 @@
 """Record the programs of a stage as CUDA graphs, once for every microbatch in flight, and replay them.
 
-A graph works in the memory in which it was recorded. That memory belongs to slots: a slot holds
-one microbatch from its forward to the end of its backward, so its residuals stay where they are,
-and there are as many slots as microbatches were ever in flight at once.
+A graph works in the memory in which it was recorded. That memory belongs to slots, as many as microbatches were ever in
+flight at once: a slot holds one from its forward to the end of its backward, so its residuals stay where they are.
 """
 
 from __future__ import annotations
@@ -25,11 +24,7 @@ Record = Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]
 
 
 def cuda_recorder(device: torch.device) -> Record:
-    """Records CUDA graphs on ``device``; those of one recorder share their memory, and run in the order of their recording.
-
-    References:
-        torch.cuda.graph; CUDA C++ Programming Guide, "CUDA Graphs".
-    """
+    """Records CUDA graphs on ``device``; those of one recorder share their memory, and run in the order of their recording."""
     pool = torch.cuda.graph_pool_handle()
     generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 

@@ -82,10 +82,10 @@ class DifferentiableStage:
         given = params + x + extras
         before = [version(t) for t in given]
         yield
-        for path, t, count in zip(self.example.paths, given, before, strict=True) if before != [version(t) for t in given] else ():
-            if version(t) != count:
-                reason = f"it is not pure: it has written into its argument {path}, whose values are others now"
-                raise StageError(self.name, reason, "return the new value, or work on a clone")
+        written = [n for n, (t, count) in enumerate(zip(given, before, strict=True)) if version(t) != count]
+        if written:
+            reason = f"it is not pure: it has written into its argument {self.example.paths[written[0]]}, whose values are others now"
+            raise StageError(self.name, reason, "return the new value, or work on a clone")
 
     def no_gradients(self, gy: Leaves, **_: Any) -> tuple[Gradients, Gradients]:
         """The backward of a stage through which no gradient flows."""

@@ -10,7 +10,7 @@ import torch
 
 from .abstract import DATA_DEPENDENT, Outline, data_dependence, outline as outline_of, without_values
 from .differentiable import DifferentiableStage, contiguous
-from .errors import StageError
+from .errors import StageError, first_line
 from .example import Example, Leaves, stand_ins
 from .program import FlatProgram, Gradients, StageProgram, stage_program
 
@@ -131,9 +131,7 @@ def _program(
     except StageError:
         raise
     except Exception as error:
-        first = (str(error).splitlines() or [""])[0]
-        reason = f"it runs, but {by} cannot differentiate it ({type(error).__name__}: {first})"
-        raise StageError(name, reason, instead) from error
+        raise StageError(name, f"it runs, but {by} cannot differentiate it ({first_line(error)})", instead) from error
     return stage_program(flat, seen, known, has_aux=has_aux, residual_bytes=None)
 
 

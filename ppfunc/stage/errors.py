@@ -15,12 +15,8 @@ _PYTHON = Path(traceback.__file__).parent
 
 
 class StageError(RuntimeError):
-    """Raised for a stage that an engine cannot serve: which one, why, and the mend.
-
-    Args:
-        stage: name of the stage, such as ``"stage 3"``.
-        reason: what is wrong, with what was got and what was expected.
-        instead: what to use or change; empty where the error says enough.
+    """Raised for a stage that an engine cannot serve: ``stage`` is its name, ``reason`` says what was got and expected, ``instead``
+    what to use or change; it is empty where the error says enough.
     """
 
     def __init__(self, stage: str, reason: str, instead: str) -> None:
@@ -35,6 +31,11 @@ def raised(error: BaseException) -> str:
     """Tell what was raised, where, and what was noted of it."""
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
     return f"it raised {type(error).__name__}{place(error)}: {error}{notes}"
+
+
+def first_line(error: BaseException) -> str:
+    """The class of an error, and the first line of its text."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def place(error: BaseException) -> str:

@@ -18,34 +18,20 @@ Leaves = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """The arguments of a stage without their values: hashable, a key for programs.
-
-    Args:
-        params: signature of the parameters.
-        strides: strides of every parameter, in elements.
-        x: signature of what comes over the boundary; gradients are wanted for its ``grad=True`` leaves.
-        extras: signatures of the further arguments, which are never differentiated.
-        device: where the stage computes.
-        subclasses: names of tensor types other than ``Tensor`` and ``Parameter`` that occur.
-    """
+    """The arguments of a stage without their values: hashable, a key for programs."""
 
     params: Signature
-    strides: tuple[tuple[int, ...], ...]
-    x: Signature
-    extras: tuple[Signature, ...]
-    device: torch.device
-    subclasses: tuple[str, ...] = ()
+    strides: tuple[tuple[int, ...], ...]  # of every parameter, in elements
+    x: Signature  # gradients are wanted for its ``grad=True`` leaves
+    extras: tuple[Signature, ...]  # which are never differentiated
+    device: torch.device  # where the stage computes
+    subclasses: tuple[str, ...] = ()  # names of tensor types other than ``Tensor`` and ``Parameter`` that occur
 
     @classmethod
     def of(cls, example: tuple[Any, ...], device: torch.device | str | None = None) -> Example:
         """Read ``(params, x, *extras)``, each a tree of tensors or a :class:`Signature`.
 
-        Args:
-            example: the arguments of the stage.
-            device: where it computes; by default where the first tensor of the example with values is, else the CPU.
-
-        Raises:
-            TypeError: a leaf is not a tensor.
+        The stage computes on ``device``, by default that of the first tensor of the example with values, else on the CPU.
         """
         signatures = [Signature.of(tree, name) for tree, name in zip(example, _names(len(example)), strict=True)]
         given = [t for tree in example if not isinstance(tree, Signature) for t in tree_leaves(tree)]
@@ -78,7 +64,6 @@ class Example:
 
     @property
     def extra_leaves(self) -> tuple[Any, ...]:
-        """The leaves of all further arguments, in order."""
         return tuple(leaf for signature in self.extras for leaf in signature.leaves)
 
     def unflatten(self, leaves: Iterable[Any]) -> tuple[Any, ...]:
@@ -120,11 +105,7 @@ def stand_ins(example: tuple[Any, ...], device: torch.device) -> tuple[Leaves, L
 
 
 def split_aux(out: Any, has_aux: bool, stage: str) -> tuple[tuple[Any, PyTreeSpec], tuple[Any, PyTreeSpec]]:
-    """Flatten the return value of a stage to ``(leaves, structure)`` of ``y`` and of ``aux`` (``None`` without it).
-
-    Raises:
-        TypeError: with ``has_aux``, not a pair; or a leaf is not a tensor.
-    """
+    """Flatten the return value of a stage to ``(leaves, structure)`` of ``y`` and of ``aux`` (``None`` without it)."""
     if not has_aux:
         return flatten(out, f"{stage} y"), ((), tree_structure(None))
     if not (isinstance(out, tuple) and len(out) == 2):

@@ -102,9 +102,6 @@ def graph(
             raise TypeError("graph got has_aux, name, device or outline and no function; an engine gets these with the function")
         return partial(graph, remat=remat, compile=compile, cuda_graphs=cuda_graphs)
     seen = Example.of(example, device)
-    if seen.subclasses:
-        reason = f"its example has tensors of the types {', '.join(seen.subclasses)}, which are not traced"
-        raise StageError(name, reason, "use the eager engine")
     if cuda_graphs and seen.device.type != "cuda":
         reason = f"it computes on the device {seen.device}, and CUDA graphs are for CUDA alone"
         raise StageError(name, reason, "put its parameters on a CUDA device, or leave out cuda_graphs=True")

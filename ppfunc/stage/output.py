@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -60,19 +61,11 @@ def canonical(
 
         def call(params, x, *extras):           # extras: the target if ``targeted``, then its extras, then state
             out = fn(params, x, *extras)        # without the target
-            loss = loss_fn(out.y, target) + out.loss
+            loss = loss_fn(out.y, target) + out.loss                # of the last stage of a chain
             return (out.y, out.skips, loss), (outputs, out.metrics, out.state)
 
-    Args:
-        fn: the stage.
-        last: whether it is the last of its chain.
-        loss_fn: the loss to fold in, for a last stage.
-        return_outputs: whether a last stage's ``y`` goes to the caller.
-        skips: the stages that get a skip connection from this one.
-        targeted: whether the first further argument is the target.
-
     Raises:
-        ValueError: it returns skip connections other than those of the schedule.
+        ValueError: it returns skip connections to other stages than ``skips``, those of the schedule.
     """
 
     def call(params: Any, x: Any, *extras: Any) -> tuple[Any, Any]:
@@ -127,12 +120,7 @@ def _in_order_of(given: Any, state: Any) -> Any:
 
 
 def received_signature(sources: Sequence[int], parts: Sequence[Signature]) -> Signature:
-    """The signature of a stage's input, of the signatures of its parts.
-
-    Args:
-        sources: the stages that they come from, the stage before (or the batch) first.
-        parts: one signature each.
-    """
+    """The signature of a stage's input, of those of its parts, which come from ``sources``: the stage before (or the batch) first."""
     if len(parts) == 1:
         return parts[0]
     trees = [part.unflatten(part.leaves) for part in parts]
@@ -141,14 +129,6 @@ def received_signature(sources: Sequence[int], parts: Sequence[Signature]) -> Si
 
 
 def children(signature: Signature) -> tuple[Signature, ...]:
-    """The signatures of the children of a tree's root.
-
-    >>> import torch
-    >>> [str(s) for s in children(Signature.of((torch.zeros(2), {"n": torch.zeros(3)})))]
-    ['float32[2]', "{'n': float32[3]}"]
-    """
-    found, start = [], 0
-    for child in signature.treedef.children():
-        found.append(Signature(child, signature.leaves[start : start + child.num_leaves]))
-        start += child.num_leaves
-    return tuple(found)
+    """The signatures of the children of a tree's root."""
+    rest = iter(signature.leaves)
+    return tuple(Signature(child, tuple(islice(rest, child.num_leaves))) for child in signature.treedef.children())

@@ -23,13 +23,7 @@ _DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isi
 
 @dataclass(frozen=True, slots=True)
 class LeafSignature:
-    """One tensor of a tree.
-
-    Args:
-        shape: its sizes.
-        dtype: its dtype.
-        grad: whether a gradient is wanted for it; only floating and complex leaves can have one.
-    """
+    """One tensor of a tree: its sizes, its dtype, and whether a gradient is wanted; only floating and complex leaves can have one."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

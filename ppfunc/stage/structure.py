@@ -20,10 +20,7 @@ _LEAF = 0
 
 
 def structure_to_json(treedef: optree.PyTreeSpec) -> list[Any]:
-    """The structure as lists, texts and numbers; the inverse is :func:`structure_from_json`.
-
-    Raises:
-        TypeError: a key or a piece of metadata that JSON cannot hold.
+    """The structure as lists, texts and numbers; a ``TypeError`` for a key or metadata that JSON cannot hold.
 
     >>> structure_to_json(tree_structure((0, None)))
     [['builtins', 'tuple', None, 2], '*', None]
@@ -45,16 +42,10 @@ def structure_to_json(treedef: optree.PyTreeSpec) -> list[Any]:
 
 
 def structure_from_json(data: Any) -> optree.PyTreeSpec:
-    """The structure that :func:`structure_to_json` wrote.
+    """The structure that :func:`structure_to_json` wrote; a ``ValueError`` for malformed data.
 
-    Classes are looked up among modules that are already imported, and must be named tuples or
-    registered with ``optree`` or ``torch.utils._pytree``.
-
-    Raises:
-        ValueError: malformed data, or a class that is not known in this process.
-
-    >>> structure_from_json([["builtins", "list", None, 2], "*", None])
-    PyTreeSpec([*, None], namespace='ppfunc')
+    Classes are looked up among modules that are already imported, and must be named tuples or registered with ``optree`` or
+    ``torch.utils._pytree``.
     """
     try:
         built: list[Any] = []

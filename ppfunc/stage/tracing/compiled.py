@@ -29,12 +29,9 @@ def without_onednn() -> Iterator[None]:
 
 
 def compiled(part: Part, constants: dict[str, torch.Tensor]) -> tuple[Callable[..., Any], tuple[Node, ...], tuple[Node, ...]]:
-    """Compile the body of a part as one function.
+    """Compile the body of a part as one function; with it, the nodes of its arguments and those of its results.
 
     The shapes of a trace are fixed, so nothing is checked at a call: no guards, no dispatch.
-
-    Returns:
-        the function, the nodes of its arguments, the nodes of its results.
     """
     body = set(part.body)
     inputs = tuple(dict.fromkeys(a for n in part.body for a in n.all_input_nodes if a not in body and a.op != "get_attr"))

@@ -13,17 +13,11 @@ from .operators import ancestors, base, is_call, is_dense, is_element, is_random
 
 
 class Part(NamedTuple):
-    """A stretch of straight-line code.
-
-    Args:
-        arguments: its arguments, each a tuple of nodes.
-        body: the calls, in order.
-        results: what it returns, each a tuple of nodes (``None`` for no gradient).
-    """
+    """A stretch of straight-line code."""
 
     arguments: tuple[Nodes, ...]
-    body: Nodes
-    results: tuple[Maybe, ...]
+    body: Nodes  # the calls, in order
+    results: tuple[Maybe, ...]  # None for no gradient
 
 
 class Parts(NamedTuple):
@@ -46,12 +40,8 @@ def cut(joint: Joint, again: Iterable[Node] = ()) -> Parts:
     * I: of the rest, what the gradient of ``x`` depends on.
     * W: the remainder, which only gradients of parameters depend on.
 
-    ``backward`` is I and W as one, in the order of the trace: hence bitwise the same.
-
-    Args:
-        joint: the trace.
-        again: operators of F whose results are not kept. Where the backward needs them they are
-            computed once more, by I if it needs them, else by W.
+    ``backward`` is I and W as one, in the order of the trace: hence bitwise the same. Of ``again``, operators of F, no result
+    is kept: where the backward needs them they are computed once more, by I if it needs them, else by W.
     """
     calls, early = set(filter(is_call, joint.graph.nodes)), early_nodes(joint)
     free = parameter_views(joint)
@@ -117,11 +107,7 @@ def _in_order(body: set[Node], first: set[Node], results: tuple[Maybe, ...]) -> 
 
 
 def residual_bytes(joint: Joint, residuals: Nodes, name: str) -> int:
-    """Bytes of the storages of ``residuals``, each counted once, those of parameters not at all.
-
-    Raises:
-        StageError: a sparse tensor is among them.
-    """
+    """Bytes of the storages of ``residuals``, each counted once, those of parameters not at all; a sparse tensor is refused."""
     owners = set(map(root, residuals)) - set(joint.params)
     if not all(map(is_dense, owners)):
         reason = "its backward needs a sparse tensor that its forward makes, whose size is not known without values"

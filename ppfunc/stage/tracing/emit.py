@@ -20,23 +20,14 @@ _writing = threading.RLock()  # one thread at a time
 
 
 class Recipe(NamedTuple):
-    """All that a function is made of.
-
-    Args:
-        part: what to compute.
-        names: names of the arguments.
-        constants: the tensors of ``get_attr`` nodes.
-        title: name of the function, and of its place in a traceback.
-        settle: names of the arguments whose tensors may come with any strides.
-        compile: whether the body is one function compiled by inductor.
-    """
+    """All that a function is made of."""
 
     part: Part
-    names: tuple[str, ...]
-    constants: dict[str, torch.Tensor]
-    title: str
-    settle: tuple[str, ...] = ()
-    compile: bool = False
+    names: tuple[str, ...]  # of the arguments
+    constants: dict[str, torch.Tensor]  # of ``get_attr`` nodes
+    title: str  # name of the function, and of its place in a traceback
+    settle: tuple[str, ...] = ()  # names of the arguments whose tensors may come with any strides
+    compile: bool = False  # whether the body is one function compiled by inductor
 
 
 class TracedFunction:

@@ -48,12 +48,10 @@ def is_dense(node: Node) -> bool:
 
 
 def is_random(node: Node) -> bool:
-    """Whether the node draws random numbers."""
     return isinstance(node.target, OpOverload) and draws(node.target, node.args, node.kwargs)
 
 
 def is_mutable(node: Node) -> bool:
-    """Whether the node writes into one of its arguments."""
     return isinstance(node.target, OpOverload) and schema(node.target).is_mutable
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from .._torch import FakeTensor, OpOverload, TorchDispatchMode, device_of, schema
 from ..errors import StageError, place_of_call
-from ..purity import NoValuesError
+from ..purity import NoValuesError, tensors_in
+from ..signature import differentiable
 from .operators import ELEMENT
 
 aten = torch.ops.aten
@@ -22,24 +23,12 @@ _HIDDEN = {aten.miopen_batch_norm.default}  # writes into its arguments in secre
 _WITHOUT_DERIVATIVE = "torch::autograd::WarnNotImplemented"  # name of the backward of operators that no derivative is registered for
 
 
-class _Doubtful(NamedTuple):
-    """A call of an operator that may cut the gradient without saying so: its results, each with its history before the call."""
-
-    node: Node
-    results: list[tuple[torch.Tensor, Any]]
-
-
 class Record(TorchDispatchMode):
     """A graph of the operators that are called within it, below autograd and the transforms of torch.func.
 
-    Args:
-        stage: how errors call the stage.
-        inputs: tensors without values and the names of their nodes.
-
-    Attributes:
-        graph: the operators in the order in which they are called; ``meta["val"]`` of a node is its result without
-            values, ``meta["place"]`` the line that called it, of an operator of the forward.
-        constants: the tensors that ``get_attr`` nodes name: all that is neither an input nor made within.
+    ``graph`` has them in the order in which they are called: ``meta["val"]`` of a node is its result without values,
+    ``meta["place"]`` the line that called it, of an operator of the forward. ``constants`` are the tensors that ``get_attr``
+    nodes name: all that is neither one of ``inputs``, which have the names of their nodes, nor made within.
     """
 
     supports_higher_order_operators = True
@@ -49,7 +38,8 @@ class Record(TorchDispatchMode):
         self.stage, self.graph = stage, Graph()
         self.constants: dict[str, torch.Tensor] = {}
         self._nodes: dict[int, tuple[Node, torch.Tensor]] = {}  # by identity, which the tensor keeps while it is here
-        self._doubtful: list[_Doubtful] = []
+        # Calls of operators that may cut the gradient without saying so, with their results and the histories before the call.
+        self._doubtful: list[tuple[Node, list[tuple[Any, Any]]]] = []
         self._in_forward = True
         for tensor, name in inputs:
             self._know(tensor, self.graph.placeholder(name))
@@ -74,11 +64,8 @@ class Record(TorchDispatchMode):
             # Autograd asks for the device of each gradient, more often than it calls operators.
             return device_of(args[0]) if func is torch.ops.prim.device.default and types else func(*args, **kwargs)
         if func.namespace == "c10d":
-            raise StageError(
-                self.stage,
-                f"it uses the collective {func}{place_of_call(_ENTRY)}, which writes in place and is not traced",
-                "use torch.distributed._functional_collectives, or the eager engine",
-            )
+            reason = f"it uses the collective {func}{place_of_call(_ENTRY)}, which writes in place and is not traced"
+            raise StageError(self.stage, reason, "use torch.distributed._functional_collectives, or the eager engine")
         if func in _HIDDEN:
             reason = f"its operator {func}{place_of_call(_ENTRY)} writes into its arguments in secret"
             raise StageError(self.stage, reason, "use the functional engine")
@@ -105,30 +92,27 @@ class Record(TorchDispatchMode):
                 if isinstance(part, torch.Tensor):
                     self._know(part, self.graph.create_node("call_function", ELEMENT, (node, index)))
         if histories is not None:
-            results = [t for t in _tensors(made) if t.is_floating_point() or t.is_complex()]
-            self._doubtful.append(_Doubtful(node, histories + [(t, None) for t in results]))
+            self._doubtful.append((node, histories + [(t, None) for t in tensors_in(made) if differentiable(t.dtype)]))
         return made
 
-    def _histories(self, func: OpOverload, args: Any, kwargs: Any) -> list[tuple[torch.Tensor, Any]] | None:
+    def _histories(self, func: OpOverload, args: Any, kwargs: Any) -> list[tuple[Any, Any]] | None:
         """The tensors that an operator writes into, with their histories; None where it needs no derivative, or has one for certain."""
         if func.namespace == "aten" or not (self._in_forward and torch.is_grad_enabled()):
             return None
-        if not any(t.requires_grad for t in _tensors((*args, *kwargs.values()))):
+        if not any(t.requires_grad for t in tensors_in((args, kwargs))):
             return None
         given = dict(zip([a.name for a in schema(func).arguments], args, strict=False)) | kwargs
         written = [given.get(a.name) for a in schema(func).arguments if a.alias_info is not None and a.alias_info.is_write]
-        return [(t, t.grad_fn) for t in _tensors(written)]
+        return [(t, t.grad_fn) for t in tensors_in(written)]
 
     def end_of_forward(self) -> None:
         """From here on the backward is recorded. Raise if the gradient would end at an operator that has no derivative."""
         self._in_forward = False
         for node, results in self._doubtful:
-            if results and all(_has_no_derivative(t.grad_fn, before) for t, before in results):
-                raise StageError(
-                    self.stage,
-                    f"its operator {node.target}{node.meta['place']}, has no derivative, so that its gradient would be lost",
-                    "register one (torch.library.register_autograd), or detach what it is given",
-                )
+            if results and all(t.grad_fn is before or t.grad_fn.name() == _WITHOUT_DERIVATIVE for t, before in results):
+                reason = f"its operator {node.target}{node.meta['place']}, has no derivative, so that its gradient would be lost"
+                mend = "register one (torch.library.register_autograd), or detach what it is given"
+                raise StageError(self.stage, reason, mend)
 
     def place_of(self, text: str) -> str:
         """The last line that called an operator which this text names."""
@@ -178,14 +162,3 @@ _DECOMPOSITIONS: dict[OpOverload, Callable[..., Any]] = {
 
 def _name(operator: OpOverload) -> str:
     return schema(operator).name.split("::")[1]
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    """The tensors among the arguments or results of an operator."""
-    if isinstance(values, torch.Tensor):
-        return [values]
-    return [t for v in values for t in _tensors(v)] if isinstance(values, (list, tuple)) else []
-
-
-def _has_no_derivative(history: Any, before: Any) -> bool:
-    return history is before or history.name() == _WITHOUT_DERIVATIVE

@@ -64,8 +64,7 @@ def _repeatable(joint: Joint) -> set[Node]:
 def _within(joint: Joint, budget: int, name: str) -> Parts:
     """The cheapest cut found that keeps at most ``budget`` bytes.
 
-    For a price per byte, the set that is best to compute again is a minimum cut; the price is
-    raised until the bytes fit.
+    For a price per byte, the set that is best to compute again is a minimum cut; the price is raised until the bytes fit.
     """
     parts = cut(joint)
     if residual_bytes(joint, parts.residuals, name) <= budget:
@@ -74,11 +73,8 @@ def _within(joint: Joint, budget: int, name: str) -> Parts:
     least = cut(joint, network.repeated(1e6))
     size = residual_bytes(joint, least.residuals, name)
     if size > budget:
-        raise StageError(
-            name,
-            f"it may keep {budget} bytes, but needs {size} with everything computed again",
-            "allow more, or split the stage",
-        )
+        reason = f"it may keep {budget} bytes, but needs {size} with everything computed again"
+        raise StageError(name, reason, "allow more, or split the stage")
     low, high, best = -6.0, 6.0, least
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
@@ -119,16 +115,13 @@ class _Network:
         return {n for n in self.repeatable if (n, "in") in side}
 
     def _add(self, network: nx.DiGraph, node: Node, price: float) -> None:
-        if node in self.repeatable:
-            network.add_edge("forward", (node, "in"), capacity=_work(node))
-        else:
-            network.add_edge("forward", (node, "in"))
+        kept = float("inf")
         if node in self.free:
-            network.add_edge((node, "in"), (node, "out"), capacity=0.0)
+            kept = 0.0
         elif is_tensor(node) and base(node) is None and is_dense(node):
-            network.add_edge((node, "in"), (node, "out"), capacity=price * node.meta["val"].untyped_storage().nbytes())
-        else:
-            network.add_edge((node, "in"), (node, "out"))
+            kept = price * node.meta["val"].untyped_storage().nbytes()
+        network.add_edge("forward", (node, "in"), capacity=_work(node) if node in self.repeatable else float("inf"))
+        network.add_edge((node, "in"), (node, "out"), capacity=kept)
         for argument in node.all_input_nodes:
             network.add_edge((argument, "out"), (node, "in"))
 

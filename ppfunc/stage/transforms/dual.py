@@ -82,17 +82,14 @@ def hessian_loss(loss_fn: Loss) -> Loss:
     """The loss whose gradient over :func:`sloping` stages has a Hessian-vector product and the gradient of ``loss_fn``.
 
     With ``g`` the gradient and ``H`` the Hessian of the loss, dual stages compute the slope ``<g(params), tangents>``. Its
-    gradient with respect to ``params`` is ``H tangents``; with respect to ``tangents`` it is ``g``.
-
-    Returns:
-        ``loss((y, ty), target) -> tensor[2]``: the loss, without a gradient, and the slope.
+    gradient with respect to ``params`` is ``H tangents``; with respect to ``tangents`` it is ``g``. Returns
+    ``loss((y, ty), target) -> tensor[2]``: the loss, without a gradient, and the slope.
 
     References:
         Pearlmutter, Fast exact multiplication by the Hessian, 1994.
 
-    >>> y = (torch.tensor(3.0), torch.tensor(1.0))
     >>> loss = hessian_loss(lambda y, target: (y - target) ** 3)
-    >>> torch.func.grad(lambda y: loss(y, torch.tensor(1.0)).sum())(y)
+    >>> torch.func.grad(lambda y: loss(y, torch.tensor(1.0)).sum())((torch.tensor(3.0), torch.tensor(1.0)))
     (tensor(12.), tensor(12.))
     """
     pair = dual_loss(loss_fn)
@@ -114,19 +111,15 @@ def held_dual(fn: Stage) -> Stage:
 def gauss_newton_loss(loss_fn: Loss) -> Loss:
     """The loss whose gradient over :func:`held_dual` stages is the Gauss-Newton matrix of ``loss_fn`` times the tangents.
 
-    With ``J`` the Jacobian of the model and ``H`` the Hessian of the loss in the outputs ``y``, the
-    gradient of ``<y, H ty>``, in which ``H ty = H J tangents`` is a constant, is ``J' H J tangents``.
-
-    Returns:
-        ``loss((y, ty), target) -> tensor[2]``: the loss, without a gradient, and ``<y, H ty>``, moved to
-        the value ``<ty, H ty>``, which is the curvature ``<tangents, J' H J tangents>``.
+    With ``J`` the Jacobian of the model and ``H`` the Hessian of the loss in the outputs ``y``, the gradient of ``<y, H ty>``,
+    in which ``H ty = H J tangents`` is a constant, is ``J' H J tangents``. Returns ``loss((y, ty), target) -> tensor[2]``: the
+    loss, without a gradient, and ``<y, H ty>``, moved to the value ``<ty, H ty>``, the curvature ``<tangents, J' H J tangents>``.
 
     References:
         Schraudolph, Fast curvature matrix-vector products for second-order gradient descent, 2002.
 
-    >>> y = (torch.tensor(3.0), torch.tensor(2.0))
     >>> loss = gauss_newton_loss(lambda y, target: (y - target) ** 3)
-    >>> torch.func.grad_and_value(lambda y: loss(y, torch.tensor(1.0))[1])(y)
+    >>> torch.func.grad_and_value(lambda y: loss(y, torch.tensor(1.0))[1])((torch.tensor(3.0), torch.tensor(2.0)))
     ((tensor(24.), tensor(0.)), tensor(48.))
     """
 

@@ -55,16 +55,7 @@ def ensemble(stages: Sequence[Stage], loss_fn: Loss, *, randomness: str = "error
 
 
 def batched(fn: Callable[..., Any], args: Sequence[Any], axes: Sequence[bool], randomness: str = "error") -> Any:
-    """``fn`` once per entry of a leading axis: :func:`torch.func.vmap` for any trees.
-
-    Args:
-        fn: a pure function of trees of tensors.
-        args: its arguments.
-        axes: for each argument, whether its leaves have the axis; ``fn`` gets the others whole, every time.
-        randomness: as of ``torch.func.vmap``.
-
-    Returns:
-        The results, beside each other in a new leading axis.
+    """``fn`` once per entry of a leading axis, which ``axes`` says which arguments have: :func:`torch.func.vmap` for any trees.
 
     >>> batched(lambda x, y: {"sum": x + y}, (torch.arange(3), torch.tensor(1)), (True, False))
     {'sum': tensor([1, 2, 3])}
