@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from ppfunc.pipeline import Stages, unpacked, value_and_grad
+from ppfunc.pipeline import Stages, value_and_grad
 from ppfunc.runtime.arguments import RawArguments, read_arguments
 from ppfunc.runtime.compile import CompiledStep
 from ppfunc.runtime.execute import fill
-from ppfunc.schedule import Costs, Op, gpipe, looped_bfs, split_backward
+from ppfunc.schedule import Costs, Op, looped_bfs, split_backward
+from ppfunc.splitter import Split
 from ppfunc.stage import Engine, Loss, graph
 from ppfunc.stage.tree import tree_leaves
 
@@ -60,8 +61,7 @@ def measure(
     >>> costs.bytes
     (400, 0)
     """
-    functions, _, _ = unpacked(stages, gpipe(1, 1), None)
-    count = len(functions)
+    count = len(stages.stages if isinstance(stages, Split) else stages)
     if loss_fn is None:
         loss_fn, targets = _total, ()
     raw = RawArguments(params, example, targets, extras, state, None, (0, 0))

@@ -318,8 +318,9 @@ def unpacked(stages: Stages, schedule: Schedule, tied: TiedPlaces) -> tuple[Sequ
     """The functions of a split, the schedule with its skip connections, and the ties with its own; others as they are."""
     if not isinstance(stages, Split):
         return stages, schedule, tied
-    if stages.skips and isinstance(schedule, Schedule) and len(set(schedule.model_stages)) == len(stages.stages):
-        schedule = with_skips(schedule, stages.skips)
+    if isinstance(schedule, Schedule):  # another value is refused by name later
+        _require_count(stages.stages, schedule)
+        schedule = with_skips(schedule, stages.skips) if stages.skips else schedule
     return stages.stages, schedule, stages.tied if tied is None else {**stages.tied, **tied}
 
 
@@ -364,9 +365,7 @@ def _require(stages: Any, loss_fn: Any, schedule: Any, engine: Any, spec: StepSp
         if fn is not None and not callable(fn):
             wanted = "a function fn(params, x) -> y, or None for a stage of another process"
             raise TypeError(f"stages[{stage}]: got {_short(fn)}, expected {wanted}")
-    expected = len(set(schedule.model_stages))
-    if len(stages) != expected:
-        raise ValueError(f"stages: got {len(stages)}, the schedule {schedule.name!r} has {expected}")
+    _require_count(stages, schedule)
     if (loss_fn is None and "loss" in spec.wants) or (loss_fn is not None and not callable(loss_fn)):
         raise TypeError(f"loss_fn: got {_short(loss_fn)}, expected a function loss(y, target) -> scalar")
     if not callable(engine):
@@ -378,6 +377,12 @@ def _require(stages: Any, loss_fn: Any, schedule: Any, engine: Any, spec: StepSp
         raise TypeError(f"overlapped: got ppfunc.{overlapped.__name__} itself, expected what it returns: ppfunc.{overlapped.__name__}()")
     if overlapped is not None and not callable(overlapped):
         raise TypeError(f"overlapped: got {_short(overlapped)}, expected a function, such as ppfunc.interleaved() or ppfunc.two_streams()")
+
+
+def _require_count(stages: Sequence[Any], schedule: Schedule) -> None:
+    expected = len(set(schedule.model_stages))
+    if len(stages) != expected:
+        raise ValueError(f"stages: got {len(stages)}, the schedule {schedule.name!r} has {expected}")
 
 
 def _short(thing: Any) -> str:

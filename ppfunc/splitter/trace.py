@@ -113,7 +113,9 @@ def trace(model: nn.Module, form: CallForm, inputs: Sequence[LeafForm], device: 
         leaves, treedef = tree_flatten(result, "the result of the model")
         results = tuple(recording.node(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         replaced = {name: recording.node(called[name]) for name in tensors.buffers if called[name] is not fakes[name]}
-    if not torch.equal(before, torch.default_generator.get_state()):
+    with undisturbed():
+        seeded = not torch.equal(before, torch.default_generator.get_state())
+    if seeded:
         torch.default_generator.set_state(before)
         raise StageError(MODEL, "it seeds the default random generator, which is not traced", f"leave that out, or {BY_HAND}")
     return Trace(

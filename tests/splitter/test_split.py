@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
-from torch import nn
 
 import ppfunc as pp
-from ppfunc.parallel.partition import Partition
-from ppfunc.stage import StageError
 from tests.splitter import modules as m
 
 ZOO = [
