@@ -73,6 +73,7 @@ if TYPE_CHECKING:
         Schedule as Schedule,
         ScheduleError as ScheduleError,
         check as check,
+        compare as compare,
         data_parallel as data_parallel,
         deepspeed_inference as deepspeed_inference,
         deepspeed_train as deepspeed_train,

@@ -6,12 +6,10 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from ppfunc.schedule import Instruction, Op, parts_of
+from ppfunc.schedule import Instruction, parts_of
 from ppfunc.schedule.formats.text import parse_instruction
-from ppfunc.stage.abstract import place as line_of
 
 if TYPE_CHECKING:
-    from .lower import LoweredStep
     from .transport import Failure
 
 
@@ -127,15 +125,3 @@ class FailureRecord(NamedTuple):
 def gone(peer: int, reporter: int) -> str:
     """The failure that a rank is gone, as it is published."""
     return json.dumps(FailureRecord(peer, None, None, GONE, reporter, False))
-
-
-def describe_inputs(failure: Failure, lowered: LoweredStep) -> str:
-    """The line of the user's code that failed, and the shapes that the stage of a failed forward was given."""
-    if failure.instruction is None or not isinstance(failure.cause, Exception):
-        return ""
-    line = line_of(failure.cause)
-    for part in parts_of(failure.instruction):
-        if part.op is Op.F and part.microbatch is not None:
-            low = lowered.stages[part.stage, part.microbatch]
-            return f"{line}; its input was {', '.join(str(edge.signature) for edge in low.sources)}, its parameters {low.params}"
-    return line

@@ -11,7 +11,7 @@ import torch
 
 from ppfunc.schedule import Instruction, Schedule, parts_of
 from ppfunc.schedule.instruction import COMMUNICATION, SENDS
-from ppfunc.schedule.simulate import Timeline, measure
+from ppfunc.schedule.simulate import Timeline, timeline_of
 
 from .buffers import Buffers, Tag
 from .calls import Place
@@ -133,7 +133,7 @@ def _timeline(schedule: Schedule, spans: Mapping[int, Sequence[Interval]]) -> Ti
         ]
         starts.append([start - origin for start, _ in rows])
         ends.append([end - origin for _, end in rows])
-    return measure(schedule, starts, ends)
+    return timeline_of(schedule, starts, ends)
 
 
 def _offset(control: ControlTransport, rank: int, ranks: int) -> float:

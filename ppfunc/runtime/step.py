@@ -20,8 +20,7 @@ from .arguments import RawArguments, StepArguments, read_arguments
 from .buffers import Buffers
 from .cache import CACHE_SIZE, RETRACES, CacheInfo, Entry, Last, keep, warn_of_retraces
 from .compile import compile_step
-from .errors import describe_inputs
-from .execute import StepFailed, execute, fill
+from .execute import StepFailed, describe_inputs, execute, fill
 from .functorch import transforming
 from .lower import Exchange, LoweredStep, StepSpec, lower
 from .record import Recorder, gather

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .builders.v_shape import v_half as v_half, v_min as v_min, zbv as zbv
     from .builders.zero_bubble import zero_bubble as zero_bubble
     from .check import Certificate as Certificate, check as check, is_step_atomic as is_step_atomic
+    from .compare import Comparison as Comparison, compare as compare
     from .config import (
         build_schedule as build_schedule,
         count_microbatches as count_microbatches,
@@ -75,6 +76,6 @@ if TYPE_CHECKING:
         Step as Step,
         single_chain as single_chain,
     )
-    from .simulate import Timeline as Timeline, measure as measure, peak_activations as peak_activations, simulate as simulate
+    from .simulate import Timeline as Timeline, peak_activations as peak_activations, simulate as simulate, timeline_of as timeline_of
 else:
     __getattr__, __dir__, __all__ = attach(__name__)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import compress
 from operator import sub
+from statistics import median
 
 from .costs import Costs, Number
 from .dataflow import dataflow, find_routes
@@ -21,6 +22,7 @@ class Timeline:
     """Start and end of every instruction, and the figures that follow from them.
 
     Args:
+        schedule: the one that ran, or would run.
         makespan: from 0 to the last end.
         span: largest over the ranks of last end minus first start.
         bubble: share of the makespan in which ranks do not compute, on average.
@@ -32,6 +34,7 @@ class Timeline:
             until it is there, at both ends; other instructions that do not compute take no time.
     """
 
+    schedule: Schedule
     makespan: Time
     span: Time
     bubble: Time
@@ -46,6 +49,30 @@ class Timeline:
             f"Timeline(ranks={len(self.starts)}, makespan={self.makespan!r}, span={self.span!r}, bubble={float(self.bubble):.4g}, "
             f"peak_activations={max(self.peak_activations, default=0)!r})"
         )
+
+    def costs(self) -> Costs:
+        """The median time of F, B, I and W of every stage, and the shortest message that each sends.
+
+        A message lasts until its receiver has waited for it, so the shortest is the nearest to its latency. Where a
+        schedule has no I and W apart, each is half of B; memory is that of the default costs.
+        """
+        times: dict[tuple[Op, int], list[Time]] = {}
+        for rank, (starts, ends) in enumerate(zip(self.starts, self.ends, strict=True)):
+            for instruction, start, end in zip(self.schedule.instructions(rank), starts, ends, strict=True):
+                times.setdefault((instruction.op, instruction.stage), []).append(end - start)
+
+        def of(op: Op) -> tuple[Time, ...]:
+            return tuple(median(times.get((op, stage), [0])) for stage in range(self.schedule.stages))
+
+        whole, halves = of(Op.B), [of(Op.I), of(Op.W)]
+        for stage, time in enumerate(whole):
+            if time and not halves[0][stage]:
+                halves = [(*half[:stage], time / 2, *half[stage + 1 :]) for half in halves]
+        sent = tuple(min(times.get((Op.SEND_F, s), []) + times.get((Op.SEND_B, s), []), default=0) for s in range(self.schedule.stages))
+        overlapped = of(Op.OVERLAP_F_B) if Op.OVERLAP_F_B in self.schedule.ops else None
+        backward = tuple(b or i + w for b, i, w in zip(whole, *halves, strict=True))
+        inputs, weights = halves
+        return Costs(of(Op.F), inputs, weights, backward, overlapped, communication=sent)
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
@@ -78,10 +105,10 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         lambda f, b: pair_of(f.stage, b.stage, b.op is Op.B),
         lambda origin, _: costs.message_of(origin),
     )
-    return measure(schedule, *_all_instructions(schedule, costs, times), costs)
+    return timeline_of(schedule, *_all_instructions(schedule, costs, times), costs)
 
 
-def measure(
+def timeline_of(
     schedule: Schedule,
     starts: Sequence[Sequence[Time]],
     ends: Sequence[Sequence[Time]],
@@ -105,6 +132,7 @@ def measure(
         spans.append(last - min(begins, default=0))
     span = max(spans)
     return Timeline(
+        schedule=schedule,
         makespan=makespan,
         span=span,
         bubble=_share_idle(busy, makespan),

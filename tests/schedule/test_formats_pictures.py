@@ -29,7 +29,7 @@ from ppfunc.schedule import (
 from ppfunc.schedule.check import check
 from ppfunc.schedule.costs import Costs
 from ppfunc.schedule.instruction import COMPUTE, parts_of
-from ppfunc.schedule.simulate import measure, simulate
+from ppfunc.schedule.simulate import simulate, timeline_of
 
 SVG = "{http://www.w3.org/2000/svg}"
 SCHEDULES = [build(4, 8) for build in BUILDERS.values()]
@@ -89,7 +89,7 @@ def test_svg_says_what_it_shows():
 
 def test_svg_shows_measured_times_and_any_name():
     schedule = replace(gpipe(1, 2), name='<b> & "c"\x00\x1b')
-    timeline = measure(schedule, [[0.0, 0.011, 0.03, 0.05]], [[0.01, 0.02, 0.05, 0.08]])
+    timeline = timeline_of(schedule, [[0.0, 0.011, 0.03, 0.05]], [[0.01, 0.02, 0.05, 0.08]])
     root = ElementTree.fromstring(to_svg(schedule, timeline))
     assert len(bars(root)) == 4
     assert root.find(f"{SVG}title").text == '<b> & "c"??'

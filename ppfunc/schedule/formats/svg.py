@@ -56,7 +56,7 @@ def to_svg(schedule: Schedule, timeline: Timeline | None = None) -> str:
     Args:
         schedule: the one to draw; messages, loads and reductions take no space.
         timeline: start and end of every instruction, simulated or measured (see
-            :func:`ppfunc.schedule.simulate.measure`); by default simulated with the default costs.
+            :func:`ppfunc.schedule.simulate.timeline_of`); by default simulated with the default costs.
     """
     timeline = simulate(schedule) if timeline is None else timeline
     rows, makespan = compute_bars(schedule, timeline), float(timeline.makespan)

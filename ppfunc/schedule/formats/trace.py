@@ -23,7 +23,7 @@ def to_trace(schedule: Schedule, timeline: Timeline | None = None, *, microsecon
     Args:
         schedule: the one that ran, or would run.
         timeline: start and end of every instruction, simulated or measured (see
-            :func:`ppfunc.schedule.simulate.measure`); by default simulated with the default costs.
+            :func:`ppfunc.schedule.simulate.timeline_of`); by default simulated with the default costs.
         microseconds: how long one unit of the timeline is in the trace; 1e6 for seconds.
     """
     rows = compute_bars(schedule, simulate(schedule) if timeline is None else timeline)
