@@ -129,9 +129,8 @@ class _StaticParams:
 
     def holds(self, params: Leaves) -> bool:
         """Whether these are the tensors that it was filled from, unchanged."""
-        return len(self._copied) == len(params) and all(
-            seen() is t and count == version(t) for (seen, count), t in zip(self._copied, params, strict=True)
-        )
+        pairs = zip(self._copied, params, strict=False)
+        return len(self._copied) == len(params) and all(seen() is t and count == version(t) for (seen, count), t in pairs)
 
     def fill(self, params: Leaves) -> None:
         _fill(self.params, params)

@@ -75,7 +75,8 @@ def graph(
         compile: whether each program is compiled by inductor (``torch.compile``) when it first
             runs. Results then agree within rounding, no longer bitwise.
         cuda_graphs: whether each program is captured as a CUDA graph for every microbatch in flight, which
-            holds its memory as long as the program lives, and for each stage a copy of its parameters.
+            holds its memory as long as the program lives, and for each stage a copy of its parameters, which
+            is not renewed where they are written over through ``.data`` or ``numpy()``.
             The bits stay the same. Residuals then cannot be offloaded.
 
     Raises:
