@@ -18,7 +18,7 @@ from .calls import Place
 from .compile import CompiledStep, tag_of
 from .transport import Call, ControlTransport
 
-_ROUNDS = 8  # of a handshake; the quickest one counts
+_ROUNDS = 4  # of a handshake; the quickest one counts
 
 Interval = tuple[float, float]  # start and end, in seconds
 
