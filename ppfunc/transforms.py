@@ -102,7 +102,7 @@ def jvp(
         return (made, result.aux) if has_aux else made
 
     wants = {"outputs" if loss_fn is None else "loss", *(["aux"] if has_aux else [])}
-    spec = StepSpec("jvp", frozenset(wants), loss_shape=(2,), tied=read_tied(tied, schedule, _PAIR))
+    spec = StepSpec("jvp", frozenset(wants), loss_shape=(2,), tied=read_tied(tied, schedule, _PAIR), primal="0")
     losses = None if loss_fn is None else dual_loss(loss_fn)
     return make_step(_each(stages, dual), losses, schedule, transport, engine, spec, named_step(step), finish, loss_weights, training=False)
 
@@ -155,7 +155,7 @@ def hvp(
         return (values, result.aux) if has_aux else values, (grads, products)
 
     wants = frozenset({"loss", "grads", *(["aux"] if has_aux else [])})
-    spec = StepSpec("hvp", wants, loss_shape=(2,), tied=read_tied(tied, schedule, _PAIR))
+    spec = StepSpec("hvp", wants, loss_shape=(2,), tied=read_tied(tied, schedule, _PAIR), primal="0")
     prepare = _along_tangents(loss_weights)
     return make_step(_each(stages, sloping), hessian_loss(loss_fn), schedule, transport, engine, spec, prepare, finish, loss_weights)
 
@@ -206,7 +206,7 @@ def gnvp(
         return (values, result.aux) if has_aux else values, {stage: product for stage, (product, _) in result.grads.items()}
 
     wants = frozenset({"loss", "grads", *(["aux"] if has_aux else [])})
-    spec = StepSpec("gnvp", wants, loss_shape=(2,), tied=read_tied(tied, schedule, _PAIR))
+    spec = StepSpec("gnvp", wants, loss_shape=(2,), tied=read_tied(tied, schedule, _PAIR), primal="0")
     prepare = _along_tangents(loss_weights)
     return make_step(_each(stages, held_dual), gauss_newton_loss(loss_fn), schedule, transport, engine, spec, prepare, finish, loss_weights)
 

@@ -38,6 +38,7 @@ class StepSpec(NamedTuple):
         overlapped: runs the two parts of an ``OVERLAP_F_B``; in turn where there is none.
         tied: the places of tied parameters.
         sum_dtype: of the sums of gradients, where that of a parameter is narrower.
+        primal: the key of the parameters proper where a transform has added tangents to them, such as ``"0."``.
     """
 
     name: str
@@ -47,6 +48,7 @@ class StepSpec(NamedTuple):
     overlapped: Overlapped | None = None
     tied: Tied = ()
     sum_dtype: torch.dtype | None = None
+    primal: str = ""
 
 
 class Edge(NamedTuple):

@@ -221,7 +221,7 @@ class StepFunction(Generic[P, R]):
         self._building.active = True
         try:
             if "grads" in self.spec.wants:
-                require_declared(arguments.params, arguments.form.params, self.spec.tied)
+                require_declared(arguments.params, arguments.form.params, self.spec.tied, self.spec.primal)
             exchange = self._agreement.exchange(name)
             lowered = self._lower(arguments, name, exchange)
             compiled = compile_step(lowered, self._engine, self.transport)

@@ -60,13 +60,17 @@ def read_tied(tied: TiedPlaces, schedule: Schedule, parts: Sequence[str] = ("",)
     return tuple(found)
 
 
-def require_declared(params: Mapping[int, Leaves], signatures: Mapping[int, Signature], tied: Tied) -> None:
-    """Raise ValueError where parameters of two stages share memory and are not tied: each would get a part of the gradient."""
+def require_declared(params: Mapping[int, Leaves], signatures: Mapping[int, Signature], tied: Tied, primal: str) -> None:
+    """Raise ValueError where parameters of two stages share memory and are not tied: each would get a part of the gradient.
+
+    Args:
+        primal: how the names of parameters proper begin.
+    """
     places = {(k, leaf): name for name, group in tied for k, leaf in group}
     seen: dict[tuple[int, int], tuple[int, str, str | None]] = {}
     for stage, leaves in params.items():
         for leaf, named in zip(leaves, leaf_names(signatures[stage]), strict=True):
-            if transformed(leaf) or not leaf.numel() or not leaf.is_floating_point():
+            if not named.startswith(primal) or transformed(leaf) or not leaf.numel() or not leaf.is_floating_point():
                 continue
             other, its_name, its_group = seen.setdefault((leaf.data_ptr(), leaf.numel()), (stage, named, places.get((stage, named))))
             if other != stage and (its_group is None or its_group != places.get((stage, named))):

@@ -135,6 +135,17 @@ def test_parameters_that_share_memory_are_declared():
     assert close(grads, whole(params, tokens, targets, M)[1])
 
 
+def test_tangents_may_be_one_tensor_and_parameters_may_not():
+    w, x = {s: normal(D, D, seed=s) for s in range(2)}, normal(3 * M, D)
+    same, apart = torch.ones(D, D, dtype=torch.float64), {s: torch.ones(D, D, dtype=torch.float64) for s in range(2)}
+    fns = [lambda p, x: torch.tanh(x @ p)] * 2
+    step = pp.hvp(fns, squared, pp.gpipe(2, M))
+    shared = step(w, {0: same, 1: same}, x, x)
+    assert all(torch.equal(a, b) for a, b in zip(leaves(shared), leaves(step(w, apart, x, x)), strict=True))
+    with pytest.raises(ValueError, match="are one tensor; declare it"):
+        pp.hvp(fns, squared, pp.gpipe(2, M))({0: w[0], 1: w[0]}, apart, x, x)
+
+
 def test_two_places_in_one_stage_and_three_in_all():
     def doubled(params, x):
         return x @ params["a"] + x @ params["b"]
