@@ -32,8 +32,7 @@ from tqdm import tqdm
 
 import ppfunc as pp
 from ppfunc.parallel import Partition, partition_balanced, partition_uniform
-from ppfunc.schedule import BUILDERS, Schedule, Timeline, remove_tail
-from ppfunc.schedule.formats import to_svg
+from ppfunc.schedule import BUILDERS, Schedule, Timeline, remove_tail, to_svg
 from ppfunc.training import adamw
 
 ENGINES = {"graph": pp.graph, "functional": pp.functional, "eager": pp.eager}

@@ -5,7 +5,8 @@ Glossary, the same words in the API, in errors and in pictures:
 ======================  ==========================================================================================
 stage                   a pure function ``fn(params, x) -> y``: one part of the model
 split                   a model cut into stages by the names of its modules, with parameters, skips and tied names
-rank                    one process of the pipeline, numbered from 0; it holds one or more stages
+tied                    parameters of several stages that are one, with one gradient
+rank                    one worker of the pipeline, which holds stages: a process, or with ``InProcess`` a part of one
 chunk                   one of the stages of a rank that holds several
 microbatch              a part of the batch, which goes through the stages by itself
 chain                   a path of stages that some microbatches take; bidirectional schedules have two
@@ -23,7 +24,7 @@ residuals               the tensors that the forward of a stage keeps for its ba
 signature               structure, shapes and dtypes of a tree of tensors, without values
 edge                    two stages, the first of which sends activations to the second
 skip                    an edge between stages that are not neighbours
-transport               an object that carries messages between ranks: ``InProcess`` or ``P2P``
+transport               an object that carries messages between ranks: ``InProcess``, ``P2P`` or ``runtime.Simulated``
 lower                   make values from stages, schedule and signatures: signatures of all edges, bytes of all buffers
 compile                 make stage programs, and one flat list of calls, from what was lowered
 execute                 make these calls, with the tensors of one training step
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
         testing as testing,
         training as training,
     )
+    from .measurement import measure as measure
     from .pipeline import evaluate as evaluate, microbatch as microbatch, value_and_grad as value_and_grad, with_skips as with_skips
     from .runtime import (
         P2P as P2P,
@@ -71,6 +73,7 @@ if TYPE_CHECKING:
         Schedule as Schedule,
         ScheduleError as ScheduleError,
         check as check,
+        compare as compare,
         data_parallel as data_parallel,
         deepspeed_inference as deepspeed_inference,
         deepspeed_train as deepspeed_train,
@@ -105,57 +108,4 @@ if TYPE_CHECKING:
     from .training import Optimizer as Optimizer, adamw as adamw, sgd as sgd
     from .transforms import gnvp as gnvp, hvp as hvp, jvp as jvp, per_sample_grad as per_sample_grad
 else:
-    __getattr__, __dir__, __all__ = attach(
-        __name__,
-        {
-            "pipeline": ("evaluate", "microbatch", "value_and_grad", "with_skips"),
-            "runtime": (
-                "AgreementError",
-                "Aux",
-                "InProcess",
-                "Lowered",
-                "Microbatches",
-                "P2P",
-                "PipelineError",
-                "StepFunction",
-                "Transport",
-                "interleaved",
-                "two_streams",
-            ),
-            "schedule": (
-                "Certificate",
-                "Costs",
-                "Instruction",
-                "Op",
-                "Schedule",
-                "ScheduleError",
-                "check",
-                "data_parallel",
-                "deepspeed_inference",
-                "deepspeed_train",
-                "dualpipe",
-                "dualpipev",
-                "gpipe",
-                "inference",
-                "interleaved_one_f_one_b",
-                "interleaved_zero_bubble",
-                "looped_bfs",
-                "one_f_one_b",
-                "simulate",
-                "v_half",
-                "v_min",
-                "zb_h1",
-                "zb_h2",
-                "zbv",
-            ),
-            "splitter": ("Split", "split"),
-            "stage": ("StageError", "eager", "functional", "graph", "split_sequential", "stage_from_module"),
-            "stage.layers": ("params_of_stages", "stages_from_layers"),
-            "stage.output": ("Output", "Received"),
-            "stage.program": ("Engine", "Loss", "Stage"),
-            "stage.transforms": ("clipped_sum", "dual", "ensemble", "square_norms"),
-            "training": ("Optimizer", "adamw", "sgd"),
-            "transforms": ("gnvp", "hvp", "jvp", "per_sample_grad"),
-        },
-        submodules=("parallel", "runtime", "schedule", "splitter", "stage", "testing", "training"),
-    )
+    __getattr__, __dir__, __all__ = attach(__name__)

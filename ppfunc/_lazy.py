@@ -1,51 +1,47 @@
-"""Load the public names of a package when they are first used, so that schedules can be studied without torch.
+"""Load the public names of a package when they are first used, so that schedules can be studied without torch."""
 
-A package lists its names twice: under ``if TYPE_CHECKING``, as imports that type checkers and editors read,
-and in the table that it passes to :func:`attach`. A test compares the two.
-"""
-
-from __future__ import annotations
-
+import ast
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 
-def attach(
-    package: str, exports: Mapping[str, Sequence[str]], submodules: Sequence[str] = ()
-) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Make ``__getattr__``, ``__dir__`` and ``__all__`` of a package.
+def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Make ``__getattr__``, ``__dir__`` and ``__all__`` of a package from its imports under ``if TYPE_CHECKING``.
 
-    Args:
-        package: the name of the package, ``__name__``.
-        exports: the names that each of its modules defines, ``{"check": ("Certificate", "check")}``. A module that
-            has the name of one of its exports is loaded at once: importing it later would hide that export.
-        submodules: modules that are attributes too; they are in ``dir()`` and not in ``__all__``.
+    So its names are listed once, for type checkers, for editors and for the program. ``from . import module as module``
+    makes a module an attribute, which is in ``dir()`` and not in ``__all__``. A module that has the name of
+    one of its exports is loaded at once: importing it later would hide that export.
 
-    >>> __getattr__, __dir__, __all__ = attach("ppfunc.parallel", {"topology": ("Topology", "default_grid")})
-    >>> __all__, str(__getattr__("default_grid")(6))
-    (['Topology', 'default_grid'], 'pipe=2,data=3')
+    >>> import ppfunc.parallel
+    >>> __getattr__, __dir__, __all__ = attach("ppfunc.parallel")
+    >>> "topology" in __all__, str(__getattr__("default_grid")(6))
+    (False, 'pipe=2,data=3')
     """
-    module_of = {name: module for module, names in exports.items() for name in names}
-    names = sorted([*module_of, *submodules])
+    spec = sys.modules[package].__spec__
+    assert spec is not None and spec.loader is not None
+    (block,) = (node for node in ast.parse(spec.loader.get_source(package)).body if isinstance(node, ast.If))  # type: ignore[attr-defined]
+    module_of = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    exports = sorted(name for name, module in module_of.items() if module)
 
     def load(name: str) -> Any:
-        if name in submodules:
-            return import_module(f"{package}.{name}")
         if name not in module_of:
-            raise _unknown(package, name, names)
-        value = getattr(import_module(f"{package}.{module_of[name]}"), name)
+            raise _unknown(package, name, sorted(module_of))
+        module = module_of[name]
+        if module is None:
+            return import_module(f"{package}.{name}")
+        value = getattr(import_module(f"{package}.{module}"), name)
         setattr(sys.modules[package], name, value)
         return value
 
-    for name, module in module_of.items():
-        if module in module_of:
+    for name in exports:
+        if module_of[name] in exports:
             load(name)
-    return load, lambda: list(names), sorted(module_of)
+    return load, lambda: sorted(module_of), exports
 
 
-def _unknown(package: str, name: str, names: Sequence[str]) -> AttributeError:
+def _unknown(package: str, name: str, names: list[str]) -> AttributeError:
     import difflib
 
     similar = difflib.get_close_matches(name, names, n=1)

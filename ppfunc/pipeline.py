@@ -5,7 +5,9 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import wraps
+from inspect import signature
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -13,15 +15,45 @@ from ppfunc.runtime import InProcess, StepFunction, StepResult, StepSpec, Transp
 from ppfunc.runtime.arguments import LossWeights, RawArguments, Seed, read_loss_weights
 from ppfunc.runtime.lower import require_honoured
 from ppfunc.runtime.overlap import Overlapped
+from ppfunc.runtime.ties import TiedPlaces, read_tied
 from ppfunc.runtime.transport import Failure
 from ppfunc.schedule import Op, Schedule, append_tail, check, forward_only, place_communication, remove_communication
+from ppfunc.splitter import Split
 from ppfunc.stage import Engine, Loss, ModuleStage, Stage, graph
 
 __all__ = ["evaluate", "make_step", "microbatch", "value_and_grad", "with_skips"]
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+Stages = Sequence[Stage | None] | Split
+"""One function per stage of the model, None for those of other processes; or a model that was split, with its skips and ties."""
+
+
+def told_to_peers(make: Callable[P, R]) -> Callable[P, R]:
+    """The same function, which makes a step function; a mistake that it raises is told to the other ranks, which raise it at
+    their next step."""
+
+    @wraps(make)
+    def making(*args: P.args, **kwargs: P.kwargs) -> R:
+        transport = signature(make).bind(*args, **kwargs).arguments.get("transport")
+        if transport is not None and (isinstance(transport, type) or not hasattr(transport, "local_ranks")):
+            raise TypeError(f"transport: got {_short(transport)}, expected one such as ppfunc.InProcess() or ppfunc.P2P(group)")
+        try:
+            return make(*args, **kwargs)
+        except Exception as cause:
+            if transport is not None:
+                transport.abandon_step()
+                transport.fail(Failure(getattr(transport, "rank", 0), None, None, cause))
+            raise
+
+    return making
+
+
+@told_to_peers
 def value_and_grad(
-    stages: Sequence[Stage | None],
+    stages: Stages,
     loss_fn: Loss,
     schedule: Schedule,
     transport: Transport | None = None,
@@ -33,6 +65,8 @@ def value_and_grad(
     per_microbatch: bool = False,
     loss_shape: tuple[int, ...] = (),
     overlapped: Overlapped | None = None,
+    tied: TiedPlaces = None,
+    sum_dtype: torch.dtype | None = None,
 ) -> StepFunction[..., tuple[Any, Any]]:
     """Make a function that runs one training step of a pipeline: ``step(params, inputs, targets) -> (loss, grads)``.
 
@@ -49,7 +83,8 @@ def value_and_grad(
 
     Args:
         stages: one pure function ``fn(params, x) -> y`` per stage of the model; trees of tensors in and out. None
-            for stages that this process does not run. A stage may take extras and a state as further arguments,
+            for stages that this process does not run. Or what :func:`ppfunc.split` made of a model, which brings its skip
+            connections and tied parameters. A stage may take extras and a state as further arguments,
             in this order, if the step is given them, and may return :class:`ppfunc.Output` to give a loss, metrics,
             a new state or skip connections of its own.
         loss_fn: ``loss(y, target) -> scalar``, of one microbatch; runs as part of the last stage.
@@ -69,6 +104,12 @@ def value_and_grad(
             function of your own ``overlapped(forward, its arguments, backward, its arguments)`` returns
             ``(forward(*its arguments), backward(*its arguments))``, both of them pure functions on flat
             tuples, those of :class:`ppfunc.stage.FlatProgram`.
+        tied: ``{name: [(stage, name of a leaf), ...]}``: leaves of several stages that are one parameter, such as an
+            embedding and the head: ``{"embedding": [(0, "wte.weight"), (3, "lm_head.weight")]}``. A leaf is named by the keys
+            on the way to it, joined by dots. The places have equal values, which is checked at every step, and get
+            the same gradient, the sum over all of them.
+        sum_dtype: floating dtype in which the gradients of narrower parameters are added up over microbatches, and
+            returned, such as ``torch.float32`` for those of bfloat16; that of each parameter where none is given.
 
     Returns:
         ``step(params, inputs, targets=None, *, loss_weights=None, seed=None, extras=None, state=None)``, which
@@ -111,27 +152,35 @@ def value_and_grad(
     >>> loss, grads[0], grads[1]
     (tensor(2.5000), tensor(15.), tensor(10.))
     """
+    stages, schedule, tied = unpacked(stages, schedule, tied)
     wanted = argnums if isinstance(argnums, tuple) else (argnums,)
-    fault = None
     if wanted not in ((0,), (1,), (0, 1), (1, 0)):
-        fault = ValueError(f"argnums: got {argnums!r}, expected 0 (parameters), 1 (inputs), or a tuple of both, each once")
+        raise ValueError(f"argnums: got {argnums!r}, expected 0 (parameters), 1 (inputs), or a tuple of both, each once")
     wants = {"loss", *("input_grads" if n else "grads" for n in wanted), *(["aux"] if has_aux else [])}
     if per_microbatch and 0 not in wanted:
         raise ValueError(
             "per_microbatch=True keeps gradients of parameters apart, and argnums asks for none; leave it out, or take argnums=(0, 1)"
         )
+    if sum_dtype is not None and not (isinstance(sum_dtype, torch.dtype) and sum_dtype.is_floating_point):
+        raise TypeError(f"sum_dtype: got {_short(sum_dtype)}, expected a floating dtype, such as torch.float32")
+    if sum_dtype is not None and (per_microbatch or 0 not in wanted):
+        raise ValueError("sum_dtype: got one, and no gradients of parameters are added up over microbatches; leave it out")
     changes = f"{' of each microbatch' if per_microbatch else ''}{' and inputs' if 1 in wanted else ''}{_of_shape(loss_shape)}"
-    spec = StepSpec(f"value_and_grad{changes}", frozenset(wants), per_microbatch, loss_shape, overlapped)
+    changes += f" summed in {sum_dtype}" if sum_dtype else ""
+    spec = StepSpec(
+        f"value_and_grad{changes}", frozenset(wants), per_microbatch, loss_shape, overlapped, read_tied(tied, schedule), sum_dtype
+    )
 
     def finish(result: StepResult, raw: RawArguments) -> tuple[Any, Any]:
         made = tuple(result.input_grads if n else result.grads for n in wanted)
         return (result.loss, result.aux) if has_aux else result.loss, made if isinstance(argnums, tuple) else made[0]
 
-    return make_step(stages, loss_fn, schedule, transport, engine, spec, _arguments(loss_weights), finish, loss_weights, fault=fault)
+    return make_step(stages, loss_fn, schedule, transport, engine, spec, _arguments(loss_weights), finish, loss_weights)
 
 
+@told_to_peers
 def evaluate(
-    stages: Sequence[Stage | None],
+    stages: Stages,
     loss_fn: Loss | None,
     schedule: Schedule,
     transport: Transport | None = None,
@@ -141,11 +190,12 @@ def evaluate(
     loss_weights: LossWeights = None,
     has_aux: bool = False,
     loss_shape: tuple[int, ...] = (),
+    tied: TiedPlaces = None,
 ) -> StepFunction[..., Any]:
     """Make a function that runs the stages forward only: ``step(params, inputs, targets) -> loss``.
 
     Args:
-        stages, transport, loss_weights, has_aux, loss_shape: as in :func:`value_and_grad`.
+        stages, transport, loss_weights, has_aux, loss_shape, tied: as in :func:`value_and_grad`.
         loss_fn: ``loss(y, target) -> scalar``; None where only the outputs are wanted.
         schedule: any schedule; of one for training the forwards are kept, in their order.
         return_outputs: whether to return what the last stage returns.
@@ -166,6 +216,7 @@ def evaluate(
     >>> step({0: torch.tensor(2.0), 1: torch.tensor(3.0)}, torch.tensor([1.0, 2.0]))
     tensor([ 6., 12.])
     """
+    stages, schedule, tied = unpacked(stages, schedule, tied)
     if loss_fn is None and not return_outputs and not has_aux:
         raise ValueError("evaluate got neither a loss function nor return_outputs=True; it would return nothing")
     if loss_fn is None and loss_shape:
@@ -178,7 +229,7 @@ def evaluate(
         made = tuple(getattr(result, name) for name in wants)
         return made if len(made) > 1 else made[0]
 
-    spec = StepSpec(name, frozenset(wants), loss_shape=loss_shape)
+    spec = StepSpec(name, frozenset(wants), loss_shape=loss_shape, tied=read_tied(tied, schedule))
     prepare = _arguments(loss_weights)
     return make_step(stages, loss_fn, schedule, transport, engine, spec, prepare, finish, loss_weights, training=False)
 
@@ -195,52 +246,40 @@ def make_step(
     loss_weights: LossWeights = None,
     *,
     training: bool = True,
-    fault: Exception | None = None,
 ) -> StepFunction[..., Any]:
     """Make the step function of :func:`value_and_grad`, :func:`evaluate` and the transforms.
-
-    A mistake in the arguments is told to the other ranks, which raise it at their next step.
 
     Args:
         prepare: ``(*arguments of a call) -> RawArguments``.
         finish: ``(results, arguments) -> return value of a call``.
         loss_weights: the weights that ``prepare`` gives where a call has none of its own.
         training: whether there are backwards.
-        fault: of other arguments, raised here so that it is told too.
     """
-    transport = InProcess() if transport is None else transport
-    _require_transport(transport)
-    try:
-        if fault is not None:
-            raise fault
-        _require(stages, loss_fn, schedule, engine, spec)
-        if training and schedule.forward_only:
-            raise ValueError(f"the schedule {schedule.name!r} has no backward; use ppfunc.evaluate, or a schedule for training")
-        if loss_weights is not None and loss_fn is None:
-            raise ValueError("loss_weights: got some, and no loss function whose losses they would weigh; leave them out")
-        read_loss_weights(loss_weights, schedule.microbatches)
-        if spec.overlapped is not None and Op.OVERLAP_F_B not in schedule.ops:
-            raise ValueError(f"overlapped: got a function, and the schedule {schedule.name!r} overlaps nothing; use dualpipe or dualpipev")
-        ready = prove(schedule if training or schedule.forward_only else forward_only(schedule))
-        return StepFunction(list(stages), loss_fn, ready, transport, engine, spec, prepare, finish)
-    except Exception as cause:
-        transport.fail(Failure(getattr(transport, "rank", 0), None, None, cause))
-        raise
+    _require(stages, loss_fn, schedule, engine, spec)
+    if training and schedule.forward_only:
+        raise ValueError(f"the schedule {schedule.name!r} has no backward; use ppfunc.evaluate, or a schedule for training")
+    if loss_weights is not None and loss_fn is None:
+        raise ValueError("loss_weights: got some, and no loss function whose losses they would weigh; leave them out")
+    read_loss_weights(loss_weights, schedule.microbatches)
+    if spec.overlapped is not None and Op.OVERLAP_F_B not in schedule.ops:
+        raise ValueError(f"overlapped: got a function, and the schedule {schedule.name!r} overlaps nothing; use dualpipe or dualpipev")
+    ready = prove(schedule if training or schedule.forward_only else forward_only(schedule), spec)
+    return StepFunction(list(stages), loss_fn, ready, transport or InProcess(), engine, spec, prepare, finish)
 
 
-def prove(schedule: Schedule) -> Schedule:
-    """The schedule as it runs: with communication, with the sums over replicas, and proved.
+def prove(schedule: Schedule, spec: StepSpec) -> Schedule:
+    """The schedule as it runs: with communication, with the sums over replicas and tied parameters, and proved.
 
     Raises:
         ScheduleError: it is wrong.
         ValueError: it has an instruction that nothing would honour.
     """
-    require_honoured(schedule)
+    require_honoured(schedule, spec)
     if not schedule.lowered:
         # A receive is posted one compute early: its message crosses while the rank is busy.
         schedule = place_communication(schedule, lookahead=1)
-    if schedule.replicas and not schedule.forward_only and Op.REDUCE_TIED not in schedule.ops:
-        schedule = append_tail(schedule, reduce_grad=False, step=False)
+    if (schedule.replicas or spec.tied) and not schedule.forward_only and Op.REDUCE_TIED not in schedule.ops:
+        schedule = append_tail(schedule, tied=True, reduce_grad=False, step=False)
     check(schedule)
     return schedule
 
@@ -273,6 +312,16 @@ def with_skips(schedule: Schedule, skips: Sequence[tuple[int, int]]) -> Schedule
     edges = [(c.stages[places[a]], c.stages[places[b]]) for a, b in skips for c in schedule.chains]
     bare = remove_communication(schedule) if schedule.ops & {Op.SEND_F, Op.RECV_F} else schedule
     return replace(bare, skips=tuple(dict.fromkeys(edges)))
+
+
+def unpacked(stages: Stages, schedule: Schedule, tied: TiedPlaces) -> tuple[Sequence[Stage | None], Schedule, TiedPlaces]:
+    """The functions of a split, the schedule with its skip connections, and the ties with its own; others as they are."""
+    if not isinstance(stages, Split):
+        return stages, schedule, tied
+    if isinstance(schedule, Schedule):  # another value is refused by name later
+        _require_count(stages.stages, schedule)
+        schedule = with_skips(schedule, stages.skips) if stages.skips else schedule
+    return stages.stages, schedule, stages.tied if tied is None else {**stages.tied, **tied}
 
 
 def _arguments(default: LossWeights) -> Callable[..., RawArguments]:
@@ -316,9 +365,7 @@ def _require(stages: Any, loss_fn: Any, schedule: Any, engine: Any, spec: StepSp
         if fn is not None and not callable(fn):
             wanted = "a function fn(params, x) -> y, or None for a stage of another process"
             raise TypeError(f"stages[{stage}]: got {_short(fn)}, expected {wanted}")
-    expected = len(set(schedule.model_stages))
-    if len(stages) != expected:
-        raise ValueError(f"stages: got {len(stages)}, the schedule {schedule.name!r} has {expected}")
+    _require_count(stages, schedule)
     if (loss_fn is None and "loss" in spec.wants) or (loss_fn is not None and not callable(loss_fn)):
         raise TypeError(f"loss_fn: got {_short(loss_fn)}, expected a function loss(y, target) -> scalar")
     if not callable(engine):
@@ -326,13 +373,16 @@ def _require(stages: Any, loss_fn: Any, schedule: Any, engine: Any, spec: StepSp
     if not isinstance(spec.loss_shape, tuple) or not all(isinstance(n, int) for n in spec.loss_shape):
         raise TypeError(f"loss_shape: got {_short(spec.loss_shape)}, expected a tuple of integers, such as (3,) for an ensemble of three")
     overlapped: Any = spec.overlapped
-    if overlapped is not None and (not callable(overlapped) or overlapped in (interleaved, two_streams)):
+    if overlapped in (interleaved, two_streams):
+        raise TypeError(f"overlapped: got ppfunc.{overlapped.__name__} itself, expected what it returns: ppfunc.{overlapped.__name__}()")
+    if overlapped is not None and not callable(overlapped):
         raise TypeError(f"overlapped: got {_short(overlapped)}, expected a function, such as ppfunc.interleaved() or ppfunc.two_streams()")
 
 
-def _require_transport(transport: Any) -> None:
-    if isinstance(transport, type) or not hasattr(transport, "local_ranks"):
-        raise TypeError(f"transport: got {_short(transport)}, expected one such as ppfunc.InProcess() or ppfunc.P2P(group)")
+def _require_count(stages: Sequence[Any], schedule: Schedule) -> None:
+    expected = len(set(schedule.model_stages))
+    if len(stages) != expected:
+        raise ValueError(f"stages: got {len(stages)}, the schedule {schedule.name!r} has {expected}")
 
 
 def _short(thing: Any) -> str:

@@ -14,7 +14,7 @@ For property tests of anything that works on schedules: an engine of your own, a
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise, product
@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .schedule.builders import BUILDERS
 from .schedule.instruction import COMMUNICATION, COMPUTE, SENDS, Instruction, Op
-from .schedule.passes import place_communication
-from .schedule.schedule import Program, Schedule
+from .schedule.passes.place_communication import place_communication
+from .schedule.schedule import Schedule
 
 if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn, SearchStrategy
@@ -104,8 +104,8 @@ def mutated_schedules(valid: SearchStrategy[Schedule] | None = None) -> SearchSt
         schedule = draw(source)
         fitting = [mutation for mutation in _MUTATIONS if mutation.sites(schedule)]
         mutation = draw(st.sampled_from(fitting))
-        site = draw(st.sampled_from(mutation.sites(schedule)))
-        return mutation.apply(schedule, site)
+        changes, fault = mutation.apply(schedule, draw(st.sampled_from(mutation.sites(schedule))))
+        return replace(_changed(schedule, changes), name=f"{schedule.name}: {fault}")
 
     return st.composite(build)()
 
@@ -142,157 +142,130 @@ def _accepts(name: str, arguments: dict[str, Any]) -> bool:
 
 
 class _Place(NamedTuple):
-    """Where an instruction stands.
-
-    Args:
-        rank: the rank whose program it is in.
-        step: the number of its step in the program.
-        position: its position in the step.
-    """
+    """Where an instruction stands: the rank, the number of the step in its program, the position in the step."""
 
     rank: int
     step: int
     position: int
 
 
+_Changes = dict[_Place, tuple[Instruction, ...]]  # what stands in a place instead
+
+
 class _Mutation(NamedTuple):
-    """One way to break a schedule: ``sites`` lists the places where it applies, ``apply`` breaks one of them."""
+    """One way to break a schedule: ``sites`` lists where it applies, ``apply`` says what changes there, and the fault in words."""
 
     sites: Callable[[Schedule], list[Any]]
-    apply: Callable[[Schedule, Any], Schedule]
+    apply: Callable[[Schedule, Any], tuple[_Changes, str]]
 
 
-def _places(schedule: Schedule) -> Iterator[tuple[_Place, Instruction]]:
-    """List the compute instructions and messages: none of them may be missing or be there twice."""
-    for rank, program in enumerate(schedule.programs):
-        for step, instructions in enumerate(program):
-            for position, instruction in enumerate(instructions):
-                if instruction.op in COMPUTE | COMMUNICATION:
-                    yield _Place(rank, step, position), instruction
+def _changed(schedule: Schedule, changes: _Changes) -> Schedule:
+    programs = (
+        tuple(
+            tuple(new for n, i in enumerate(instructions) for new in changes.get(_Place(rank, step, n), (i,)))
+            for step, instructions in enumerate(program)
+        )
+        for rank, program in enumerate(schedule.programs)
+    )
+    return replace(schedule, programs=tuple(programs))
 
 
-def _at(schedule: Schedule, place: _Place) -> Instruction:
-    return schedule.programs[place.rank][place.step][place.position]
-
-
-def _replaced(schedule: Schedule, place: _Place, *instructions: Instruction) -> Schedule:
-    """Put ``instructions`` in the place of one."""
-    program = schedule.programs[place.rank]
-    step = program[place.step]
-    step = (*step[: place.position], *instructions, *step[place.position + 1 :])
-    return _with_program(schedule, place.rank, (*program[: place.step], step, *program[place.step + 1 :]))
-
-
-def _with_program(schedule: Schedule, rank: int, program: Program) -> Schedule:
-    return replace(schedule, programs=(*schedule.programs[:rank], program, *schedule.programs[rank + 1 :]))
-
-
-def _named(schedule: Schedule, fault: str) -> Schedule:
-    return replace(schedule, name=f"{schedule.name}: {fault}")
-
-
-def _everywhere(schedule: Schedule) -> list[_Place]:
-    return [place for place, _ in _places(schedule)]
-
-
-def _missing(schedule: Schedule, place: _Place) -> Schedule:
-    return _named(_replaced(schedule, place), f"{_at(schedule, place)} is missing")
-
-
-def _doubled(schedule: Schedule, place: _Place) -> Schedule:
-    instruction = _at(schedule, place)
-    return _named(_replaced(schedule, place, instruction, instruction), f"{instruction} is there twice")
+def _places(schedule: Schedule) -> dict[_Place, Instruction]:
+    """Find the compute instructions and messages: none of them may be missing or be there twice."""
+    return {
+        _Place(rank, step, position): instruction
+        for rank, program in enumerate(schedule.programs)
+        for step, instructions in enumerate(program)
+        for position, instruction in enumerate(instructions)
+        if instruction.op in COMPUTE | COMMUNICATION
+    }
 
 
 def _elementary_compute(schedule: Schedule) -> list[_Place]:
-    return [place for place, i in _places(schedule) if i.op in COMPUTE and not i.parts]
+    return [place for place, i in _places(schedule).items() if i.op in COMPUTE and not i.parts]
 
 
-def _out_of_range(schedule: Schedule, place: _Place) -> Schedule:
-    wrong = _at(schedule, place)._replace(microbatch=schedule.microbatches)
-    return _named(_replaced(schedule, place, wrong), f"{_at(schedule, place)} became {wrong}")
+def _missing(schedule: Schedule, place: _Place) -> tuple[_Changes, str]:
+    return {place: ()}, f"{_places(schedule)[place]} is missing"
 
 
-def _movable(schedule: Schedule) -> list[_Place]:
-    return _elementary_compute(schedule) if schedule.ranks > 1 else []
+def _doubled(schedule: Schedule, place: _Place) -> tuple[_Changes, str]:
+    instruction = _places(schedule)[place]
+    return {place: (instruction, instruction)}, f"{instruction} is there twice"
 
 
-def _misplaced(schedule: Schedule, place: _Place) -> Schedule:
-    """Move an instruction to the end of the next rank, which does not hold its stage."""
-    instruction, other = _at(schedule, place), (place.rank + 1) % schedule.ranks
-    without = _replaced(schedule, place)
-    moved = _with_program(without, other, (*without.programs[other], (instruction,)))
-    return _named(moved, f"{instruction} is on rank {other}")
+def _out_of_range(schedule: Schedule, place: _Place) -> tuple[_Changes, str]:
+    right = _places(schedule)[place]
+    wrong = right._replace(microbatch=schedule.microbatches)
+    return {place: (wrong,)}, f"{right} became {wrong}"
+
+
+def _to_be_moved(schedule: Schedule) -> list[tuple[_Place, _Place]]:
+    """Pair the places of compute instructions with the last place of the next rank, which does not hold their stage."""
+    last = {place.rank: place for place in _places(schedule)}
+    pairs = ((place, last[(place.rank + 1) % schedule.ranks]) for place in _elementary_compute(schedule))
+    return [(place, other) for place, other in pairs if place.rank != other.rank]
+
+
+def _misplaced(schedule: Schedule, site: tuple[_Place, _Place]) -> tuple[_Changes, str]:
+    moved, last = (_places(schedule)[place] for place in site)
+    return {site[0]: (), site[1]: (last, moved)}, f"{moved} is on rank {site[1].rank}"
 
 
 def _forwards_before_backwards(schedule: Schedule) -> list[tuple[_Place, _Place]]:
     """Pair the places of a forward and of the backward of the same stage and microbatch."""
-    places = {(i.op, i.stage, i.microbatch): place for place, i in _places(schedule) if i.op in COMPUTE and not i.parts}
+    places = {_places(schedule)[place]: place for place in _elementary_compute(schedule)}
     return [
-        (place, places[op, stage, microbatch])
-        for (kind, stage, microbatch), place in places.items()
-        for op in (Op.B, Op.I)
-        if kind is Op.F and (op, stage, microbatch) in places
+        (place, places[backward])
+        for forward, place in places.items()
+        for backward in (forward._replace(op=Op.B), forward._replace(op=Op.I))
+        if forward.op is Op.F and backward in places
     ]
-
-
-def _backward_first(schedule: Schedule, site: tuple[_Place, _Place]) -> Schedule:
-    forward, backward = (_at(schedule, place) for place in site)
-    exchanged = _replaced(_replaced(schedule, site[0], backward), site[1], forward)
-    return _named(exchanged, f"{backward} is before {forward}")
 
 
 def _pairs_of_sends(schedule: Schedule) -> list[tuple[_Place, _Place]]:
     """Pair the places of two messages, one after the other, that a stage sends to one receiver."""
-    last: dict[Any, _Place] = {}
-    pairs = []
-    for place, i in _places(schedule):
+    rows: dict[Any, list[_Place]] = {}
+    for place, i in _places(schedule).items():
         if i.op in SENDS:
-            key = (place.rank, i.op, i.stage, i.peer)
-            if key in last:
-                pairs.append((last[key], place))
-            last[key] = place
-    return pairs
+            rows.setdefault((place.rank, i.op, i.stage, i.peer), []).append(place)
+    return [pair for row in rows.values() for pair in pairwise(row)]
 
 
-def _crossed(schedule: Schedule, site: tuple[_Place, _Place]) -> Schedule:
-    first, second = (_at(schedule, place) for place in site)
-    exchanged = _replaced(_replaced(schedule, site[0], second), site[1], first)
-    return _named(exchanged, f"{second} is before {first}")
+def _exchanged(schedule: Schedule, site: tuple[_Place, _Place]) -> tuple[_Changes, str]:
+    first, second = (_places(schedule)[place] for place in site)
+    return {site[0]: (second,), site[1]: (first,)}, f"{second} is before {first}"
 
 
 def _rings(schedule: Schedule) -> list[tuple[_Place, _Place, _Place, _Place]]:
     """List, per edge between ranks and microbatches a, b, the places of F(b), B(a) at its source, then at its target."""
-    places = {(i.op is not Op.F, i.stage, i.microbatch): place for place, i in _places(schedule) if i.op in (Op.F, Op.B, Op.I)}
+    places = {(i.op is not Op.F, i.stage, i.microbatch): place for place, i in _places(schedule).items() if i.op in (Op.F, Op.B, Op.I)}
     rings = []
-    for chain in schedule.chains:
-        for source, target in pairwise(chain.stages):
-            for a, b in pairwise(chain.microbatches):
-                keys = ((False, source, b), (True, source, a), (False, target, b), (True, target, a))
-                if schedule.placement[source] != schedule.placement[target] and all(key in places for key in keys):
-                    f_source, b_source, f_target, b_target = (places[key] for key in keys)
-                    rings.append((f_source, b_source, f_target, b_target))
+    for source, target in schedule.crossing_edges:
+        for a, b in (pair for c in schedule.chains if source in c.stages for pair in pairwise(c.microbatches)):
+            keys = ((False, source, b), (True, source, a), (False, target, b), (True, target, a))
+            if all(key in places for key in keys):
+                rings.append((places[keys[0]], places[keys[1]], places[keys[2]], places[keys[3]]))
     return rings
 
 
-def _ring(schedule: Schedule, site: tuple[_Place, _Place, _Place, _Place]) -> Schedule:
+def _ring(schedule: Schedule, site: tuple[_Place, _Place, _Place, _Place]) -> tuple[_Changes, str]:
     """Let the source do B(a) before F(b), and the target F(b) before B(a): each waits for the other."""
     f_source, b_source, f_target, b_target = site
-    wrong = schedule
+    at = _places(schedule)
+    changes: _Changes = {}
     for early, late in ((b_source, f_source), (f_target, b_target)):
         if late < early:
-            first, second = _at(schedule, late), _at(schedule, early)
-            wrong = _replaced(_replaced(wrong, late, second), early, first)
-    backward, forward = _at(schedule, b_source), _at(schedule, f_target)
-    return _named(wrong, f"{_at(schedule, f_source)} waits for {backward} and {forward}, and they for it")
+            changes |= {early: (at[late],), late: (at[early],)}
+    return changes, f"{at[f_source]} waits for {at[b_source]} and {at[f_target]}, and they for it"
 
 
 _MUTATIONS = (
-    _Mutation(_everywhere, _missing),
-    _Mutation(_everywhere, _doubled),
+    _Mutation(lambda schedule: list(_places(schedule)), _missing),
+    _Mutation(lambda schedule: list(_places(schedule)), _doubled),
     _Mutation(_elementary_compute, _out_of_range),
-    _Mutation(_movable, _misplaced),
-    _Mutation(_forwards_before_backwards, _backward_first),
-    _Mutation(_pairs_of_sends, _crossed),
+    _Mutation(_to_be_moved, _misplaced),
+    _Mutation(_forwards_before_backwards, _exchanged),
+    _Mutation(_pairs_of_sends, _exchanged),
     _Mutation(_rings, _ring),
 )

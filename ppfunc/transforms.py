@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from ppfunc.pipeline import make_step, named_step
+from ppfunc.pipeline import Stages, make_step, named_step, told_to_peers, unpacked
 from ppfunc.runtime import Microbatches, StepFunction, StepResult, StepSpec, Transport
 from ppfunc.runtime.arguments import LossWeights, RawArguments, Seed
+from ppfunc.runtime.ties import TiedPlaces, read_tied
 from ppfunc.schedule import Schedule
 from ppfunc.stage import Engine, Loss, Stage, graph
 from ppfunc.stage.signature import differentiable
@@ -32,9 +33,12 @@ __all__ = ["gnvp", "hvp", "jvp", "per_sample_grad"]
 
 Transform = Callable[[Stage], Stage]
 
+_PAIR = ("0", "1")  # the parameters of a transformed stage: a tree, and its tangents
 
+
+@told_to_peers
 def jvp(
-    stages: Sequence[Stage | None],
+    stages: Stages,
     loss_fn: Loss | None,
     schedule: Schedule,
     transport: Transport | None = None,
@@ -42,6 +46,7 @@ def jvp(
     engine: Engine = graph,
     loss_weights: LossWeights = None,
     has_aux: bool = False,
+    tied: TiedPlaces = None,
 ) -> StepFunction[..., tuple[Any, Any]]:
     """Make a function that runs the stages forward and differentiates along a direction on the way.
 
@@ -50,7 +55,7 @@ def jvp(
         torch.func.jvp(loss, (params,), (tangents,))
 
     Args:
-        stages, schedule, transport, engine, loss_weights, has_aux: as in :func:`ppfunc.evaluate`.
+        stages, schedule, transport, engine, loss_weights, has_aux, tied: as in :func:`ppfunc.evaluate`.
         loss_fn: ``loss(y, target) -> scalar``; None to differentiate the outputs.
 
     Returns:
@@ -68,6 +73,7 @@ def jvp(
     (tensor([30.]), tensor([15.]))
     """
 
+    stages, schedule, tied = unpacked(stages, schedule, tied)
     default = loss_weights
 
     def step(
@@ -96,13 +102,14 @@ def jvp(
         return (made, result.aux) if has_aux else made
 
     wants = {"outputs" if loss_fn is None else "loss", *(["aux"] if has_aux else [])}
-    spec = StepSpec("jvp", frozenset(wants), loss_shape=(2,))
+    spec = StepSpec("jvp", frozenset(wants), loss_shape=(2,), tied=read_tied(tied, schedule, _PAIR), primal="0")
     losses = None if loss_fn is None else dual_loss(loss_fn)
     return make_step(_each(stages, dual), losses, schedule, transport, engine, spec, named_step(step), finish, loss_weights, training=False)
 
 
+@told_to_peers
 def hvp(
-    stages: Sequence[Stage | None],
+    stages: Stages,
     loss_fn: Loss,
     schedule: Schedule,
     transport: Transport | None = None,
@@ -110,6 +117,7 @@ def hvp(
     engine: Engine = graph,
     loss_weights: LossWeights = None,
     has_aux: bool = False,
+    tied: TiedPlaces = None,
 ) -> StepFunction[..., tuple[tuple[torch.Tensor, torch.Tensor], tuple[dict[int, Any], dict[int, Any]]]]:
     """Make a function that multiplies the Hessian of the loss, in the parameters of all stages, by a vector: in one pass.
 
@@ -119,7 +127,7 @@ def hvp(
         grads, products = torch.func.jvp(torch.func.grad(loss), (params,), (tangents,))
 
     Args:
-        stages, loss_fn, schedule, transport, engine, loss_weights, has_aux: as in :func:`ppfunc.value_and_grad`.
+        stages, loss_fn, schedule, transport, engine, loss_weights, has_aux, tied: as in :func:`ppfunc.value_and_grad`.
 
     Returns:
         ``step(params, tangents, inputs, targets, ...) -> ((loss, slope), (grads, products))``, the keywords
@@ -138,19 +146,23 @@ def hvp(
     ({0: tensor(36.), 1: tensor(24.)}, {0: tensor(18.), 1: tensor(24.)})
     """
 
+    stages, schedule, tied = unpacked(stages, schedule, tied)
+
     def finish(result: StepResult, raw: RawArguments) -> Any:
         grads = {stage: _complete(gradient, raw.params[stage][0]) for stage, (_, gradient) in result.grads.items()}
         products = {stage: product for stage, (product, _) in result.grads.items()}
         values = tuple(result.loss.unbind())
         return (values, result.aux) if has_aux else values, (grads, products)
 
-    spec = StepSpec("hvp", frozenset({"loss", "grads", *(["aux"] if has_aux else [])}), loss_shape=(2,))
+    wants = frozenset({"loss", "grads", *(["aux"] if has_aux else [])})
+    spec = StepSpec("hvp", wants, loss_shape=(2,), tied=read_tied(tied, schedule, _PAIR), primal="0")
     prepare = _along_tangents(loss_weights)
     return make_step(_each(stages, sloping), hessian_loss(loss_fn), schedule, transport, engine, spec, prepare, finish, loss_weights)
 
 
+@told_to_peers
 def gnvp(
-    stages: Sequence[Stage | None],
+    stages: Stages,
     loss_fn: Loss,
     schedule: Schedule,
     transport: Transport | None = None,
@@ -158,6 +170,7 @@ def gnvp(
     engine: Engine = graph,
     loss_weights: LossWeights = None,
     has_aux: bool = False,
+    tied: TiedPlaces = None,
 ) -> StepFunction[..., tuple[tuple[torch.Tensor, torch.Tensor], dict[int, Any]]]:
     """Make a function that multiplies the Gauss-Newton matrix of the loss, in the parameters of all stages, by a vector: in one pass.
 
@@ -169,7 +182,7 @@ def gnvp(
         products = torch.func.vjp(model, params)[1](h)
 
     Args:
-        stages, loss_fn, schedule, transport, engine, loss_weights, has_aux: as in :func:`ppfunc.value_and_grad`.
+        stages, loss_fn, schedule, transport, engine, loss_weights, has_aux, tied: as in :func:`ppfunc.value_and_grad`.
 
     Returns:
         ``step(params, tangents, inputs, targets, ...) -> ((loss, curvature), products)``; arguments as of
@@ -186,17 +199,21 @@ def gnvp(
     {0: tensor(18.), 1: tensor(12.)}
     """
 
+    stages, schedule, tied = unpacked(stages, schedule, tied)
+
     def finish(result: StepResult, raw: RawArguments) -> Any:
         values = tuple(result.loss.unbind())
         return (values, result.aux) if has_aux else values, {stage: product for stage, (product, _) in result.grads.items()}
 
-    spec = StepSpec("gnvp", frozenset({"loss", "grads", *(["aux"] if has_aux else [])}), loss_shape=(2,))
+    wants = frozenset({"loss", "grads", *(["aux"] if has_aux else [])})
+    spec = StepSpec("gnvp", wants, loss_shape=(2,), tied=read_tied(tied, schedule, _PAIR), primal="0")
     prepare = _along_tangents(loss_weights)
     return make_step(_each(stages, held_dual), gauss_newton_loss(loss_fn), schedule, transport, engine, spec, prepare, finish, loss_weights)
 
 
+@told_to_peers
 def per_sample_grad(
-    stages: Sequence[Stage | None],
+    stages: Stages,
     loss_fn: Loss,
     schedule: Schedule,
     transport: Transport | None = None,
@@ -204,6 +221,7 @@ def per_sample_grad(
     samples: int,
     engine: Engine = graph,
     randomness: str = "error",
+    tied: TiedPlaces = None,
 ) -> StepFunction[..., tuple[torch.Tensor, dict[int, Any]]]:
     """Make a function that computes the gradient of the loss of every sample, in the parameters of all stages.
 
@@ -213,7 +231,7 @@ def per_sample_grad(
         stages: as in :func:`ppfunc.value_and_grad`; every leaf that they take or return beside the
             parameters has a leading batch axis b, along which samples do not depend on each other.
         loss_fn: ``loss(y, target) -> scalar``, here called with batches of one.
-        schedule, transport, engine: as in :func:`ppfunc.value_and_grad`.
+        schedule, transport, engine, tied: as in :func:`ppfunc.value_and_grad`.
         samples: b, the number of samples in a microbatch.
         randomness: ``"different"`` for stages that draw random numbers, or ``"same"``.
 
@@ -231,6 +249,7 @@ def per_sample_grad(
     """
     if not isinstance(samples, int) or samples < 1:
         raise ValueError(f"samples: got {samples!r}, expected the number of samples in a microbatch, an integer of at least 1")
+    stages, schedule, tied = unpacked(stages, schedule, tied)
     losses = per_sample_loss(loss_fn)
     m = schedule.microbatches
 
@@ -254,7 +273,8 @@ def per_sample_grad(
         return losses(y, target).sum()
 
     transform = partial(per_sample, randomness=randomness)
-    spec = StepSpec(f"per_sample_grad of {samples} samples", frozenset({"loss", "grads"}), per_microbatch=True)
+    name = f"per_sample_grad of {samples} samples"
+    spec = StepSpec(name, frozenset({"loss", "grads"}), per_microbatch=True, tied=read_tied(tied, schedule))
     return make_step(_each(stages, transform), loss, schedule, transport, engine, spec, named_step(step), finish)
 
 

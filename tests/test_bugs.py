@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import ppfunc as pp
-from ppfunc.runtime.replicas import digest
+from ppfunc.runtime.ties import digest
 from ppfunc.schedule import Instruction, Op, append_tail, remove_tail
 from ppfunc.stage import Signature
 from ppfunc.stage.tree import tree_leaves
@@ -682,3 +682,26 @@ def test_a_loss_weight_that_the_dtype_of_the_loss_cannot_hold_is_refused():
     step = pp.value_and_grad([dense, dense], lambda y, t: squared(y, t).half(), pp.gpipe(2, 2), loss_weights=[2e-8, 1.0])
     with pytest.raises(ValueError, match="loss_weights: .* become 0 in torch.float16"):
         step(params, inputs, targets)
+
+
+def test_gradients_that_some_microbatches_do_not_have_are_memory_of_their_own():
+    """A gradient that one microbatch alone gives, and that is a tensor of the caller, was returned as it is."""
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, w, x):
+            ctx.save_for_backward(w)
+            return w * x
+
+        @staticmethod
+        def backward(ctx, gy):
+            return (*ctx.saved_tensors, None)
+
+    def stage(w, x):
+        return Product.apply(w, x) if x.sum() > 0 else x * 2
+
+    w = torch.full((2, 3), 3.0)
+    for x in (torch.tensor([1.0, -1.0]), torch.tensor([-1.0, 1.0])):
+        batch = x.view(2, 1, 1).expand(2, 2, 3).reshape(4, 3)
+        _, grads = pp.value_and_grad([stage], lambda y, t: y.sum(), pp.gpipe(1, 2), engine=pp.eager)({0: w}, batch, torch.ones(4))
+        assert torch.equal(grads[0], w) and grads[0].data_ptr() != w.data_ptr()

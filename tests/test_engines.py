@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import ppfunc as pp
-from ppfunc.schedule import BUILDERS, remove_tail
-from ppfunc.schedule.passes import insert_offloads, split_backward
+from ppfunc.schedule import BUILDERS, insert_offloads, remove_tail, split_backward
 
 D = 6
 SEED = (3, 1)

@@ -103,24 +103,17 @@ def test_every_name_of_the_front_door_exists():
     assert set(ppfunc.__all__) >= {build.__name__ for build in ppfunc.schedule.BUILDERS.values()}
 
 
-def typed_names(tree: ast.Module) -> dict[str, set[str]]:
-    """The names that each module defines, as the imports under ``if TYPE_CHECKING`` say."""
-    (block,) = (node for node in tree.body if isinstance(node, ast.If))
-    return {node.module or "": {alias.asname or "" for alias in node.names} for node in block.body if isinstance(node, ast.ImportFrom)}
-
-
-def loaded_names(tree: ast.Module) -> dict[str, set[str]]:
-    """The names that each module defines, as the call of ``attach`` says."""
-    (call,) = (n for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == "attach")
-    table = {module: set(names) for module, names in ast.literal_eval(call.args[1]).items()}
-    submodules = {name for keyword in call.keywords for name in ast.literal_eval(keyword.value)}
-    return table | ({"": submodules} if submodules else {})
-
-
 @pytest.mark.parametrize("package", ["", "schedule", "parallel"])
 def test_type_checkers_see_the_names_that_are_loaded(package):
-    tree = ast.parse((ROOT / package / "__init__.py").read_text())
-    assert typed_names(tree) == loaded_names(tree)
+    """Under ``if TYPE_CHECKING`` stand imports of single names, each exported as itself, and nothing else."""
+    module = importlib.import_module(f"ppfunc.{package}".rstrip("."))
+    (block,) = (n for n in ast.parse((ROOT / package / "__init__.py").read_text()).body if isinstance(n, ast.If))
+    statements = [n for n in block.body if isinstance(n, ast.ImportFrom) and n.level == 1]
+    assert statements == block.body
+    aliases = [alias for n in statements for alias in n.names]
+    assert all(alias.name == alias.asname for alias in aliases)
+    assert {alias.name for n in statements if n.module for alias in n.names} == set(module.__all__)
+    assert dir(module) == sorted(alias.name for alias in aliases)
 
 
 @pytest.mark.parametrize("package", ["", "schedule", "parallel"])

@@ -309,13 +309,29 @@ def test_parameters_of_any_strides(engine):
 def test_what_the_loss_function_does_wrong_is_told_as_its_own():
     params, inputs, targets = problem(2, 2)
     for loss_fn, told in [
-        (lambda y: y.sum(), r"takes 1 positional argument.*raised by the loss function, which is called as loss\(y, target\)"),
-        (lambda y, t: 1.0, r"the loss function returned 1.0 of type float, expected a tensor; return a scalar tensor"),
-        (lambda y, t: (y.sum(), y), r"of type tuple, expected a tensor; .*metrics"),
-        (lambda y, t: None, r"the loss function returned None"),
+        (lambda y: y.sum(), r"^the loss: it raised TypeError.*takes 1 positional argument.*called as loss\(y, target\)"),
+        (lambda y, t: 1.0, r"^the loss: it returned 1.0 of type float, expected a tensor. Instead: return a scalar tensor"),
+        (lambda y, t: (y.sum(), y), r"of type tuple, expected a tensor. .*metrics"),
+        (lambda y, t: None, r"^the loss: it returned None"),
     ]:
-        with pytest.raises(pp.StageError, match=told):
-            pp.value_and_grad([dense] * 2, loss_fn, pp.gpipe(2, 2))(params, inputs, targets)
+        for engine in (pp.graph, pp.functional, pp.eager):
+            with pytest.raises(pp.StageError, match=told):
+                pp.value_and_grad([dense] * 2, loss_fn, pp.gpipe(2, 2), engine=engine)(params, inputs, targets)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_stage_that_returns_nothing_is_refused_itself(first):
+    stages = [lambda p, x: None, dense] if first else [dense, lambda p, x: None]
+    with pytest.raises(pp.StageError, match=rf"^stage {int(not first)}: it raised TypeError: it returned None, expected its activation"):
+        pp.value_and_grad(stages, squared, pp.gpipe(2, 2))(*problem(2, 2))
+
+
+@pytest.mark.parametrize("engine", [pp.functional, pp.eager])
+def test_an_engine_without_options_says_how_it_is_used(engine):
+    with pytest.raises(
+        TypeError, match=rf"^{engine.__name__} has no options: give the engine itself to a step, engine=pp.{engine.__name__}"
+    ):
+        engine()
 
 
 def test_steps_run_in_inference_mode():
@@ -342,5 +358,5 @@ def test_autocast_may_change_what_travels():
 
 def test_an_overlapped_function_that_is_none_is_refused():
     for wrong in ("interleaved", pp.interleaved, pp.two_streams):
-        with pytest.raises(TypeError, match=r"expected a function, such as ppfunc.interleaved\(\)"):
+        with pytest.raises(TypeError, match=r"overlapped: got .*ppfunc.(interleaved|two_streams)\(\)"):
             pp.value_and_grad([dense] * 4, squared, pp.dualpipev(2, 4), overlapped=wrong)

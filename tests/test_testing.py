@@ -7,7 +7,7 @@ import sys
 import pytest
 from hypothesis import find, given
 
-from ppfunc.schedule.builders import BUILDERS
+from ppfunc.schedule import BUILDERS
 from ppfunc.schedule.check import ScheduleError, check
 from ppfunc.testing import mutated_schedules, schedules
 

@@ -4,19 +4,18 @@ Exit codes: 0 where it worked; 1 where a checked schedule is wrong; 2 where the 
 cannot be answered (unknown names, options that do not fit, files that cannot be read or written).
 """
 
-from __future__ import annotations
-
 import argparse
-import gc
 import os
 import sys
 from collections.abc import Sequence
 
+from ..schedule.collector import collector_paused
 from ..schedule.errors import ScheduleError
-from .parallel import add_partition, add_topology
-from .schedule import add_check, add_list, add_show, add_simulate
+from .parallel import add_parallel
+from .schedule import add_schedules
 
 
+@collector_paused()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
@@ -26,23 +25,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    arguments = _parser().parse_args(argv)
-    collecting = gc.isenabled()
-    # Schedules are tuples without cycles, and by the million: looking for cycles takes a quarter of the time.
-    gc.disable()
-    try:
-        return _run(arguments)
-    finally:
-        if collecting:
-            gc.enable()
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ppfunc", description="Pipeline schedules, grids of processes and partitions of layers.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (add_list, add_show, add_check, add_simulate, add_topology, add_partition):
+    for add in (add_schedules, add_parallel):
         add(commands)
-    return parser
+    return _run(parser.parse_args(argv))
 
 
 def _run(arguments: argparse.Namespace) -> int:

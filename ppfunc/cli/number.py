@@ -1,7 +1,5 @@
 """Read a number from the command line."""
 
-from __future__ import annotations
-
 
 def number(text: str) -> float:
     """Read a number; whole numbers stay whole, so that sums of them are exact.

@@ -1,7 +1,5 @@
 """The subcommands on ranks and layers: ``ppfunc topology`` and ``partition``."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from typing import Any
@@ -16,18 +14,13 @@ from .number import number
 _MOST = 1_000_000
 
 
-def add_topology(commands: Any) -> None:
-    """Add ``topology`` to the subparsers of a command line."""
+def add_parallel(commands: Any) -> None:
+    """Add ``topology`` and ``partition`` to the subparsers of a command line."""
     topology = commands.add_parser(
         "topology", help="ranks, coordinates and groups of a grid of processes", description="Print a grid of processes."
     )
     topology.add_argument("--axes", required=True, help="names and sizes, slowest first, as in pipe=2,data=2,model=2")
-    topology.add_argument("--json", action="store_true", help="print JSON")
     topology.set_defaults(func=_topology)
-
-
-def add_partition(commands: Any) -> None:
-    """Add ``partition`` to the subparsers of a command line."""
     partition = commands.add_parser(
         "partition", help="cut layers into stages", description="Print where layers are cut into stages, and the loads."
     )
@@ -36,16 +29,14 @@ def add_partition(commands: Any) -> None:
     source.add_argument("--layers", type=int, help="the number of equal layers")
     source.add_argument("--layout", help="letters per layer, as in 'Et*3|(tt|)*29,m|L'")
     partition.add_argument("--stages", type=int, help="the number of stages")
-    partition.add_argument(
-        "--method",
-        choices=("uniform", "balanced", "min_range"),
-        help="equal counts, least maximum load (the default for weights), or least maximum minus minimum",
-    )
+    methods = "equal counts, least maximum load (the default for weights), or least maximum minus minimum"
+    partition.add_argument("--method", choices=("uniform", "balanced", "min_range"), help=methods)
     partition.add_argument("--input-weight", type=number, help="cost of the embedding in layers (1 with --layers)")
     partition.add_argument("--output-weight", type=number, help="cost of norm and head in layers (1 with --layers)")
     partition.add_argument("--allow-empty", action="store_true", help="accept stages without layers")
-    partition.add_argument("--json", action="store_true", help="print JSON")
     partition.set_defaults(func=_partition)
+    for parser in (topology, partition):
+        parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _topology(arguments: argparse.Namespace) -> int:

@@ -1,12 +1,10 @@
 """The subcommands on schedules: ``ppfunc list``, ``show``, ``check`` and ``simulate``."""
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,15 @@ from ..schedule.builders import BUILDERS
 from ..schedule.check import check
 from ..schedule.config import find_builder
 from ..schedule.costs import Costs
-from ..schedule.formats import compute_only, read_schedule, to_csv, to_grid, to_json, to_steps, to_svg, to_trace
-from ..schedule.passes import place_communication, remove_slots
+from ..schedule.formats.csv import to_csv
+from ..schedule.formats.files import read_schedule
+from ..schedule.formats.grid import to_grid
+from ..schedule.formats.json import to_json
+from ..schedule.formats.steps import to_steps
+from ..schedule.formats.svg import to_svg
+from ..schedule.formats.trace import to_trace
+from ..schedule.passes.place_communication import place_communication
+from ..schedule.passes.remove import compute_only, remove_slots
 from ..schedule.schedule import Schedule
 from ..schedule.simulate import simulate
 from .number import number
@@ -28,22 +33,32 @@ FORMATS: dict[str, Callable[[Schedule], str]] = {
     "svg": to_svg,
     "trace": to_trace,
 }
-_METAVARS = {"ranks": "P", "microbatches": "M", "chunks": "V", "group": "N", "order": "source|head"}
-_OPTIONS = ("chunks", "group", "order")
+_BUILDER_OPTIONS = {
+    "ranks": ("P", "number of ranks"),
+    "microbatches": ("M", "number of microbatches"),
+    "chunks": ("V", "stages per rank, where that is a choice"),
+    "group": ("N", "microbatches of a group (interleaved_1f1b)"),
+    "order": ("source|head", "order of messages (deepspeed_train)"),
+}
+_COSTS = {
+    "forward": "time of a forward; default 1",
+    "backward": "time of a whole backward, in place of its parts; a part not given takes half or what is left",
+    "backward_input": "time of an input gradient; default 1",
+    "backward_weight": "time of a weight gradient; default 1",
+    "overlapped": "time of an overlapped pair; default: the sum of its parts",
+    "communication": "latency of a message; default 0",
+    "weight_share": "share of an activation that is held from the input to the weight gradient; default 0",
+}
 
 
-def add_list(commands: Any) -> None:
-    """Add ``list`` to the subparsers of a command line.
+def add_schedules(commands: Any) -> None:
+    """Add ``list``, ``show``, ``check`` and ``simulate`` to the subparsers of a command line.
 
-    Like every ``add_...`` here and in :mod:`ppfunc.cli.parallel`, it sets ``func``, a function from the parsed
-    arguments to the exit code, which raises ValueError where the question cannot be answered.
+    Each sets ``func``, a function from the parsed arguments to the exit code, which raises ValueError where
+    the question cannot be answered.
     """
     listing = commands.add_parser("list", help="the schedules that can be built, with their options and constraints")
     listing.set_defaults(func=_list)
-
-
-def add_show(commands: Any) -> None:
-    """Add ``show`` to the subparsers of a command line."""
     show = commands.add_parser("show", help="print or draw a schedule")
     show.add_argument("name", metavar="NAME", help="a name of `ppfunc list`")
     _add_builder_options(show, required=True)
@@ -51,17 +66,9 @@ def add_show(commands: Any) -> None:
     show.add_argument("--lowered", action="store_true", help="with communication; csv without it holds compute only")
     show.add_argument("--out", metavar="FILE", type=Path, help="write there instead of to standard output")
     show.set_defaults(func=_show)
-
-
-def add_check(commands: Any) -> None:
-    """Add ``check`` to the subparsers of a command line."""
     checking = commands.add_parser("check", help="prove a schedule in a CSV or JSON file, or say what is wrong with it")
     checking.add_argument("file", metavar="FILE", type=Path, help="CSV, as torch.distributed.pipelining writes it, or JSON")
     checking.set_defaults(func=_check)
-
-
-def add_simulate(commands: Any) -> None:
-    """Add ``simulate`` to the subparsers of a command line."""
     timing = commands.add_parser("simulate", help="time, bubbles and memory of a schedule on paper; times are per chunk")
     timing.add_argument("name", metavar="NAME|FILE", help="a name of `ppfunc list`, or a CSV or JSON file")
     _add_builder_options(timing, required=False)
@@ -71,28 +78,17 @@ def add_simulate(commands: Any) -> None:
 
 
 def _add_builder_options(parser: argparse.ArgumentParser, required: bool) -> None:
-    for name, meaning in (
-        ("ranks", "number of ranks"),
-        ("microbatches", "number of microbatches"),
-        ("chunks", "stages per rank, where that is a choice"),
-        ("group", "microbatches of a group (interleaved_1f1b)"),
-    ):
-        needed = required and name in ("ranks", "microbatches")
-        parser.add_argument(f"--{name}", type=int, metavar=_METAVARS[name], required=needed, help=meaning)
-    parser.add_argument("--order", choices=("source", "head"), help="order of messages (deepspeed_train)")
+    for name, (metavar, meaning) in _BUILDER_OPTIONS.items():
+        if name == "order":
+            parser.add_argument("--order", choices=("source", "head"), help=meaning)
+        else:
+            needed = required and name in ("ranks", "microbatches")
+            parser.add_argument(f"--{name}", type=int, metavar=metavar, required=needed, help=meaning)
 
 
 def _add_cost_options(parser: argparse.ArgumentParser) -> None:
-    for name, meaning in (
-        ("forward", "time of a forward; default 1"),
-        ("backward", "time of a whole backward, in place of its parts; a part not given takes half or what is left"),
-        ("backward-input", "time of an input gradient; default 1"),
-        ("backward-weight", "time of a weight gradient; default 1"),
-        ("overlapped", "time of an overlapped pair; default: the sum of its parts"),
-        ("communication", "latency of a message; default 0"),
-        ("weight-share", "share of an activation that is held from the input to the weight gradient; default 0"),
-    ):
-        parser.add_argument(f"--{name}", type=number, metavar="X", help=meaning)
+    for name, meaning in _COSTS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=number, metavar="X", help=meaning)
 
 
 def _list(arguments: argparse.Namespace) -> int:
@@ -108,7 +104,7 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _usage(parameter: inspect.Parameter) -> str:
-    text = f"--{parameter.name} {_METAVARS[parameter.name]}"
+    text = f"--{parameter.name} {_BUILDER_OPTIONS[parameter.name][0]}"
     if parameter.default is parameter.empty:
         return text
     return f"[{text}]" if parameter.default is None else f"[{text}, else {parameter.default}]"
@@ -150,20 +146,14 @@ def _check(arguments: argparse.Namespace) -> int:
 def _simulate(arguments: argparse.Namespace) -> int:
     schedule = _built(arguments) if arguments.name in BUILDERS else _read(arguments)
     timeline = simulate(schedule, _costs(arguments))
-    figures = {
-        "makespan": timeline.makespan,
-        "span": timeline.span,
-        "bubble": timeline.bubble,
-        "span_bubble": timeline.span_bubble,
-        "idle": list(timeline.idle),
-        "peak_activations": list(timeline.peak_activations),
-    }
+    names = ("makespan", "span", "bubble", "span_bubble", "idle", "peak_activations")
+    figures = {name: getattr(timeline, name) for name in names}
     if arguments.json:
         print(json.dumps(figures))
-    else:
-        for name, value in figures.items():
-            numbers = value if isinstance(value, list) else [value]
-            print(f"{name.replace('_', ' '):<17} {' '.join(f'{number:g}' for number in numbers)}")
+        return 0
+    for name, value in figures.items():
+        numbers = value if isinstance(value, tuple) else (value,)
+        print(f"{name.replace('_', ' '):<17} {' '.join(f'{number:g}' for number in numbers)}")
     return 0
 
 
@@ -174,8 +164,7 @@ def _built(arguments: argparse.Namespace) -> Schedule:
     if missing:
         raise ValueError(f"{arguments.name} needs {' and '.join(missing)}")
     taken = inspect.signature(build).parameters
-    given = {name: getattr(arguments, name) for name in ("ranks", "microbatches", *_OPTIONS)}
-    given = {name: value for name, value in given.items() if value is not None}
+    given = _given(arguments, _BUILDER_OPTIONS)
     for name in given:
         if name not in taken:
             valid = ", ".join(f"--{p}" for p in taken)
@@ -190,20 +179,22 @@ def _read(arguments: argparse.Namespace) -> Schedule:
         raise ValueError(f"{arguments.name!r} is neither a file nor a schedule: expected a path or one of {names}")
     schedule = read_schedule(arguments.name)
     check(schedule)
-    for name in ("ranks", "microbatches"):
-        wanted, found = getattr(arguments, name), getattr(schedule, name)
-        if wanted not in (None, found):
-            raise ValueError(f"--{name} {wanted}, but {arguments.name} has {found}: leave the option out")
-    for name in _OPTIONS:
-        if getattr(arguments, name) is not None:
+    for name, wanted in _given(arguments, _BUILDER_OPTIONS).items():
+        if name not in ("ranks", "microbatches"):
             raise ValueError(f"--{name} is for building a schedule, and {arguments.name} is a file: leave it out")
+        if wanted != getattr(schedule, name):
+            raise ValueError(f"--{name} {wanted}, but {arguments.name} has {getattr(schedule, name)}: leave the option out")
     return schedule
+
+
+def _given(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """The options out of ``names`` that the command line gives."""
+    return {name: value for name in names if (value := getattr(arguments, name)) is not None}
 
 
 def _costs(arguments: argparse.Namespace) -> Costs:
     """Make costs from the options; an option that is not given keeps the default of ``Costs``."""
-    names = ("forward", "backward", "backward_input", "backward_weight", "overlapped", "communication", "weight_share")
-    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    given = _given(arguments, _COSTS)
     whole = given.get("backward")
     if whole is not None:
         parts = [given.get("backward_input"), given.get("backward_weight")]

@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 from .._lazy import attach
 
 if TYPE_CHECKING:
-    from .balance import partition_balanced as partition_balanced
-    from .chunks import chunks_balanced as chunks_balanced, chunks_uniform as chunks_uniform
+    from .balance import chunks_balanced as chunks_balanced, chunks_uniform as chunks_uniform, partition_balanced as partition_balanced
     from .groups import (
         Membership as Membership,
         NamedGroup as NamedGroup,
@@ -57,40 +56,4 @@ if TYPE_CHECKING:
         partition_by_weights as partition_by_weights,
     )
 else:
-    __getattr__, __dir__, __all__ = attach(
-        __name__,
-        {
-            "balance": ("partition_balanced",),
-            "chunks": ("chunks_balanced", "chunks_uniform"),
-            "groups": (
-                "Membership",
-                "NamedGroup",
-                "ParallelSizes",
-                "data_parallel_groups",
-                "groups_in_creation_order",
-                "membership",
-                "model_groups",
-                "neighbour_pairs",
-                "parallel_sizes",
-                "pipeline_groups",
-                "rank_of_stage",
-                "replica_groups",
-                "slice_groups",
-            ),
-            "layout": ("Layout", "parse_layout"),
-            "min_range": ("partition_min_range",),
-            "partition": ("Partition", "partition_explicit", "partition_uniform"),
-            "placement": ("Placement", "bidirectional", "explicit", "loop", "place", "stages_of", "v_shape"),
-            "split": ("count_stages", "effective_loads", "partition_layers", "split_points"),
-            "topology": ("Topology", "default_grid", "pipe_data", "pipe_model_data", "prime_factors"),
-            "weigh": (
-                "count_layer_parameters",
-                "layer_name",
-                "measure_layers",
-                "partition_by_parameters",
-                "partition_by_pattern",
-                "partition_by_time",
-                "partition_by_weights",
-            ),
-        },
-    )
+    __getattr__, __dir__, __all__ = attach(__name__)

@@ -1,7 +1,5 @@
 """Check the numbers of ranks, stages, layers and microbatches that users pass."""
 
-from __future__ import annotations
-
 
 def require_counts(least: int = 1, /, **counts: object) -> None:
     """Check that every count is an integer of at least ``least``.

@@ -4,8 +4,6 @@ The axes ``pipe``, ``data`` and ``model`` (tensor slices) have a meaning here; o
 part in the arithmetic. A kind of parallelism whose axis is missing has groups of one rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -36,26 +34,29 @@ class ParallelSizes(NamedTuple):
 
 
 class Membership(NamedTuple):
-    """The position of one rank in every kind of group; groups are made when they are asked for.
+    """The position of one rank in every kind of group.
 
     Args:
-        topology: the topology.
         rank: the rank itself, in the world.
+        sizes: the sizes of the pipeline, data parallel and slice groups.
         stage: its index along ``pipe``: its rank in the pipeline group.
         replica: its index along ``data``: its rank in the data parallel group.
         slice: its index along ``model``: its rank among the tensor slices.
+        pipeline_group: the ranks of its pipeline, in the order of the stages.
+        data_parallel_group: the ranks that hold the same part of the model.
+        slice_group: the ranks among which the tensors of its stage are sliced.
+        replica_group: all ranks of its replica, over which norms and overflow are agreed.
     """
 
-    topology: Topology
     rank: int
+    sizes: ParallelSizes
     stage: int
     replica: int
     slice: int
-
-    @property
-    def sizes(self) -> ParallelSizes:
-        """The sizes of the pipeline, data parallel and slice groups."""
-        return parallel_sizes(self.topology)
+    pipeline_group: Group
+    data_parallel_group: Group
+    slice_group: Group
+    replica_group: Group
 
     @property
     def is_first_stage(self) -> bool:
@@ -68,36 +69,21 @@ class Membership(NamedTuple):
         return self.stage == self.sizes.pipe - 1
 
     @property
-    def pipeline_group(self) -> Group:
-        """The ranks of its pipeline, in the order of the stages."""
-        return _group_of(self.topology, self.rank, "pipe")
-
-    @property
-    def data_parallel_group(self) -> Group:
-        """The ranks that hold the same part of the model."""
-        return _group_of(self.topology, self.rank, "data")
-
-    @property
-    def slice_group(self) -> Group:
-        """The ranks among which the tensors of its stage are sliced."""
-        return _group_of(self.topology, self.rank, "model")
-
-    @property
-    def replica_group(self) -> Group:
-        """All ranks of its replica, over which norms and overflow are agreed."""
-        if "data" not in self.topology.axes:
-            return tuple(range(self.topology.world_size))
-        return self.topology.ranks_at("data", self.replica)
-
-    @property
     def rank_in_replica(self) -> int:
         """Its position among all ranks of its replica."""
-        coordinate = zip(self.topology.axes, self.topology.coordinate(self.rank), strict=True)
-        place = 0
-        for axis, index in coordinate:
-            if axis != "data":
-                place = place * self.topology.axis_size(axis) + index
-        return place
+        return self.replica_group.index(self.rank)
+
+
+def membership(topology: Topology, rank: int) -> Membership:
+    """Find the position of ``rank`` in every kind of group.
+
+    >>> membership(Topology.of(pipe=2, data=2), 3).pipeline_group
+    (1, 3)
+    """
+    whole = _complete(topology)
+    pipe, data, model = (whole.coordinate(rank)[whole.axes.index(axis)] for axis in ParallelSizes._fields)
+    pipeline, parallel, sliced = (whole.group_of(rank, axis) for axis in ParallelSizes._fields)
+    return Membership(rank, parallel_sizes(topology), pipe, data, model, pipeline, parallel, sliced, whole.ranks_at("data", data))
 
 
 def parallel_sizes(topology: Topology) -> ParallelSizes:
@@ -106,7 +92,7 @@ def parallel_sizes(topology: Topology) -> ParallelSizes:
     >>> parallel_sizes(Topology.of(pipe=4, data=2))
     ParallelSizes(pipe=4, data=2, model=1)
     """
-    return ParallelSizes(*(max(topology.axis_size(axis), 1) for axis in ParallelSizes._fields))
+    return ParallelSizes(*map(_complete(topology).axis_size, ParallelSizes._fields))
 
 
 def replica_groups(topology: Topology) -> Iterator[Group]:
@@ -117,26 +103,23 @@ def replica_groups(topology: Topology) -> Iterator[Group]:
     >>> list(replica_groups(Topology.of(pipe=2, data=2, model=2)))
     [(0, 1, 4, 5), (2, 3, 6, 7)]
     """
-    if "data" not in topology.axes:
-        yield tuple(range(topology.world_size))
-        return
-    for index in range(topology.axis_size("data")):
-        yield topology.ranks_at("data", index)
+    whole = _complete(topology)
+    return (whole.ranks_at("data", index) for index in range(whole.axis_size("data")))
 
 
 def data_parallel_groups(topology: Topology) -> Iterator[Group]:
     """List the groups of ranks that hold the same part of the model: gradients are summed over these."""
-    return _along(topology, "data")
+    return _complete(topology).groups("data")
 
 
 def pipeline_groups(topology: Topology) -> Iterator[Group]:
     """List the ranks of each pipeline, in the order of their index along ``pipe``."""
-    return _along(topology, "pipe")
+    return _complete(topology).groups("pipe")
 
 
 def slice_groups(topology: Topology) -> Iterator[Group]:
     """List the groups of ranks among which the tensors of one stage are sliced."""
-    return _along(topology, "model")
+    return _complete(topology).groups("model")
 
 
 def neighbour_pairs(topology: Topology) -> Iterator[tuple[int, int]]:
@@ -145,11 +128,8 @@ def neighbour_pairs(topology: Topology) -> Iterator[tuple[int, int]]:
     >>> list(neighbour_pairs(Topology.of(pipe=2, data=2)))
     [(0, 2), (1, 3), (2, 0), (3, 1)]
     """
-    stages = parallel_sizes(topology).pipe
-    stride = topology.strides[topology.axes.index("pipe")] if "pipe" in topology.axes else 0
-    for rank in range(topology.world_size):
-        stage = _index(topology, rank, "pipe")
-        yield rank, rank + ((stage + 1) % stages - stage) * stride
+    pairs = (pair for group in pipeline_groups(topology) for pair in zip(group, (*group[1:], group[0]), strict=True))
+    return iter(sorted(pairs))
 
 
 def model_groups(world_size: int, tensor: int, pipe: int) -> Iterator[Group]:
@@ -206,25 +186,7 @@ def rank_of_stage(topology: Topology, rank: int, stage: int, **elsewhere: int) -
     return topology.rank(**{**here, "pipe": stage, **elsewhere})
 
 
-def membership(topology: Topology, rank: int) -> Membership:
-    """Find the position of ``rank`` in every kind of group.
-
-    >>> membership(Topology.of(pipe=2, data=2), 3).pipeline_group
-    (1, 3)
-    """
-    return Membership(topology, rank, *(_index(topology, rank, axis) for axis in ("pipe", "data", "model")))
-
-
-def _along(topology: Topology, axis: str) -> Iterator[Group]:
-    if axis in topology.axes:
-        return topology.groups(axis)
-    return ((rank,) for rank in range(topology.world_size))
-
-
-def _group_of(topology: Topology, rank: int, axis: str) -> Group:
-    return topology.group_of(rank, axis) if axis in topology.axes else (rank,)
-
-
-def _index(topology: Topology, rank: int, axis: str) -> int:
-    coordinate = topology.coordinate(rank)
-    return coordinate[topology.axes.index(axis)] if axis in topology.axes else 0
+def _complete(topology: Topology) -> Topology:
+    """Give the topology the axes that it lacks, each of one rank, which leaves every rank its number."""
+    missing = tuple(axis for axis in ParallelSizes._fields if axis not in topology.axes)
+    return Topology((*topology.axes, *missing), (*topology.sizes, *(1 for _ in missing)))

@@ -1,7 +1,5 @@
 """Read the layout of a pipeline from text, one letter a layer: ``"Et*3|(tt|)*29,m|L"``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from .partition import Partition
@@ -125,11 +123,10 @@ def _repeats(text: str, position: int) -> tuple[int, int]:
         star += 1
     if star == len(text) or text[star] != "*":
         return 1, position
-    digits = ""
     end = star + 1
-    while end < len(text) and (text[end] in "0123456789" or text[end] == ","):
-        digits += text[end].strip(",")
+    while end < len(text) and text[end] in "0123456789,":
         end += 1
+    digits = text[star + 1 : end].replace(",", "")
     if not digits:
         raise _unreadable(text, star, "expected a number after '*'")
     if len(digits) > 7:

@@ -1,7 +1,5 @@
 """Minimise the range of the loads: the heaviest load minus the lightest."""
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Sequence

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import InitVar, dataclass
 from itertools import accumulate, pairwise
@@ -81,15 +82,13 @@ class Partition:
 
     def layers_of(self, stage: int) -> range:
         """List the layers of a stage."""
-        if not 0 <= stage < self.stages:
-            raise ValueError(f"stage {stage} is out of range: the stages are 0..{self.stages - 1}")
+        _require_range("stage", stage, self.stages)
         return range(*self.boundaries[stage : stage + 2])
 
     def stage_of(self, layer: int) -> int:
         """Find the stage that has a layer."""
-        if not 0 <= layer < self.layers:
-            raise ValueError(f"layer {layer} is out of range: the layers are 0..{self.layers - 1}")
-        return next(s for s, (start, end) in enumerate(self.intervals) if start <= layer < end)
+        _require_range("layer", layer, self.layers)
+        return bisect_right(self.boundaries, layer) - 1
 
     def loads(self, weights: Sequence[float]) -> tuple[float, ...]:
         """Add up the weights of each stage; sums of whole numbers stay whole."""
@@ -171,6 +170,11 @@ def partition_explicit(boundaries: Iterable[int], layers: int, *, allow_empty: b
             f"the last boundary has to be {layers}"
         )
     return partition
+
+
+def _require_range(name: str, number: int, stop: int) -> None:
+    if not 0 <= number < stop:
+        raise ValueError(f"{name} {number} is out of range: the {name}s are 0..{stop - 1}")
 
 
 def _shown(numbers: Sequence[int]) -> str:

@@ -1,7 +1,5 @@
 """Place stages on ranks: a placement is a tuple of ranks, one entry per stage."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from .counts import require_counts
@@ -38,10 +36,7 @@ def v_shape(ranks: int, chunks: int = 2) -> Placement:
 
 
 def bidirectional(ranks: int) -> Placement:
-    """Place two replicas of every stage, whose chains run through the ranks in opposite directions.
-
-    Stages ``0..ranks-1`` go up the ranks, ``ranks..2*ranks-1`` go down: stage ``ranks + k`` is a
-    replica of stage ``k`` and is on rank ``ranks - 1 - k``.
+    """Place two replicas of every stage: stages ``0..ranks-1`` up the ranks, their replicas ``ranks..2*ranks-1`` down.
 
     >>> bidirectional(4)
     (0, 1, 2, 3, 3, 2, 1, 0)

@@ -1,7 +1,5 @@
 """Split a stack of equal layers, with the input and output modules counted as some layers."""
 
-from __future__ import annotations
-
 import heapq
 from typing import Literal
 
@@ -138,15 +136,13 @@ def count_stages(
 
 def _lightest_get_more(layers: int, stages: int, input_weight: float, output_weight: float, floor: int) -> list[int]:
     """Give one layer at a time to the lightest stage, the middle before the ends; return the sizes."""
+    if layers < stages * floor:
+        return [1] * layers + [0] * (stages - layers)
     sizes = [floor] * stages
-    loads: list[float] = list(sizes)
-    loads[0] += input_weight
-    loads[-1] += output_weight
+    loads = effective_loads(Partition.from_sizes(sizes, allow_empty=True), input_weight, output_weight)
     turn = [*range(1, stages - 1), *([0, stages - 1] if stages > 1 else [0])]
     heap = [(loads[stage], place, stage) for place, stage in enumerate(turn)]
     heapq.heapify(heap)
-    if layers < stages * floor:
-        return [1] * layers + [0] * (stages - layers)
     for _ in range(layers - stages * floor):
         load, place, stage = heap[0]
         sizes[stage] += 1

@@ -92,8 +92,9 @@ class Topology:
         """
         missing = [axis for axis in self.axes if axis not in coordinate]
         if missing:
+            given = ", ".join(f"{axis}={index}" for axis, index in coordinate.items()) or "nothing"
             raise ValueError(
-                f"a rank needs a coordinate on every axis of {self}, got {_named(coordinate)} without "
+                f"a rank needs a coordinate on every axis of {self}, got {given} without "
                 f"{', '.join(missing)}: ranks_where(...) takes a part of the axes"
             )
         self._require(coordinate)
@@ -120,11 +121,7 @@ class Topology:
         The other axes vary row-major, in their declared order. No groups for an axis that the
         topology does not have, as in `axis_size`.
         """
-        if axis not in self.axes:
-            return
-        others = {other: range(size) for other, size in zip(self.axes, self.sizes, strict=True) if other != axis}
-        for first in self._ranks({**others, axis: range(1)}):
-            yield self._line(first, axis)
+        return (self.group_of(first, axis) for first in self._ranks(**{axis: 0})) if axis in self.axes else iter(())
 
     def group_of(self, rank: int, axis: str) -> tuple[int, ...]:
         """Find the group along ``axis`` that ``rank`` is in.
@@ -134,7 +131,9 @@ class Topology:
         """
         self._require_axes([axis])
         place = self.axes.index(axis)
-        return self._line(rank - self.coordinate(rank)[place] * self.strides[place], axis)
+        stride, size = self.strides[place], self.sizes[place]
+        first = rank - self.coordinate(rank)[place] * stride
+        return tuple(range(first, first + stride * size, stride))
 
     def ranks_where(self, **coordinate: int) -> tuple[int, ...]:
         """List the ranks whose coordinate matches on the named axes, ascending.
@@ -143,7 +142,7 @@ class Topology:
         (2, 3)
         """
         self._require(coordinate)
-        return tuple(self._ranks({axis: range(i, i + 1) for axis, i in coordinate.items()}))
+        return tuple(self._ranks(**coordinate))
 
     def ranks_at(self, axis: str, index: int) -> tuple[int, ...]:
         """List the ranks at ``index`` along ``axis``, ascending.
@@ -170,24 +169,17 @@ class Topology:
             ValueError: where it has another number.
         """
         if self.world_size != world_size:
-            product_ = " x ".join(map(str, self.sizes)) or "1"
+            sizes = " x ".join(map(str, self.sizes)) or "1"
             raise ValueError(
-                f"the topology {self} has {product_} = {self.world_size} ranks, but the world has {world_size}: "
+                f"the topology {self} has {sizes} = {self.world_size} ranks, but the world has {world_size}: "
                 f"choose sizes whose product is {world_size}"
             )
         return self
 
-    def _line(self, first: int, axis: str) -> tuple[int, ...]:
-        place = self.axes.index(axis)
-        stride, size = self.strides[place], self.sizes[place]
-        return tuple(range(first, first + stride * size, stride))
-
-    def _ranks(self, chosen: dict[str, range]) -> Iterator[int]:
-        """List the ranks in the box of ``chosen`` index ranges (whole axes where none is chosen), ascending."""
-        offsets = [
-            [index * stride for index in chosen.get(axis, range(size))]
-            for axis, size, stride in zip(self.axes, self.sizes, self.strides, strict=True)
-        ]
+    def _ranks(self, **chosen: int) -> Iterator[int]:
+        """List the ranks at the chosen indices, ascending."""
+        axes = zip(self.axes, self.sizes, self.strides, strict=True)
+        offsets = ([chosen[axis] * stride] if axis in chosen else range(0, size * stride, stride) for axis, size, stride in axes)
         return map(sum, product(*offsets))
 
     def _require(self, coordinate: dict[str, int]) -> None:
@@ -209,10 +201,7 @@ def pipe_data(pipe: int, data: int) -> Topology:
 
 
 def pipe_model_data(pipe: int, model: int, data: int) -> Topology:
-    """Combine pipeline, tensor slicing and data parallelism; the axes are (pipe, data, model).
-
-    Slices, which talk most, are innermost. Mind that the arguments come in another order.
-    """
+    """Combine pipeline, data parallelism and, innermost because they talk most, tensor slices: axes (pipe, data, model)."""
     return Topology.of(pipe=pipe, data=data, model=model)
 
 
@@ -249,7 +238,3 @@ def prime_factors(number: int) -> tuple[int, ...]:
 def _coordinates(axes: tuple[str, ...]) -> Callable[[Iterable[int]], tuple[int, ...]]:
     """Define a named tuple with one field per axis; return its constructor from an iterable."""
     return namedtuple("Coordinate", axes)._make  # type: ignore[attr-defined]  # of names that are not literals
-
-
-def _named(coordinate: dict[str, int]) -> str:
-    return ", ".join(f"{axis}={index}" for axis, index in coordinate.items()) or "nothing"

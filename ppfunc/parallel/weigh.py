@@ -1,11 +1,9 @@
 """Weigh layers by their parameters, a pattern on their names, or their time, and cut them by that."""
 
-from __future__ import annotations
-
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from .balance import partition_balanced
@@ -28,10 +26,10 @@ def partition_by_weights(weights: Sequence[float], stages: int, method: Method =
     """
     if method == "uniform":
         return partition_uniform(len(weights), stages, allow_empty=allow_empty)
-    methods = {"balanced": partition_balanced, "min_range": partition_min_range}
-    if method not in methods:
+    if method not in ("balanced", "min_range"):
         raise ValueError(f"unknown method {method!r}: expected 'uniform', 'balanced' or 'min_range'")
-    return methods[method](weights, stages, allow_empty=allow_empty)
+    cut = partition_balanced if method == "balanced" else partition_min_range
+    return cut(weights, stages, allow_empty=allow_empty)
 
 
 def partition_by_parameters(layers: Sequence[Any], stages: int, method: Method = "balanced", *, allow_empty: bool = False) -> Partition:
@@ -143,13 +141,9 @@ def _count(layer: Any) -> int:
     return sum(tensor.numel() for tensor in {id(t): t for t in found}.values())
 
 
-def _tensors(tree: Any) -> Iterator[Any]:
+def _tensors(tree: Any) -> list[Any]:
     """List the tensors in a tree: its objects that have ``numel``."""
     if hasattr(tree, "numel"):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from _tensors(value)
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            yield from _tensors(value)
+        return [tree]
+    children = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, (list, tuple)) else ()
+    return [tensor for child in children for tensor in _tensors(child)]

@@ -2,18 +2,18 @@
 
 A step function is called, and the data flows in one direction::
 
-    step.py        StepFunction(params, inputs, targets)
-      arguments.py   read_arguments      what the caller gave  -> leaves, and the form of all trees
-      transport      begin               all ranks agree on the call and on the form of the batch
-      lower.py       lower               stages, schedule, form -> LoweredStep: the signature of every edge    } once
-      compile.py     compile_step        LoweredStep -> CompiledStep: stage programs, one flat list of calls   } per form
-        bind.py        bind              instruction -> call
-      execute.py     fill, execute       leaves -> buffers of this call alone; every call in turn
-      results.py     collect             buffers -> gradients, outputs, metrics, state
-      transport      end                 the sum of the losses; a step fails on every rank or on none
+    step.py          StepFunction(params, inputs, targets)
+      arguments.py     read_arguments    what the caller gave  -> leaves, and the form of all trees
+      agreement.py     begin             all ranks agree on the call and on the form of the batch
+      lower.py         lower             stages, schedule, form -> LoweredStep: the signature of every edge    } once
+      compile.py       compile_step      LoweredStep -> CompiledStep: stage programs, one flat list of calls   } per form
+      execute.py       fill, execute     leaves -> buffers of this call alone; every call in turn
+      results.py       collect           buffers -> losses, gradients, outputs, metrics, state
+      transport        end               the sum of the losses; a step fails on every rank or on none
 
-A transport is two protocols (`transport.py`), data and control, with three implementations: `InProcess`, `P2P` and
-`Simulated`. `control.py` is the tree along which ranks agree, `replicas.py` what stages with the same parameters do.
+`calls.py` makes the calls of stage programs, `tail.py` those that end a program. A transport is two protocols
+(`transport.py`), data and control, with three implementations: `InProcess`, `P2P` and `Simulated`. `control.py` is
+the tree along which ranks agree.
 """
 
 from .analysis import Lowered

@@ -16,8 +16,9 @@ from ppfunc.stage.example import Example
 from ppfunc.stage.output import children
 from ppfunc.stage.tracing.emit import emit
 
+from .buffers import Key
 from .compile import CompiledStep, build_programs, compile_step
-from .lower import Key, LoweredStage, LoweredStep
+from .lower import BATCH, LoweredStage, LoweredStep
 from .transport import Transport
 
 
@@ -114,7 +115,8 @@ def _stage_text(step: LoweredStep, stage: int) -> Iterator[str]:
     by_id = {id(low): low for low in step.stages.values()}
     for found in distinct:
         low, given = by_id[found], [m for (s, m), other in step.stages.items() if s == stage and id(other) == found]
-        yield f"    microbatches {_ranges(given)}: x {', '.join(map(str, low.received))} -> {', '.join(map(str, low.sent)) or 'nothing'}"
+        received, sent = (", ".join(str(edge.signature) for edge in edges) for edges in (low.sources, low.sinks))
+        yield f"    microbatches {_ranges(given)}: x {received} -> {sent or 'nothing'}"
         for name in ("loss", "outputs", "metrics", "state"):
             signature = getattr(low, name)
             if signature is not None and signature.leaves:
@@ -128,13 +130,9 @@ def _instruction_text(step: LoweredStep, instruction: Instruction) -> str:
 
 
 def _message_bytes(step: LoweredStep, i: Instruction) -> int:
-    assert i.microbatch is not None
-    low = step.stages[i.stage, i.microbatch]
-    forward = i.op in (Op.SEND_F, Op.RECV_F)
-    ends, signatures = (low.sinks, low.sent) if i.op in (Op.SEND_F, Op.RECV_B) else (low.sources, low.received)
-    other = step.schedule.other_end(i)
-    signature = signatures[ends.index(other)]
-    return sum(leaf.nbytes for leaf in signature.leaves if forward or leaf.grad)
+    edge = step.edge_of(i)
+    leaves = edge.leaves if i.op in (Op.SEND_F, Op.RECV_F) else edge.carrying
+    return sum(leaf.nbytes for leaf in leaves)
 
 
 def _ranges(numbers: list[int]) -> str:
@@ -151,7 +149,7 @@ def _memory(step: LoweredStep, programs: dict[Key, StageProgram], rank: int) -> 
     summed = [leaf for s in stages for leaf in form.params[schedule.model_stages[s]].leaves if leaf.grad and not schedule.forward_only]
     gradients = sum(leaf.nbytes for leaf in summed) * (schedule.microbatches if step.spec.per_microbatch else 1)
     own = [(key, low) for key, low in step.stages.items() if key[0] in stages]
-    batch = sum(low.received[0].nbytes for _, low in own if low.sources[0] == -1)
+    batch = sum(low.sources[0].signature.nbytes for _, low in own if low.sources[0].stage == BATCH)
     batch += sum(form.targets[m].nbytes for (_, m), low in own if not low.sinks and form.targets) if form.targets else 0
     batch += sum(form.extras[model][m].nbytes for (s, m), _ in own if (model := schedule.model_stages[s]) in form.extras)
     messages = [_message_bytes(step, i) for program in (schedule.programs[rank],) for s in program for i in s if i.op in COMMUNICATION]

@@ -9,12 +9,11 @@ from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
-from optree import PyTreeSpec
 
 from ppfunc.schedule import Schedule
 from ppfunc.stage import Signature
-from ppfunc.stage.signature import flatten
-from ppfunc.stage.tree import key_order, tree_flatten, tree_paths
+from ppfunc.stage.signature import Form, flatten, form_of, same_form
+from ppfunc.stage.tree import tree_paths
 
 from .batch import Leaves, Microbatches, cut, refuse_microbatches, require_divisible
 from .functorch import transformed
@@ -40,19 +39,23 @@ class TreeForm:
     """The form of one tree of tensors: all that a program depends on beside the values.
 
     Args:
-        treedef: its structure.
-        metadata: types, shapes, dtypes, strides and devices of its leaves, a list of each.
+        form: to compare another tree with it.
+        types, strides, devices: of its leaves.
         signature: of the tree, or, of a whole batch, of one microbatch.
+        tracked: whether a leaf requires a gradient, and so may have a history.
     """
 
-    treedef: PyTreeSpec
-    metadata: tuple[list[Any], ...]
+    form: Form
+    types: tuple[type, ...]
+    strides: tuple[tuple[int, ...], ...]
+    devices: tuple[torch.device, ...]
     signature: Signature
+    tracked: bool
 
     @property
     def key(self) -> tuple[Any, ...]:
         """Hashable, equal for equal forms."""
-        return self.signature, *(tuple(map(str, part)) for part in (self.metadata[0], *self.metadata[3:]))
+        return self.signature, self.types, self.strides, self.devices
 
 
 class StepForm(NamedTuple):
@@ -83,7 +86,7 @@ class StepArguments(NamedTuple):
     """The arguments of one call, read.
 
     Args:
-        params, state: leaves of the trees, by stage of the model, without history.
+        params, state: leaves of the trees, by stage of the model in the caller's order, without history.
         inputs, targets: leaves of every microbatch; empty where this process was given none.
         extras: likewise, by stage of the model.
         loss_weights: weight of every microbatch, float64[m]; None for ``1/m`` each.
@@ -105,7 +108,7 @@ class StepArguments(NamedTuple):
     @property
     def key(self) -> tuple[Any, ...]:
         """Hashable, equal for arguments that run the same program."""
-        return tuple((name, form.key) for name, form in self.trees.items())
+        return tuple((name, form.key) for name, form in sorted(self.trees.items()))
 
     def example(self, stage: int) -> Any:
         """The parameters of a stage of the model, to evaluate it abstractly; their signature under a transform."""
@@ -141,9 +144,21 @@ def read_arguments(
         leaves, trees[name] = _read_tree(tree, known.get(name), name, microbatches)
         return leaves
 
+    def read_detached(tree: Any, name: str) -> Leaves:
+        """Tensors without their history, so that nothing outside grows with the steps."""
+        leaves = read(tree, name)
+        if trees[name].tracked:
+            leaves = tuple([t.detach() if t.requires_grad and not transformed(t) else t for t in leaves])
+        return leaves
+
     def read_batch(batch: Any, name: str) -> Sequence[Leaves]:
         if not isinstance(batch, Microbatches):
-            return cut(read(batch, name, m), m)
+            try:
+                return cut(read(batch, name, m), m)
+            except ValueError as error:
+                if isinstance(batch, list) and len(batch) == m:
+                    raise ValueError(f"{error}. A list is a tree like any other; microbatches are ppfunc.Microbatches(...)") from error
+                raise
         if len(batch) != m:
             raise ValueError(f"{name}: got {len(batch)} microbatches, the schedule has {m}; cut the batch into that many")
         return [read(tree, f"{name}[{i}]") for i, tree in enumerate(batch)]
@@ -155,8 +170,8 @@ def read_arguments(
     extras, state = ({} if given is None else given for given in (raw.extras, raw.state))
     _require_some(extras, "extras", stages)
     _require_some(state, "state", stages)
-    params = {s: _detached(read(raw.params[s], f"params[{s}]")) for s in stages}
-    states = {s: _detached(read(state[s], f"state[{s}]")) for s in stages if s in state}
+    params = {s: read_detached(tree, f"params[{s}]") for s, tree in raw.params.items()}
+    states = {s: read_detached(tree, f"state[{s}]") for s, tree in state.items()}
     inputs = () if raw.inputs is None else read_batch(raw.inputs, "inputs")
     targets = () if raw.targets is None or not with_targets else read_batch(raw.targets, "targets")
     further = {s: read_batch(extras[s], f"extras[{s}]") for s in stages if s in extras}
@@ -195,30 +210,17 @@ def read_loss_weights(weights: LossWeights, microbatches: int) -> torch.Tensor |
 
 def _read_tree(tree: Any, form: TreeForm | None, name: str, microbatches: int) -> tuple[Leaves, TreeForm]:
     """The leaves of a tree, and its form: ``form`` itself where the tree has that."""
-    if form is not None:
-        found, treedef = tree_flatten(tree, name)
-        try:
-            if treedef == form.treedef and _metadata(found) == form.metadata and key_order(tree) == form.signature.order:
-                return tuple(found), form
-        except (AttributeError, RuntimeError):
-            pass  # a leaf is something else than a dense tensor, which flatten below refuses by name
+    if form is not None and (same := same_form(tree, form.form)) is not None:
+        return same, form
     leaves, treedef = flatten(tree, name)
     refuse_microbatches(treedef, name)
     example: Sequence[torch.Tensor] = leaves
     if microbatches:
         require_divisible(leaves, tree_paths(treedef), microbatches, name)
         example = [leaf[: leaf.shape[0] // microbatches] for leaf in leaves]
-    return leaves, TreeForm(treedef, _metadata(leaves), Signature.of(treedef.unflatten(example), name))
-
-
-def _metadata(leaves: Sequence[torch.Tensor]) -> tuple[list[Any], ...]:
-    return (
-        [type(t) for t in leaves],
-        [t.shape for t in leaves],
-        [t.dtype for t in leaves],
-        [t.stride() for t in leaves],
-        [t.device for t in leaves],
-    )
+    metadata = (tuple(map(type, leaves)), tuple(t.stride() for t in leaves), tuple(t.device for t in leaves))
+    tracked = any(t.requires_grad for t in leaves)
+    return leaves, TreeForm(form_of(leaves, treedef), *metadata, Signature.of(treedef.unflatten(example), name), tracked)
 
 
 def _form(
@@ -235,7 +237,7 @@ def _form(
     extras = {s: batch(f"extras[{s}]") for s in stages}
     return StepForm(
         {s: trees[f"params[{s}]"].signature for s in stages},
-        {s: tuple(trees[f"params[{s}]"].metadata[3]) for s in stages},
+        {s: trees[f"params[{s}]"].strides for s in stages},
         {s: _device(params, s, inputs) for s in stages},
         batch("inputs"),
         batch("targets"),
@@ -254,8 +256,8 @@ def _rows(form: TreeForm) -> int:
 def _require_values(trees: Mapping[str, TreeForm]) -> None:
     """Raise where a leaf has no values, or lives on another device than the others of its stage."""
     for name, form in trees.items():
-        devices = form.metadata[4]
-        for path, device in zip(tree_paths(form.treedef), devices, strict=True):
+        devices = form.devices
+        for path, device in zip(tree_paths(form.form.treedef), devices, strict=True):
             if device.type == "meta":
                 raise ValueError(
                     f"{name}{path}: got a tensor on the device meta, which has no values; materialise it, or call "
@@ -302,13 +304,6 @@ def _device(params: Mapping[int, Leaves], stage: int, inputs: Sequence[Leaves]) 
     if found is None:
         found = next((t.device for row in inputs for t in row), None)
     return torch.get_default_device() if found is None or found.type == "meta" else found
-
-
-def _detached(leaves: Leaves) -> Leaves:
-    """Tensors without their history, so that nothing outside grows with the steps."""
-    if True not in [t.requires_grad for t in leaves]:
-        return leaves
-    return tuple([t.detach() if t.requires_grad and not transformed(t) else t for t in leaves])
 
 
 def _read_seed(seed: Any) -> Seed:

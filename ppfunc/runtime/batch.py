@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from numbers import Integral
 from typing import Any
@@ -46,8 +47,13 @@ class Microbatches:
         return iter(self.trees)
 
     def __repr__(self) -> str:
-        forms = dict.fromkeys(str(Signature.of(tree)) for tree in self.trees)
-        return f"Microbatches({len(self.trees)} of {' and '.join(forms)})" if self.trees else "Microbatches([])"
+        try:
+            forms = list(dict.fromkeys(str(Signature.of(tree)) for tree in self.trees))
+        except (TypeError, ValueError):  # trees of something else than tensors
+            forms = list(map(reprlib.repr, self.trees[:2]))
+        shown = " and ".join([*forms[:2], *(["others"] if len(forms) > 2 else [])])
+        shown = shown if len(shown) < 200 else f"{shown[:200]}..."
+        return f"Microbatches({len(self.trees)} of {shown})" if self.trees else "Microbatches([])"
 
     def map(self, function: Callable[[Any], Any]) -> Microbatches:
         """The results of a function of each microbatch."""

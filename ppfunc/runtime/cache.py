@@ -1,17 +1,15 @@
-"""The cache of a step function: compiled steps and agreements of the ranks by the form of the arguments, bounded."""
+"""The cache of a step function: compiled steps by the form of the arguments, bounded."""
 
 from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from ppfunc.stage import Outline, Signature
+from ppfunc.stage import Outline
 
 from .arguments import StepArguments
 from .compile import CompiledStep
-from .exchange import Edges
 from .stage_programs import modes
 from .transport import LossPart, Mode
 
@@ -30,20 +28,6 @@ class CacheInfo(NamedTuple):
     misses: int
     maxsize: int
     currsize: int
-
-
-class Agreed(NamedTuple):
-    """Facts that the ranks agreed on for one form of the batch.
-
-    Args:
-        edges: the signatures on edges to and from other processes.
-        parts: the form of the losses of all ranks.
-        shared: signatures of the parameters that other processes hold too.
-    """
-
-    edges: Edges
-    parts: dict[int, LossPart]
-    shared: Mapping[int, Signature]
 
 
 class Entry(NamedTuple):
@@ -99,5 +83,5 @@ def warn_of_retraces(name: str, misses: int, arguments: StepArguments, last: Ste
     warnings.warn(
         f"{name} has been traced {misses} times, each for another form of its arguments: {what}; "
         f"pad batches to few shapes, or use the functional engine",
-        stacklevel=5,
+        stacklevel=6,
     )

@@ -1,21 +1,29 @@
-"""Compile a lowered step: the programs of its stages and one flat list of calls."""
+"""Compile a lowered step: the programs of its stages, and one flat list of calls with every lookup resolved.
+
+A call reads and writes the buffers of the running step: `calls.py` has those of stage programs, `tail.py` those of
+the exchanges that end a program, a transport those of messages, which post what is in ``buffers.values``, or put there
+what has arrived.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from ppfunc.schedule import Schedule
+from ppfunc.schedule import Instruction, Op, Schedule, linearize, parts_of, send_completion
+from ppfunc.schedule.instruction import COMMUNICATION, SENDS
 from ppfunc.stage import Engine, Signature, StageProgram
 
-from .bind import bind, share_input_gradients
-from .calls import CompiledStage, Edge, Place
+from .buffers import Buffers, Key, Tag
+from .calls import Place, backward, backward_call, forward, forward_call, load, move_residuals, seeded, weight
 from .gradients import Gradients, Stack, Sum
-from .lower import Key, LoweredStage, LoweredStep
+from .lower import BATCH, LoweredStep
+from .overlap import Overlapped
 from .stage_programs import program_of
-from .transport import Call, Transport
+from .tail import PlacedCall, share_input_gradients, sum_over_places
+from .transport import Call, DataTransport, Transfer
 
 
 class CompiledStep(NamedTuple):
@@ -37,59 +45,172 @@ class CompiledStep(NamedTuple):
         return f"<compiled {self.lowered.spec.name}, {self.lowered.schedule!r}, {len(self.calls)} calls>"
 
 
-def compile_step(lowered: LoweredStep, engine: Engine, transport: Transport) -> CompiledStep:
+def compile_step(lowered: LoweredStep, engine: Engine, data: DataTransport) -> CompiledStep:
     """Build the program of every stage, and bind every instruction.
 
     Args:
         lowered: what every instruction means.
         engine: how a stage is differentiated.
-        transport: carries the messages; its connections are open.
+        data: carries the messages; its connections are open.
 
     Raises:
         StageError: the engine cannot serve a stage.
     """
-    schedule, spec = lowered.schedule, lowered.spec
-    programs = build_programs(lowered, engine)
-    made: dict[int, CompiledStage] = {}
-    for (stage, m), low in lowered.stages.items():
-        if id(low) not in made:
-            made[id(low)] = _compiled(schedule, stage, low, programs[stage, m], lowered.form.params)
-    stages = {key: made[id(low)] for key, low in lowered.stages.items()}
-    bound = bind(schedule, stages, transport, lowered.ranks, spec.overlapped, new_gradients(lowered).signature)
-    if "input_grads" in spec.wants:
-        inputs = [s.with_grad() for s in lowered.form.inputs or ()]
-        bound += share_input_gradients(schedule, inputs, lowered.form.devices.get(0, torch.device("cpu")), transport, lowered.ranks)
+    binding = _Binding(lowered, build_programs(lowered, engine), data, set())
+    schedule, ranks = lowered.schedule, lowered.ranks
+    completed = {rank: send_completion(schedule, rank) for rank in ranks} if len(ranks) < schedule.ranks else {}
+    placed: list[PlacedCall] = []
+    for rank, position in _order(schedule, ranks):
+        placed += _step(binding, rank, position, completed.get(rank, {}).get(position, ()))
+    placed += sum_over_places(lowered, data, new_gradients(lowered).signature)
+    placed += share_input_gradients(lowered, data)
     bare = {id(low): low._replace(example=tuple(map(Signature.of, low.example))) for low in lowered.stages.values()}
     lowered = lowered._replace(stages={key: bare[id(low)] for key, low in lowered.stages.items()})  # keeps no parameters alive
-    return CompiledStep(lowered, programs, tuple(call for call, _ in bound), tuple(place for _, place in bound))
+    return CompiledStep(lowered, binding.programs, tuple(call for call, _ in placed), tuple(place for _, place in placed))
 
 
 def build_programs(lowered: LoweredStep, engine: Engine) -> dict[Key, StageProgram]:
     """The program of every stage, built once for equal stages and forms."""
-    known: dict[Any, StageProgram] = {}
-    built: dict[int, StageProgram] = {}
-    for (stage, _), low in lowered.stages.items():
-        if id(low) in built:
-            continue
-        key = low.function.key(low.example, low.device)
-        if key not in known:
-            name = f"stage {lowered.schedule.model_stages[stage]}"
-            known[key] = program_of(low.function, low.example, low.outline, engine, name, low.device)
-        built[id(low)] = known[key]
-    return {key: built[id(low)] for key, low in lowered.stages.items()}
+    built: dict[Any, StageProgram] = {}
+    keys = {id(low): low.function.key(low.example, low.device) for low in lowered.stages.values()}
+    for low in lowered.stages.values():
+        if keys[id(low)] not in built:
+            built[keys[id(low)]] = program_of(low.function, low.example, low.outline, engine, f"stage {low.model}", low.device)
+    return {key: built[keys[id(low)]] for key, low in lowered.stages.items()}
 
 
 def new_gradients(lowered: LoweredStep) -> Gradients:
     """Make the sum of the gradients of one stage."""
-    return Stack(lowered.schedule.microbatches) if lowered.spec.per_microbatch else Sum()
+    return Stack(lowered.schedule.microbatches) if lowered.spec.per_microbatch else Sum(lowered.spec.sum_dtype)
 
 
-def _compiled(schedule: Schedule, stage: int, low: LoweredStage, program: StageProgram, params: Mapping[int, Signature]) -> CompiledStage:
-    model = schedule.model_stages[stage]
-    sources = tuple(Edge(n, s.leaves) for n, s in zip(low.sources, low.received, strict=True))
-    sinks = tuple(Edge(n, s.leaves) for n, s in zip(low.sinks, low.sent, strict=True))
-    kept = (low.loss is not None) + len(low.outputs.leaves) + len(low.metrics.leaves)
-    weighted = low.loss is not None and low.loss.leaves[0].grad and not schedule.forward_only
-    return CompiledStage(
-        program.flat, model, low.device, params[model].leaves, sources, sinks, weighted, kept, len(low.state.leaves), low.outline.random
+class _Binding(NamedTuple):
+    """The context in which an instruction is bound."""
+
+    lowered: LoweredStep
+    programs: Mapping[Key, StageProgram]
+    data: DataTransport
+    loaded: set[Key]
+
+
+def _order(schedule: Schedule, ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The steps of these ranks as ``(rank, position)``, each after what it consumes."""
+    if len(ranks) == 1:
+        return ((ranks[0], position) for position in range(len(schedule.programs[ranks[0]])))
+    return ((rank, position) for rank, position in linearize(schedule) if rank in ranks)
+
+
+def _step(binding: _Binding, rank: int, position: int, completed: Sequence[Instruction]) -> Iterator[PlacedCall]:
+    """The calls of one step: post its messages, compute, wait for the sends that are known to be received."""
+    lowered, data = binding.lowered, binding.data
+    step, overlapped = lowered.schedule.programs[rank][position], lowered.spec.overlapped
+    posted = [i for i in step if i.op in COMMUNICATION]
+    if batch := [t for i in posted for t in _transfers(lowered, i)]:
+        yield from _at(Place(rank, position, posted[0]), data.post(batch))
+    for instruction in step:
+        if instruction.op is Op.OVERLAP_F_B and overlapped is not None and not lowered.schedule.forward_only:
+            yield from _overlap(binding, overlapped, Place(rank, position, instruction))
+        elif instruction.op not in COMMUNICATION:
+            for part in parts_of(instruction):
+                yield from _instruction(binding, Place(rank, position, part))
+    for instruction in completed:
+        for transfer in _transfers(lowered, instruction):
+            yield from _at(Place(rank, position, instruction, transfer.tag), data.wait_send(transfer))
+
+
+def _at(place: Place, *calls: Call | None) -> Iterator[PlacedCall]:
+    return ((call, place) for call in calls if call is not None)
+
+
+# -- communication -------------------------------------------------------------------------------------------------
+
+
+def _transfers(lowered: LoweredStep, instruction: Instruction) -> Iterator[Transfer]:
+    """The transfer of a SEND or RECV; none where no tensor travels that edge."""
+    edge, low = lowered.edge_of(instruction), lowered.stages[_key(instruction)]
+    if leaves := edge.leaves if instruction.op in (Op.SEND_F, Op.RECV_F) else edge.carrying:
+        peer = lowered.schedule.placement[edge.stage]
+        yield Transfer(instruction.op in SENDS, tag_of(lowered.schedule, instruction), peer, leaves, low.device)
+
+
+def tag_of(schedule: Schedule, message: Instruction) -> Tag:
+    """The name of the message of a SEND or RECV."""
+    stage, other = message.stage, schedule.other_end(message)
+    assert other is not None and message.microbatch is not None
+    source, destination = (stage, other) if message.op in SENDS else (other, stage)
+    return Tag("F" if message.op in (Op.SEND_F, Op.RECV_F) else "B", source, destination, message.microbatch)
+
+
+def _arrivals(binding: _Binding, place: Place, part: Instruction) -> Iterator[PlacedCall]:
+    """Wait for what a forward or a backward consumes of other ranks."""
+    stage, microbatch = _key(part)
+    low, ahead = binding.lowered.stages[stage, microbatch], part.op is Op.F
+    for edge in low.sources if ahead else low.sinks:
+        leaves = edge.leaves if ahead else edge.carrying
+        peer = place.rank if edge.stage == BATCH else binding.lowered.schedule.placement[edge.stage]
+        if leaves and peer != place.rank:
+            tag = Tag("F" if ahead else "B", edge.stage, stage, microbatch)
+            yield from _at(place._replace(awaited=tag), binding.data.wait_recv(Transfer(False, tag, peer, leaves, low.device)))
+
+
+# -- instructions that compute -------------------------------------------------------------------------------------
+
+
+def _instruction(binding: _Binding, place: Place) -> Iterator[PlacedCall]:
+    part = place.instruction
+    if part.op is Op.REDUCE_TIED:
+        return  # sums over places end the program, see sum_over_places
+    key = _key(part)
+    low, program = binding.lowered.stages[key], binding.programs[key].flat
+    match part.op:
+        case Op.LOAD:
+            yield from _at(place, _load(binding, key))
+        case Op.F:
+            yield from _at(place, _load(binding, key))
+            yield from _arrivals(binding, place, part)
+            run = forward(low, program, key, not binding.lowered.schedule.forward_only)
+            yield from _at(place, seeded(low, key[1], run))
+        case Op.B | Op.I:
+            yield from _arrivals(binding, place, part)
+            yield from _at(place, backward(low, program, key, part.op is Op.B))
+        case Op.W:
+            yield from _at(place, weight(program, key))
+        case Op.OFFLOAD | Op.FETCH:
+            target = torch.device("cpu") if part.op is Op.OFFLOAD else low.device
+            yield from _at(place, move_residuals(low, key, target))
+        case _:
+            raise AssertionError(part)  # lowering refuses it
+
+
+def _overlap(binding: _Binding, run: Overlapped, place: Place) -> Iterator[PlacedCall]:
+    """A forward and a backward that the caller's function runs as one: both wait for what they consume first."""
+    ahead, back = place.instruction.parts
+    (first_low, first_program), (second_low, second_program) = (
+        (binding.lowered.stages[key], binding.programs[key].flat) for key in (_key(ahead), _key(back))
     )
+    yield from _at(place, _load(binding, _key(ahead)))
+    yield from _arrivals(binding, place, ahead)
+    yield from _arrivals(binding, place, back)
+    first = forward_call(first_low, first_program, _key(ahead), True)
+    second = backward_call(second_low, second_program, _key(back), back.op is Op.B)
+
+    def both(buffers: Buffers) -> None:
+        outputs, gradients = run(first.run, first.take(buffers), second.run, second.take(buffers))
+        first.put(buffers, outputs)
+        second.put(buffers, gradients)
+
+    yield from _at(place, seeded(first_low, _key(ahead)[1], both))
+
+
+def _load(binding: _Binding, key: Key) -> Call | None:
+    """Bring inputs and targets of a microbatch to the stage's device, once."""
+    if key in binding.loaded:
+        return None
+    binding.loaded.add(key)
+    return load(binding.lowered.stages[key], key)
+
+
+def _key(part: Instruction) -> Key:
+    """Stage and microbatch of an instruction that has both."""
+    assert part.microbatch is not None
+    return part.stage, part.microbatch

@@ -1,4 +1,4 @@
-"""Keeps the ranks of a pipeline together: a step begins, ends or fails on all of them, told along a binary tree."""
+"""Keep the ranks of a pipeline together: a step begins, ends or fails on all of them, told along a binary tree."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import threading
 from collections.abc import Callable, Mapping
 from functools import reduce
 from itertools import zip_longest
-from typing import Any, Protocol
+from types import TracebackType
+from typing import Any, Protocol, Self
 
 import torch
 
 from ppfunc.stage import LeafSignature
 
-from .errors import AgreementError
-from .failures import FailureRecord, LinkError
+from .errors import AgreementError, FailureRecord, LinkError
 from .interrupts import hold_interrupts
 from .transport import Failure, LossPart, Mode
 
@@ -106,28 +106,45 @@ class StepRunning(RuntimeError):
 
 
 class Control:
-    """The control messages of one transport, over its links.
+    """The control half of a transport with one rank in each process (or thread), over its links.
 
     Rank r has the parent (r - 1) // 2 and the children 2r + 1 and 2r + 2. Steps begin down the tree, and end up and
     down again, with the losses on the way.
 
     Args:
         links: carry the messages; closed with it.
-        tear_down: ends what else peers may be waiting on; called after a failure has been published.
     """
 
-    def __init__(self, links: Links, tear_down: Callable[[], None] = lambda: None) -> None:
-        self.links, self._tear_down = links, tear_down
+    def __init__(self, links: Links) -> None:
+        self.links, self.rank, self.size = links, links.rank, links.size
         self.ended = 0  # steps that have ended on this rank
-        rank, size = links.rank, links.size
-        self._parent = None if rank == 0 else (rank - 1) // 2
-        self._children = [child for child in (2 * rank + 1, 2 * rank + 2) if child < size]
+        self._parent = None if self.rank == 0 else (self.rank - 1) // 2
+        self._children = [child for child in (2 * self.rank + 1, 2 * self.rank + 2) if child < self.size]
         self._running = threading.Lock()
         self._interrupts: list[BaseException] = []  # of the last step's end
+        self._made = self._abandoned = 0  # step functions
 
     @property
     def generation(self) -> int:
         return self.links.generation
+
+    def local_ranks(self, ranks: int) -> tuple[int, ...]:
+        if ranks != self.size:
+            raise ValueError(
+                f"the schedule is for {ranks} ranks, the transport has {self.size}; "
+                f"build the schedule with ranks={self.size}, or start {ranks} processes"
+            )
+        return (self.rank,)
+
+    def register_step(self) -> range:
+        self._made += 1
+        return range(self._made, self._made + self._abandoned + 1)
+
+    def abandon_step(self) -> None:
+        self._abandoned += 1
+
+    def tear_down(self) -> None:
+        """End what else than control messages peers may be waiting on; called after a failure has been published."""
 
     # -- agreement -------------------------------------------------------------------------
 
@@ -137,7 +154,7 @@ class Control:
                 "got a step while another step runs on the same P2P(); the order of their messages would differ between "
                 "ranks: wait for the first, or make a P2P() for each thread, in the same order on every rank"
             )
-        rank = self.links.rank
+        rank = self.rank
         if self._interrupts:
             interrupt, self._interrupts = self._interrupts[0], []
             raise interrupt
@@ -159,7 +176,7 @@ class Control:
 
     def _shapes(self, key: str | None, source: int) -> str:
         """The key of a rank other than 0, which tells rank 0, which tells all."""
-        if self.links.rank == source:
+        if self.rank == source:
             assert key is not None
             self.links.send(0, _KEY, json.dumps(key).encode())
         shapes = self.links.recv(source, _KEY) if self._parent is None else self._recv(self._parent, _SHAPES)
@@ -173,18 +190,18 @@ class Control:
             if "steps ended" in here:
                 mend = "go on from the same point: load the same checkpoint on every rank, and make a new P2P()"
             raise AgreementError(
-                f"the ranks disagree on the step that begins: rank {self.links.rank} has {here}, rank 0 has {there}; every rank must {mend}"
+                f"the ranks disagree on the step that begins: rank {self.rank} has {here}, rank 0 has {there}; every rank must {mend}"
             )
 
     def all_gather(self, text: str) -> list[str]:
-        texts = {self.links.rank: text}
+        texts = {self.rank: text}
         for child in self._children:
             texts |= {int(rank): theirs for rank, theirs in json.loads(self._recv(child, _GATHER)).items()}
         if self._parent is not None:
             self._send(self._parent, _GATHER, json.dumps(texts).encode())
             texts = {int(rank): theirs for rank, theirs in json.loads(self._recv(self._parent, _GATHER)).items()}
         self._send_down(_GATHER, json.dumps(texts).encode())
-        return [texts[rank] for rank in range(self.links.size)]
+        return [texts[rank] for rank in range(self.size)]
 
     def send_text(self, peer: int, text: str) -> None:
         self.links.send(peer, _TEXT, text.encode(errors="surrogatepass"))
@@ -215,8 +232,8 @@ class Control:
         self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart], mode: Mode
     ) -> tuple[dict[int, bytes], tuple[int, int]]:
         """The losses of this rank and those below it, by stage, once all of these are at their ends, and a rank in either mode."""
-        training, evaluation = (self.links.rank if mode == name else -1 for name in ("training", "evaluation"))
-        gathered = {stage: _bytes_of(losses[stage], part.leaf) for stage, part in parts.items() if part.rank == self.links.rank}
+        training, evaluation = (self.rank if mode == name else -1 for name in ("training", "evaluation"))
+        gathered = {stage: _bytes_of(losses[stage], part.leaf) for stage, part in parts.items() if part.rank == self.rank}
         for child in self._children:
             modes, data = self._counted(child)
             training, evaluation = max(training, modes[0]), max(evaluation, modes[1])
@@ -272,7 +289,7 @@ class Control:
         data = self.links.recv(peer, _TREE)
         if data[:1] != kind:
             raise AgreementError(
-                f"the ranks disagree on what comes next: rank {self.links.rank} {_CALLS[kind]}, rank {peer} "
+                f"the ranks disagree on what comes next: rank {self.rank} {_CALLS[kind]}, rank {peer} "
                 f"{_CALLS[data[:1]]}; every rank must make the same calls in the same order"
             )
         return data[1:]
@@ -285,7 +302,7 @@ class Control:
         Returns:
             The cause itself where it arose here outside the program; else the first failure, which rank it was and where.
         """
-        cause, rank = failure.cause, self.links.rank
+        cause, rank = failure.cause, self.rank
         if isinstance(cause, StepRunning) and not cause.refused:
             cause.refused = True
             return cause
@@ -295,7 +312,7 @@ class Control:
                 mine = _insist(interrupts, FailureRecord.of, failure, rank, self.links.suspect)
                 first = FailureRecord.read(_insist(interrupts, self.links.publish, mine.write()))
             finally:
-                self._tear_down()
+                self.tear_down()
                 if self._running.locked():
                     self._running.release()
         if interrupts:
@@ -305,8 +322,14 @@ class Control:
         return first.error(rank)
 
     def close(self) -> None:
-        """End all connections. Idempotent."""
+        """End all connections: peers that still use this transport raise. Idempotent."""
         self.links.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
 
 
 def _insist(interrupts: list[BaseException], call: Callable[..., Any], *args: Any) -> Any:

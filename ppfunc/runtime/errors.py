@@ -1,14 +1,15 @@
-"""The errors of a running pipeline: they say which rank failed, where in its program, and why."""
+"""The errors of a running pipeline, and how ranks tell them to each other: which rank failed, where in its program, and why."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
-from ppfunc.schedule import Instruction, Op, parts_of
-from ppfunc.stage.abstract import place as line_of
+from ppfunc.schedule import Instruction, parts_of
+from ppfunc.schedule.formats.text import parse_instruction
 
 if TYPE_CHECKING:
-    from .lower import LoweredStep
     from .transport import Failure
 
 
@@ -65,14 +66,62 @@ class AgreementError(RuntimeError):
     """The ranks of a pipeline were given different programs; raised on every rank before a step begins."""
 
 
-def describe_inputs(failure: Failure, lowered: LoweredStep) -> str:
-    """The line of the user's code that failed, and the shapes that the stage of a failed forward was given."""
-    if failure.instruction is None or not isinstance(failure.cause, Exception):
-        return ""
-    line = line_of(failure.cause)
-    for part in parts_of(failure.instruction):
-        if part.op is Op.F and part.microbatch is not None:
-            low = lowered.stages[part.stage, part.microbatch]
-            params = lowered.form.params[lowered.schedule.model_stages[part.stage]]
-            return f"{line}; its input was {', '.join(map(str, low.received))}, its parameters {params}"
-    return line
+GONE = "its process is gone or out of reach, or it has closed its transport"
+
+
+class LinkError(ConnectionError):
+    """A message cannot be had.
+
+    Args:
+        peer: the rank at the other end.
+        kind: ``"gone"`` where it can answer no more, ``"late"`` where it did not in time, ``"failed"`` where a failure has
+            been published.
+        reason: one sentence.
+    """
+
+    def __init__(self, peer: int, kind: str, reason: str) -> None:
+        self.peer, self.kind, self.reason = peer, kind, reason
+        super().__init__(reason)
+
+
+class FailureRecord(NamedTuple):
+    """A failure as it travels: what :class:`PipelineError` takes, and whether it is an AgreementError instead."""
+
+    rank: int
+    position: int | None
+    instruction: str | None
+    reason: str
+    reporter: int
+    disagreement: bool
+
+    @classmethod
+    def of(cls, failure: Failure, reporter: int, suspect: Callable[[int], int]) -> FailureRecord:
+        """A failure of rank ``reporter``; ``suspect`` finds the rank that holds up a late one."""
+        cause, place = failure.cause, failure.instruction and str(failure.instruction)
+        if not isinstance(cause, LinkError) or cause.kind == "failed":
+            disagreement = isinstance(cause, AgreementError)
+            reason = str(cause) if disagreement else failure.reason
+            return cls(failure.rank, failure.position, place, reason, reporter, disagreement)
+        culprit = suspect(cause.peer) if cause.kind == "late" else cause.peer
+        victim = "" if culprit == cause.peer else f", which waits for rank {culprit}"
+        where = "" if place is None else f" (rank {failure.rank} was at {place}, step {failure.position})"
+        return cls(culprit, None, None, f"{cause.reason}{victim}{where}", reporter, False)
+
+    @classmethod
+    def read(cls, text: str) -> FailureRecord:
+        return cls(*json.loads(text))
+
+    def write(self) -> str:
+        return json.dumps(self)
+
+    def error(self, rank: int) -> AgreementError | PipelineError:
+        """The error to raise on a rank."""
+        if self.disagreement:
+            return AgreementError(self.reason if rank == self.reporter else f"{self.reason} [found by rank {self.reporter}]")
+        instruction = None if self.instruction is None else parse_instruction(self.instruction)
+        return PipelineError(self.rank, self.position, instruction, self.reason, reported_by=rank)
+
+
+def gone(peer: int, reporter: int) -> str:
+    """The failure that a rank is gone, as it is published."""
+    return json.dumps(FailureRecord(peer, None, None, GONE, reporter, False))

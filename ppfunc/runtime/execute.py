@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from ppfunc.schedule import Op, parts_of
+from ppfunc.stage.abstract import place as line_of
+
 from .arguments import StepArguments
 from .buffers import Buffers, Tag
 from .compile import CompiledStep, new_gradients
@@ -82,3 +85,15 @@ def weights_of(lowered: LoweredStep, arguments: StepArguments, stage: int) -> tu
             f"compute the loss in float32"
         )
     return weights.to(device, lowered.losses[stage].leaf.dtype).unbind()
+
+
+def describe_inputs(failure: Failure, lowered: LoweredStep) -> str:
+    """The line of the user's code that failed, and the shapes that the stage of a failed forward was given."""
+    if failure.instruction is None or not isinstance(failure.cause, Exception):
+        return ""
+    line = line_of(failure.cause)
+    for part in parts_of(failure.instruction):
+        if part.op is Op.F and part.microbatch is not None:
+            low = lowered.stages[part.stage, part.microbatch]
+            return f"{line}; its input was {', '.join(str(edge.signature) for edge in low.sources)}, its parameters {low.params}"
+    return line

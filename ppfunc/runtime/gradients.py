@@ -9,6 +9,7 @@ import torch
 
 from ppfunc.stage import LeafSignature
 from ppfunc.stage._torch import add_each, add_into_each
+from ppfunc.stage.signature import differentiable
 
 from .functorch import transforming
 from .ownership import Owned
@@ -46,9 +47,13 @@ class Sum:
     The first gradients are only borrowed: they may share memory with a message that is still
     on its way, with each other, or with a parameter. The second sum is therefore a new tensor,
     and later ones are added to it in place.
+
+    Args:
+        dtype: of the sum, where that of a gradient is narrower; that of the gradients where none is given.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self._dtype = dtype
         self._absent: Absent | None = None  # None until something has come
         self._total: list[torch.Tensor] = []  # the sums of those that are not absent
         self._is_own = False
@@ -57,7 +62,7 @@ class Sum:
         absent = tuple([g is None for g in gradients]) if absent is None else absent
         present = [g for g in gradients if g is not None] if False in absent else []
         if self._absent is None:
-            self._absent, self._total = absent, present
+            self._absent, self._total = absent, [self._wide(g) for g in present] if self._dtype else present
         elif absent != self._absent:
             self._add_unlike(gradients)
         elif transforming():  # several tensors at once is more than vmap can do
@@ -73,14 +78,22 @@ class Sum:
         """Add gradients that are absent in other places than those before."""
         rest = iter(self._total)
         before = [None if absent else next(rest) for absent in self._absent or ()]
-        total = [b if a is None else a if b is None else a + b for a, b in zip(before, gradients, strict=True)]
-        self._absent, self._total, self._is_own = tuple([t is None for t in total]), [t for t in total if t is not None], False
+        wide = [None if g is None else self._wide(g) for g in gradients]
+        total = [b if a is None else a if b is None else a + b for a, b in zip(before, wide, strict=True)]
+        own = [t.clone() if t is a or t is b else t for t, a, b in zip(total, before, gradients, strict=True) if t is not None]
+        self._absent, self._total, self._is_own = tuple([t is None for t in total]), own, True
+
+    def _wide(self, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.to(self._dtype_of(gradient.dtype))
+
+    def _dtype_of(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.promote_types(dtype, self._dtype) if self._dtype and differentiable(dtype) else dtype
 
     def merge(self, gradients: Leaves) -> None:
         self.add(gradients, -1)
 
     def signature(self, leaf: LeafSignature) -> LeafSignature:
-        return leaf
+        return replace(leaf, dtype=self._dtype_of(leaf.dtype))
 
     def take(self, like: Leaves, owned: Owned) -> Leaves:
         absent, total, is_own = self._absent, self._total, self._is_own
@@ -89,7 +102,9 @@ class Sum:
         if absent is not None and True not in absent:
             return tuple(total)
         rest = iter(total)
-        return tuple([torch.zeros_like(leaf) if absent is None or absent[i] else next(rest) for i, leaf in enumerate(like)])
+        missing = [absent is None or absent[i] for i in range(len(like))]
+        pairs = zip(like, missing, strict=True)
+        return tuple([torch.zeros_like(leaf, dtype=self._dtype_of(leaf.dtype)) if none else next(rest) for leaf, none in pairs])
 
 
 class Stack:

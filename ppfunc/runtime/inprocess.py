@@ -9,7 +9,7 @@ from typing import Self
 import torch
 
 from .buffers import Buffers
-from .errors import PipelineError
+from .errors import AgreementError, PipelineError
 from .transport import Call, Failure, Link, LossPart, Mode, Transfer
 
 
@@ -26,16 +26,19 @@ class InProcess:
     def local_ranks(self, ranks: int) -> tuple[int, ...]:
         return tuple(range(ranks))
 
-    def register_step(self) -> int:
-        return 0
+    def register_step(self) -> range:
+        return range(1)
+
+    def abandon_step(self) -> None:
+        pass
 
     def all_gather(self, text: str) -> list[str]:
         return [text]
 
-    def send_text(self, rank: int, peer: int, text: str) -> None:
+    def send_text(self, peer: int, text: str) -> None:
         raise AssertionError("ranks of one process need no texts")
 
-    def recv_text(self, rank: int, peer: int) -> str:
+    def recv_text(self, peer: int) -> str:
         raise AssertionError("ranks of one process need no texts")
 
     def begin(self, call: str, key: str | None, source: int) -> str:
@@ -46,17 +49,17 @@ class InProcess:
         return torch.cat([losses[stage] for stage in sorted(parts)]).sum(0) if parts else None
 
     def fail(self, failure: Failure) -> BaseException:
-        if failure.instruction is None:
+        if failure.instruction is None or isinstance(failure.cause, AgreementError):
             return failure.cause
         return PipelineError(failure.rank, failure.position, failure.instruction, failure.reason)
 
     def connect(self, links: Iterable[Link]) -> None:
         pass
 
-    def post(self, rank: int, batch: Sequence[Transfer]) -> Call | None:
+    def post(self, batch: Sequence[Transfer]) -> Call | None:
         return None
 
-    def wait_recv(self, rank: int, transfer: Transfer) -> Call | None:
+    def wait_recv(self, transfer: Transfer) -> Call | None:
         tag, device = transfer.tag, transfer.device
         if device.type == "cpu" or torch.cuda.device_count() < 2:
             return None
@@ -66,7 +69,7 @@ class InProcess:
 
         return move
 
-    def wait_send(self, rank: int, transfer: Transfer) -> Call | None:
+    def wait_send(self, transfer: Transfer) -> Call | None:
         return None
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakSet
 
-from .failures import GONE, LinkError
+from .errors import GONE, LinkError
 from .rendezvous import Rendezvous
 from .sockets import Address, Connection, connect, hosts, listen, welcome
 

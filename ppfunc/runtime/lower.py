@@ -12,19 +12,19 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ppfunc.schedule import Op, Schedule
+from ppfunc.schedule import Instruction, Op, Schedule
 from ppfunc.stage import LeafSignature, Loss, Outline, Signature, Stage
 from ppfunc.stage.output import children, received_signature
 
 from .arguments import StepForm
+from .buffers import Key
 from .overlap import Overlapped
 from .stage_programs import StageFunction, outline_of
+from .ties import Tied
 from .transport import LossPart
 
 BATCH = -1
 """The "stage" that the batch comes from."""
-
-Key = tuple[int, int]  # (stage of the schedule, microbatch)
 
 
 class StepSpec(NamedTuple):
@@ -36,6 +36,9 @@ class StepSpec(NamedTuple):
         per_microbatch: whether the gradients of microbatches are kept apart.
         loss_shape: shape of the loss of one microbatch.
         overlapped: runs the two parts of an ``OVERLAP_F_B``; in turn where there is none.
+        tied: the places of tied parameters.
+        sum_dtype: of the sums of gradients, where that of a parameter is narrower.
+        primal: the key of the parameters proper where a transform has added tangents to them, such as ``"0."``.
     """
 
     name: str
@@ -43,36 +46,66 @@ class StepSpec(NamedTuple):
     per_microbatch: bool = False
     loss_shape: tuple[int, ...] = ()
     overlapped: Overlapped | None = None
+    tied: Tied = ()
+    sum_dtype: torch.dtype | None = None
+    primal: str = ""
+
+
+class Edge(NamedTuple):
+    """One part of a stage's input, or of its output, for one microbatch.
+
+    Args:
+        stage: the stage of the schedule at the other end, ``BATCH`` for the batch.
+        signature: of what travels.
+    """
+
+    stage: int
+    signature: Signature
+
+    @property
+    def leaves(self) -> tuple[LeafSignature, ...]:
+        """Signatures of the tensors that travel forward."""
+        return self.signature.leaves
+
+    @property
+    def carrying(self) -> tuple[LeafSignature, ...]:
+        """Those whose gradients travel back."""
+        return tuple(leaf for leaf in self.leaves if leaf.grad)
 
 
 class LoweredStage(NamedTuple):
     """One stage for one form of its arguments.
 
     Args:
+        model: its number in the model.
         function: the stage with its loss, in the form that engines take.
         example: ``(params, x, *extras)``: signatures, or trees of tensors.
+        params: signature of its parameters; the leaves with ``grad`` get gradients.
         device: where it computes.
         outline: of the function.
         sources: where the parts of its input come from: the stage before or the batch, then skip connections.
-        received: signature of each part.
         sinks: where its output goes: the stage after it, if any, then skip connections.
-        sent: signature of what goes to each.
         loss: signature of the loss, None where the stage has none.
         outputs, metrics, state: signatures of what is not differentiated, in the order of the output.
     """
 
+    model: int
     function: StageFunction
     example: tuple[Any, ...]
+    params: Signature
     device: torch.device
     outline: Outline
-    sources: tuple[int, ...]
-    received: tuple[Signature, ...]
-    sinks: tuple[int, ...]
-    sent: tuple[Signature, ...]
+    sources: tuple[Edge, ...]
+    sinks: tuple[Edge, ...]
     loss: Signature | None
     outputs: Signature
     metrics: Signature
     state: Signature
+
+    @property
+    def kept(self) -> int:
+        """The number of output leaves that the caller may want: loss, outputs, metrics."""
+        return (self.loss is not None) + len(self.outputs.leaves) + len(self.metrics.leaves)
 
 
 class Exchange(Protocol):
@@ -111,6 +144,12 @@ class LoweredStep(NamedTuple):
     def __repr__(self) -> str:
         return f"<lowered {self.spec.name}, {self.schedule!r}>"
 
+    def edge_of(self, message: Instruction) -> Edge:
+        """The edge that a SEND or RECV of this process is about."""
+        assert message.microbatch is not None
+        low, other = self.stages[message.stage, message.microbatch], self.schedule.other_end(message)
+        return next(edge for edge in (low.sinks if message.op in (Op.SEND_F, Op.RECV_B) else low.sources) if edge.stage == other)
+
 
 def lower(
     stages: Sequence[Stage | None],
@@ -139,7 +178,7 @@ def lower(
         ValueError: an instruction, or an output of a stage, that nothing will honour.
         StageError: a stage cannot be evaluated.
     """
-    require_honoured(schedule)
+    require_honoured(schedule, spec)
     _require_same_rows(form, schedule.microbatches)
     local = set(range(schedule.ranks) if ranks is None else ranks)
     home, model = schedule.placement, schedule.model_stages
@@ -148,25 +187,30 @@ def lower(
     for stage, microbatches in stages_in_order(schedule):
         if home[stage] not in local:
             continue
-        for source in sources_of(schedule, stage):
+        sources, sinks = sources_of(schedule, stage), sinks_of(schedule, stage)
+        for source in sources:
             if source == BATCH:
                 edges[source, stage] = _inputs(form, spec, microbatches)
             elif home[source] not in local:
                 edges[source, stage] = _required(exchange).recv((source, stage))
+        function = _function(stages[model[stage]], loss_fn, schedule, spec, stage)
         params = form.params[model[stage]] if example is None else example(model[stage])
-        lower_one = _StageLowering(stages[model[stage]], loss_fn, schedule, spec, stage, params, form)
+        known: dict[tuple[Any, ...], LoweredStage] = {}  # microbatches of one form share it
         for n, m in enumerate(microbatches):
-            received = tuple(edges[source, stage][n] for source in sources_of(schedule, stage))
-            lowered[stage, m] = lower_one(received, m)
-        for n, sink in enumerate(sinks_of(schedule, stage)):
-            edges[stage, sink] = [lowered[stage, m].sent[n] for m in microbatches]
+            received = tuple(Edge(source, edges[source, stage][n]) for source in sources)
+            extras = _extras(form, model[stage], m, function)
+            if (received, extras) not in known:
+                known[received, extras] = _lower_stage(schedule, form, spec, stage, function, params, received, extras)
+            lowered[stage, m] = known[received, extras]
+        for n, sink in enumerate(sinks):
+            edges[stage, sink] = [lowered[stage, m].sinks[n].signature for m in microbatches]
             if home[sink] not in local:
                 _required(exchange).send((stage, sink), edges[stage, sink])
-    drawing = tuple(sorted({model[stage] for (stage, _), low in lowered.items() if low.outline.random}))
+    drawing = tuple(sorted({low.model for low in lowered.values() if low.outline.random}))
     return LoweredStep(schedule, spec, form, tuple(sorted(local)), lowered, _losses(schedule, lowered), drawing)
 
 
-def require_honoured(schedule: Schedule) -> None:
+def require_honoured(schedule: Schedule, spec: StepSpec) -> None:
     """Raise ValueError for an instruction that a step would not carry out."""
     mend = "take ppfunc.schedule.remove_tail(schedule), and do it in your own code"
     refused = {
@@ -175,7 +219,7 @@ def require_honoured(schedule: Schedule) -> None:
         Op.UNSHARD: "parameters are given whole; leave it out of the schedule",
         Op.RESHARD: "parameters are given whole; leave it out of the schedule",
     }
-    if not schedule.replicas:
+    if not schedule.replicas and not spec.tied:
         refused[Op.REDUCE_TIED] = f"no stage of this schedule has replicas, and no tied parameters are declared; {mend}"
     for op in (op for op in refused if op in schedule.ops):
         rank, position, instruction = next(
@@ -217,107 +261,93 @@ def sinks_of(schedule: Schedule, stage: int) -> tuple[int, ...]:
     return (*(() if after is None else (after,)), *skips)
 
 
-class _StageLowering:
-    """Lowers one stage of the schedule, once per form of its arguments."""
+def _function(fn: Stage | None, loss_fn: Loss | None, schedule: Schedule, spec: StepSpec, stage: int) -> StageFunction:
+    """A stage as it stands in its chain."""
+    model, last = schedule.model_stages, schedule.successor(stage) is None
+    if fn is None:
+        raise ValueError(f"stages[{model[stage]}]: got None, but this process runs that stage; give its function")
+    skips = tuple(model[sink] for sink in sinks_of(schedule, stage)[int(not last) :])
+    loss_fn = loss_fn if last else None
+    return StageFunction.of(fn, last=last, loss_fn=loss_fn, return_outputs="outputs" in spec.wants, skips=skips)
 
-    def __init__(
-        self,
-        fn: Stage | None,
-        loss_fn: Loss | None,
-        schedule: Schedule,
-        spec: StepSpec,
-        stage: int,
-        params: Any,
-        form: StepForm,
-    ) -> None:
-        model = schedule.model_stages
-        if fn is None:
-            raise ValueError(f"stages[{model[stage]}]: got None, but this process runs that stage; give its function")
-        self.form, self.params, self.model = form, params, model[stage]
-        self.sources, self.sinks = sources_of(schedule, stage), sinks_of(schedule, stage)
-        self.skip_sources = tuple(model[s] for s in self.sources[1:])
-        self.last = schedule.successor(stage) is None
-        self.targeted = self.last and loss_fn is not None
-        self.spec, self.replicated = spec, bool(schedule.replicas)
-        self.function = StageFunction.of(
-            fn,
-            last=self.last,
-            loss_fn=loss_fn if self.last else None,
-            return_outputs="outputs" in spec.wants,
-            skips=tuple(model[s] for s in self.sinks[int(not self.last) :]),
+
+def _extras(form: StepForm, model: int, m: int, function: StageFunction) -> tuple[Signature, ...]:
+    """Signatures of what follows the input: the target, the extras, the state."""
+    target = (form.targets[m],) if function.loss_fn is not None and form.targets is not None else ()
+    extras = (form.extras[model][m],) if model in form.extras else ()
+    state = (form.state[model],) if model in form.state else ()
+    return (*target, *extras, *state)
+
+
+def _lower_stage(
+    schedule: Schedule,
+    form: StepForm,
+    spec: StepSpec,
+    stage: int,
+    function: StageFunction,
+    params: Any,
+    received: tuple[Edge, ...],
+    extras: tuple[Signature, ...],
+) -> LoweredStage:
+    """Lower a stage for these parts of its input."""
+    model = schedule.model_stages[stage]
+    sources = (BATCH, *(schedule.model_stages[edge.stage] for edge in received[1:]))
+    example = (params, received_signature(sources, tuple(edge.signature for edge in received)), *extras)
+    outline = outline_of(function, example, f"stage {model}", form.devices[model])
+    carry, skips, loss = children(outline.y)
+    outputs, metrics, state = children(outline.aux)
+    sent = (*(() if schedule.successor(stage) is None else (carry,)), *children(skips))
+    sinks = tuple(map(Edge, sinks_of(schedule, stage), sent))
+    low = LoweredStage(
+        model, function, example, form.params[model], form.devices[model], outline, received, sinks,
+        loss if loss.leaves else None, outputs, metrics, state,
+    )  # fmt: skip
+    _require_loss(low, loss, spec)
+    _require_wanted(low, form, spec, bool(schedule.replicas))
+    return low
+
+
+def _require_loss(low: LoweredStage, loss: Signature, spec: StepSpec) -> None:
+    """Raise where a loss has another form than wanted, or is one that the caller cannot get."""
+    if low.function.loss_fn is None and not loss.leaves:
+        return
+    got, shape = ", ".join(map(str, loss.leaves)) or "nothing", spec.loss_shape
+    if len(loss.leaves) != 1 or loss.leaves[0].shape != shape or not loss.leaves[0].dtype.is_floating_point:
+        wanted = f"floating tensor of shape {list(shape)}, the loss_shape" if shape else "floating scalar"
+        mend = "return one of that shape, or pass another loss_shape" if shape else "take its mean or sum"
+        raise ValueError(f"the loss of stage {low.model} must be a {wanted}, got {got}; {mend}")
+    if "loss" not in spec.wants:
+        raise ValueError(
+            f"stage {low.model} returns an auxiliary loss, and evaluate without a loss function returns none; give it a loss function"
         )
-        self.known: dict[tuple[Signature, ...], LoweredStage] = {}
 
-    def __call__(self, received: tuple[Signature, ...], microbatch: int) -> LoweredStage:
-        """The stage for these parts of its input."""
-        extras = self._extras(microbatch)
-        key = (*received, *extras)
-        if key not in self.known:
-            self.known[key] = self._lower(received, extras)
-        return self.known[key]
 
-    def _extras(self, m: int) -> tuple[Signature, ...]:
-        """Signatures of what follows the input: the target, the extras, the state."""
-        form, stage = self.form, self.model
-        target = (form.targets[m],) if self.targeted and form.targets is not None else ()
-        extras = (form.extras[stage][m],) if stage in form.extras else ()
-        state = (form.state[stage],) if stage in form.state else ()
-        return (*target, *extras, *state)
-
-    def _lower(self, received: tuple[Signature, ...], extras: tuple[Signature, ...]) -> LoweredStage:
-        name, device = f"stage {self.model}", self.form.devices[self.model]
-        example = (self.params, received_signature((BATCH, *self.skip_sources), received), *extras)
-        outline = outline_of(self.function, example, name, device)
-        carry, skips, loss = children(outline.y)
-        outputs, metrics, state = children(outline.aux)
-        sent = (*(() if self.last else (carry,)), *children(skips))
-        self._require_wanted(loss, metrics, state)
-        if outputs.leaves and self.form.rows is not None:
-            self._require_rows(outputs)
-        return LoweredStage(
-            self.function, example, device, outline, self.sources, received, self.sinks, sent,
-            loss if loss.leaves else None, outputs, metrics, state,
-        )  # fmt: skip
-
-    def _require_rows(self, outputs: Signature) -> None:
-        """Raise where outputs cannot be joined to those of a whole batch."""
-        for path, leaf in zip(outputs.paths, outputs.leaves, strict=True):
-            if not leaf.shape or leaf.shape[0] != self.form.rows:
-                raise ValueError(
-                    f"the output{path} of stage {self.model} is {leaf}, which has no axis of {self.form.rows} rows to join to "
-                    f"those of the whole batch; give the inputs as ppfunc.microbatch(inputs, m), to get the outputs of each microbatch"
-                )
-
-    def _require_wanted(self, loss: Signature, metrics: Signature, state: Signature) -> None:
-        """Raise where the stage returns something that nobody asked for or that the caller cannot get."""
-        stage, shape = self.model, self.spec.loss_shape
-        if self.targeted or loss.leaves:
-            got = ", ".join(map(str, loss.leaves)) or "nothing"
-            if len(loss.leaves) != 1 or loss.leaves[0].shape != shape or not loss.leaves[0].dtype.is_floating_point:
-                wanted = f"floating tensor of shape {list(shape)}, the loss_shape" if shape else "floating scalar"
-                mend = "return one of that shape, or pass another loss_shape" if shape else "take its mean or sum"
-                raise ValueError(f"the loss of stage {stage} must be a {wanted}, got {got}; {mend}")
-            if "loss" not in self.spec.wants:
-                raise ValueError(
-                    f"stage {stage} returns an auxiliary loss, and evaluate without a loss function returns none; give it a loss function"
-                )
-        if (metrics.leaves or state.leaves) and "aux" not in self.spec.wants:
-            constant = (
-                "" if metrics.leaves else "; where a module only reads its buffers, stage_from_module(module, constants=True) has no state"
-            )
-            raise ValueError(f"stage {stage} returns {'metrics' if metrics.leaves else 'a state'}; pass has_aux=True to get them{constant}")
-        given = self.form.state.get(stage)
-        if (state.leaves or (given is not None and given.leaves)) and (
-            given is None or (given.treedef, given.without_grad().leaves) != (state.treedef, state.without_grad().leaves)
-        ):
+def _require_wanted(low: LoweredStage, form: StepForm, spec: StepSpec, replicated: bool) -> None:
+    """Raise where a stage returns metrics, a state or outputs that the caller did not ask for or cannot get."""
+    stage, metrics, state = low.model, low.metrics, low.state
+    if (metrics.leaves or state.leaves) and "aux" not in spec.wants:
+        got, mend = "metrics", ""
+        if not metrics.leaves:
+            got, mend = "a state", "; where a module only reads its buffers, stage_from_module(module, constants=True) has no state"
+        raise ValueError(f"stage {stage} returns {got}; pass has_aux=True to get them{mend}")
+    given = form.state.get(stage)
+    if (state.leaves or (given is not None and given.leaves)) and (
+        given is None or (given.treedef, given.without_grad().leaves) != (state.treedef, state.without_grad().leaves)
+    ):
+        raise ValueError(
+            f"stage {stage} returns the state {state}, it was given {given or 'none'}; pass state={{{stage}: ...}} of that form"
+        )
+    if state.leaves and replicated:
+        raise ValueError(
+            f"stage {stage} returns a state, and this schedule runs replicas of it side by side, which would each have another; "
+            "use a schedule with one chain, such as dualpipev, or stage_from_module(module, constants=True) "
+            "where buffers are only read"
+        )
+    for path, leaf in zip(low.outputs.paths, low.outputs.leaves, strict=True):
+        if form.rows is not None and (not leaf.shape or leaf.shape[0] != form.rows):
             raise ValueError(
-                f"stage {stage} returns the state {state}, it was given {given or 'none'}; pass state={{{stage}: ...}} of that form"
-            )
-        if state.leaves and self.replicated:
-            raise ValueError(
-                f"stage {stage} returns a state, and this schedule runs replicas of it side by side, which would each have another; "
-                "use a schedule with one chain, such as dualpipev, or stage_from_module(module, constants=True) "
-                "where buffers are only read"
+                f"the output{path} of stage {stage} is {leaf}, which has no axis of {form.rows} rows to join to "
+                f"those of the whole batch; give the inputs as ppfunc.microbatch(inputs, m), to get the outputs of each microbatch"
             )
 
 

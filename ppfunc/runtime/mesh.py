@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..parallel.groups import NamedGroup, groups_in_creation_order
+from ..parallel.groups import groups_in_creation_order
 from ..parallel.topology import Topology
 
 _AXIS_OF_KIND = {"data": "data", "pipe": "pipe", "slice": "model"}
 
 
 def device_mesh(topology: Topology, device_type: str = "cpu") -> DeviceMesh:
-    """The mesh with the axes and the ranks of a topology.
-
-    Every rank has to call it, after ``init_process_group`` and, on GPUs, after choosing its device.
+    """Make the mesh of a topology; every rank calls it, after ``init_process_group`` and choosing its device.
 
     Args:
         topology: one with as many ranks as the world.
@@ -71,28 +68,25 @@ class ProcessGroups:
         ValueError: where topology, mesh and world do not fit together.
     """
 
-    def __init__(
-        self,
-        topology: Topology | None = None,
-        *,
-        mesh: DeviceMesh | None = None,
-        names: Mapping[str, str] | None = None,
-    ) -> None:
-        if topology is None:
-            if mesh is None:
-                raise ValueError("expected a topology or a mesh, one of the two")
-            topology = topology_of_mesh(mesh, names)
-        elif mesh is not None:
+    def __init__(self, topology: Topology | None = None, *, mesh: DeviceMesh | None = None, names: Mapping[str, str] | None = None) -> None:
+        if (topology is None) == (mesh is None):
             raise ValueError("expected a topology or a mesh, one of the two")
-        self.topology = topology
-        _require_world(self.topology)
-        self._ranks = tuple(range(self.topology.world_size)) if mesh is None else tuple(mesh.mesh.flatten().tolist())
-        self.position = self._ranks.index(dist.get_rank())
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._made: list[dist.ProcessGroup] = []
         if mesh is not None:
-            self._take_from(mesh)
-        self._make_missing()
+            topology = topology_of_mesh(mesh, names)
+            axes = ((kind, axis) for kind, axis in _AXIS_OF_KIND.items() if axis in topology.axes)
+            self._groups.update((kind, mesh.get_group(topology.axes.index(axis))) for kind, axis in axes)
+        assert topology is not None
+        _require_world(topology)
+        self.topology = topology
+        self._ranks = tuple(range(topology.world_size)) if mesh is None else tuple(mesh.mesh.flatten().tolist())
+        self.position = self._ranks.index(dist.get_rank())
+        # The groups to make follow from the topology, so they are the same on every rank.
+        kinds = {"replica", *_AXIS_OF_KIND} - self._groups.keys()
+        for kind, positions in groups_in_creation_order(topology):
+            if kind in kinds:
+                self._make(kind, [self._ranks[position] for position in positions])
 
     def __getitem__(self, kind: str) -> dist.ProcessGroup:
         if kind not in self._groups:
@@ -102,7 +96,7 @@ class ProcessGroups:
     def __enter__(self) -> ProcessGroups:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def ranks(self, kind: str) -> tuple[int, ...]:
@@ -115,24 +109,11 @@ class ProcessGroups:
         while self._made:
             dist.destroy_process_group(self._made.pop())
 
-    def _take_from(self, mesh: DeviceMesh) -> None:
-        for kind, axis in _AXIS_OF_KIND.items():
-            if axis in self.topology.axes:
-                self._groups[kind] = mesh.get_group(self.topology.axes.index(axis))
-
-    def _make_missing(self) -> None:
-        # Which groups are missing follows from the topology, so it is the same on every rank.
-        taken = frozenset(self._groups)
-        for group in groups_in_creation_order(self.topology):
-            if group.kind in ("replica", *_AXIS_OF_KIND) and group.kind not in taken:
-                self._make(group)
-
-    def _make(self, group: NamedGroup) -> None:
-        ranks = [self._ranks[position] for position in group.ranks]
-        made = dist.new_group(ranks, group_desc=f"ppfunc {group.kind}")
+    def _make(self, kind: str, ranks: list[int]) -> None:
+        group = dist.new_group(ranks, group_desc=f"ppfunc {kind}")
         if dist.get_rank() in ranks:
-            self._groups[group.kind] = made
-            self._made.append(made)
+            self._groups[kind] = group
+            self._made.append(group)
 
 
 def _require_world(topology: Topology) -> None:

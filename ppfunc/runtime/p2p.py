@@ -7,8 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,8 +15,7 @@ import torch.distributed as dist
 from . import _torch
 from .buffers import Buffers
 from .control import Control
-from .errors import PipelineError
-from .failures import GONE, LinkError, gone
+from .errors import GONE, LinkError, PipelineError, gone
 from .links import SocketLinks, give_way
 from .rendezvous import Rendezvous
 from .transport import Call, Failure, Link, LossPart, Mode, Transfer
@@ -35,7 +33,7 @@ class _Channel:
         self.group: Any = None
 
 
-class P2P:
+class P2P(Control):
     """The transport of a pipeline with one process per rank.
 
     Tensors of a pair of ranks have communicators of their own, made from the store of the user's group: operations of
@@ -69,52 +67,28 @@ class P2P:
         self._user_group = group
         try:
             self._rendezvous = Rendezvous(self._user_group, timeout)
-            self.rank, self.size, self.backend = self._rendezvous.rank, self._rendezvous.size, self._rendezvous.backend
-            self._links = SocketLinks(self._rendezvous, partial(gone, reporter=self.rank))
+            self._links = SocketLinks(self._rendezvous, partial(gone, reporter=self._rendezvous.rank))
         except LinkError as error:
             raise PipelineError(error.peer, None, None, error.reason, reported_by=dist.get_rank(self._user_group)) from error
+        super().__init__(self._links)
         weakref.finalize(self, self._links.close)
+        self.backend = self._rendezvous.backend
         self._channels: dict[str, _Channel] = {}
         self._pending: dict[Any, Any] = {}  # that of the buffers of the running step
-        self._steps = 0
-        this = weakref.ref(self)
-        self._control = Control(self._links, lambda: _tear_down(this()))
 
     # -- control ---------------------------------------------------------------------------
 
-    @property
-    def generation(self) -> int:
-        return self._links.generation
-
-    def local_ranks(self, ranks: int) -> tuple[int, ...]:
-        if ranks != self.size:
-            raise ValueError(
-                f"the schedule is for {ranks} ranks, the process group has {self.size}; "
-                f"build the schedule with ranks={self.size} or start {ranks} processes"
-            )
-        return (self.rank,)
-
-    def register_step(self) -> int:
-        self._steps += 1
-        return self._steps
-
-    def all_gather(self, text: str) -> list[str]:
-        return self._control.all_gather(text)
-
-    def send_text(self, rank: int, peer: int, text: str) -> None:
-        self._control.send_text(peer, text)
-
-    def recv_text(self, rank: int, peer: int) -> str:
-        return self._control.recv_text(peer)
-
-    def begin(self, call: str, key: str | None, source: int) -> str:
-        return self._control.begin(call, key, source)
-
-    def end(self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart], mode: Mode = "mixed") -> torch.Tensor | None:
+    def end(
+        self,
+        losses: Mapping[int, torch.Tensor],
+        parts: Mapping[int, LossPart],
+        mode: Mode = "mixed",
+        after: Callable[[], torch.Tensor | None] | None = None,
+    ) -> torch.Tensor | None:
         if self.backend != "nccl" or not parts:
-            return self._control.end(losses, parts, mode)
+            return super().end(losses, parts, mode, after)
         # A broadcast that a rank does not come to would hold up all that its GPU is given later: agree on the host first.
-        return self._control.end({}, {}, mode, lambda: self._sum(losses, parts))
+        return super().end({}, {}, mode, lambda: self._sum(losses, parts))
 
     def _sum(self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart]) -> torch.Tensor:
         """The sum of the losses of all ranks, on the device."""
@@ -128,21 +102,18 @@ class P2P:
 
     def fail(self, failure: Failure) -> BaseException:
         try:
-            return self._control.fail(failure)
+            return super().fail(failure)
         finally:
             _let_go(failure.cause)
 
+    def tear_down(self) -> None:
+        self._disconnect()
+        self._rendezvous.move_on()
+
     def close(self) -> None:
-        """End all connections: peers that still use this transport raise. Idempotent."""
-        self._control.close()
+        super().close()
         self._disconnect()
         self._rendezvous.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     # -- data ------------------------------------------------------------------------------
 
@@ -168,7 +139,7 @@ class P2P:
         ends = (self.rank, transfer.peer) if transfer.outgoing else (transfer.peer, self.rank)
         return self._channels[self._name(Link(transfer.tag.direction, *ends))]
 
-    def post(self, rank: int, batch: Sequence[Transfer]) -> Call | None:
+    def post(self, batch: Sequence[Transfer]) -> Call | None:
         if self.backend == "nccl":
             by_peer: dict[int, list[Transfer]] = {}
             for transfer in batch:
@@ -234,7 +205,7 @@ class P2P:
 
         return receive
 
-    def wait_recv(self, rank: int, transfer: Transfer) -> Call | None:
+    def wait_recv(self, transfer: Transfer) -> Call | None:
         tag, wait = transfer.tag, self._waiter(transfer)
 
         def take(buffers: Buffers) -> None:
@@ -242,7 +213,7 @@ class P2P:
 
         return take
 
-    def wait_send(self, rank: int, transfer: Transfer) -> Call | None:
+    def wait_send(self, transfer: Transfer) -> Call | None:
         wait = self._waiter(transfer)
 
         def let_go(buffers: Buffers) -> None:
@@ -276,12 +247,6 @@ class P2P:
             group, channel.group = channel.group, None
             if self.backend == "nccl" and group is not None:
                 group.abort()
-
-
-def _tear_down(transport: P2P | None) -> None:
-    if transport is not None:
-        transport._disconnect()
-        transport._rendezvous.move_on()
 
 
 def _let_go(error: BaseException | None) -> None:

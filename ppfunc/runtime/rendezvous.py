@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from . import _torch
-from .failures import LinkError
+from .errors import LinkError
+from .interrupts import hold_interrupts
 
 T = TypeVar("T")
 
@@ -73,30 +74,39 @@ class Rendezvous:
         """A communicator of this rank and a peer, which comes to the same call. The higher rank has the place 1 in it."""
         place = int(self.rank > peer)
         self._written[-1] += [f"{name}/state", f"{name}/0/{place}"]  # the second one by gloo
-        self._commit(f"{name}/state", peer, check)
+        interrupt = self._commit(f"{name}/state", peer, check)
         store, timeout = PrefixStore(name, self._store), timedelta(seconds=self.timeout)
-        with self._within_reach():
-            if self.backend == "gloo":
-                return _torch.ProcessGroupGloo(store, place, 2, timeout)
-            return _torch.ProcessGroupNCCL(store, place, 2, timeout)
+        with hold_interrupts(), self._within_reach():  # the peer is waiting there
+            make = _torch.ProcessGroupGloo if self.backend == "gloo" else _torch.ProcessGroupNCCL
+            group = make(store, place, 2, timeout)
+        if interrupt is not None:
+            raise interrupt
+        return group
 
-    def _commit(self, key: str, peer: int, check: Callable[[int], None]) -> None:
+    def _commit(self, key: str, peer: int, check: Callable[[int], None]) -> BaseException | None:
         """Return on both ranks or on none: what they do then cannot be ended from outside.
 
         The first of them leaves its number, the second one answers; where the first gives up before, it says so.
+
+        Returns:
+            An interrupt that came too late to give up, to be raised afterwards.
         """
         mine, theirs = str(self.rank), str(peer)
-        state = self._exchange(key, "", mine)
-        if state == theirs:
-            state = self._exchange(key, theirs, _BOTH)
+        with hold_interrupts():
+            state = self._exchange(key, "", mine)
+            if state == theirs:
+                state = self._exchange(key, theirs, _BOTH)
         if state == _LEFT:
             self._poll(lambda: None, peer, check)  # raises, as it did there
         if state == mine:
             try:
                 self._poll(lambda: self.read(key) == _BOTH or None, peer, check)
             except BaseException as error:
-                if self._exchange(key, mine, _LEFT) != _BOTH or not isinstance(error, LinkError):
-                    raise
+                with hold_interrupts():
+                    if self._exchange(key, mine, _LEFT) != _BOTH:
+                        raise
+                return None if isinstance(error, LinkError) else error
+        return None
 
     def _exchange(self, key: str, expected: str, wanted: str) -> str:
         """Set a key to ``wanted`` where it is ``expected``, empty meaning that it is absent; what it is then."""

@@ -10,7 +10,7 @@ import torch
 from ppfunc.stage import Signature
 from ppfunc.stage.tree import tree_leaves, tree_map, tree_structure
 
-from .arguments import RawArguments, StepArguments
+from .arguments import StepArguments
 from .batch import Microbatches
 from .buffers import Buffers, Tag
 from .execute import weights_of
@@ -49,11 +49,15 @@ class StepResult(NamedTuple):
     aux: Any = None
 
 
-def collect(lowered: LoweredStep, arguments: StepArguments, buffers: Buffers) -> StepResult:
-    """Make what is wanted out of the buffers, but for the loss, which needs the other ranks."""
-    wants = lowered.spec.wants
-    owned = _owner(lowered, arguments)
-    return StepResult(
+def collect(lowered: LoweredStep, arguments: StepArguments, buffers: Buffers) -> tuple[dict[int, torch.Tensor], StepResult]:
+    """Make what is wanted out of the buffers.
+
+    Returns:
+        The losses of every stage of this process that has some, each times the weight of its microbatch; and all other
+        results: the loss needs those of the other ranks.
+    """
+    wants, owned = lowered.spec.wants, _owner(lowered, arguments)
+    return _weighted_losses(lowered, arguments, buffers), StepResult(
         None,
         _gradients(lowered, arguments, buffers, owned) if "grads" in wants else None,
         _input_gradients(lowered, arguments, buffers, owned) if "input_grads" in wants else None,
@@ -62,17 +66,7 @@ def collect(lowered: LoweredStep, arguments: StepArguments, buffers: Buffers) ->
     )
 
 
-def in_order_of(raw: RawArguments, result: StepResult) -> StepResult:
-    """The results, with gradients and states in the order in which the caller gave parameters and states."""
-    if result.grads is not None:
-        result = result._replace(grads={stage: result.grads[stage] for stage in raw.params})
-    if result.aux is not None and raw.state:
-        result = result._replace(aux=result.aux._replace(state={stage: result.aux.state[stage] for stage in raw.state}))
-    return result
-
-
-def weighted_losses(lowered: LoweredStep, arguments: StepArguments, buffers: Buffers) -> dict[int, torch.Tensor]:
-    """The losses of every stage of this process that has some, each times the weight of its microbatch."""
+def _weighted_losses(lowered: LoweredStep, arguments: StepArguments, buffers: Buffers) -> dict[int, torch.Tensor]:
     made: dict[int, torch.Tensor] = {}
     for stage in lowered.losses:
         weights = weights_of(lowered, arguments, stage)
@@ -94,17 +88,15 @@ def _owner(lowered: LoweredStep, arguments: StepArguments) -> Owned:
 def _gradients(lowered: LoweredStep, arguments: StepArguments, buffers: Buffers, owned: Owned) -> dict[int, Any]:
     """The gradients of every stage of the model, with the structure of its parameters."""
     made: dict[int, Any] = {}
-    for stage, gradients in buffers.gradients.items():
-        model = lowered.schedule.model_stages[stage]
-        if model in made:  # a replica, whose gradients are in the sum of the first
-            continue
-        signature, leaves = lowered.form.params[model], arguments.params[model]
+    firsts = {lowered.schedule.model_stages[stage]: gradients for stage, gradients in reversed(buffers.gradients.items())}
+    for model, leaves in arguments.params.items():
+        signature, gradients = lowered.form.params[model], firsts[model]  # sums over replicas are with the first
         if all(leaf.grad for leaf in signature.leaves):
             made[model] = signature.unflatten(gradients.take(leaves, owned))
             continue
         taken = iter(gradients.take(tuple(t for t, leaf in zip(leaves, signature.leaves, strict=True) if leaf.grad), owned))
         zeros = ((t, gradients.signature(leaf)) for t, leaf in zip(leaves, signature.leaves, strict=True))
-        made[model] = signature.unflatten([next(taken) if leaf.grad else t.new_zeros(leaf.shape) for t, leaf in zeros])
+        made[model] = signature.unflatten([next(taken) if leaf.grad else t.new_zeros(leaf.shape, dtype=leaf.dtype) for t, leaf in zeros])
     return made
 
 

@@ -1,45 +1,39 @@
-"""Step functions: lower, compile and execute behind a cache, with all ranks in agreement."""
+"""Step functions: read the arguments, lower, compile and execute behind a cache, with all ranks in agreement."""
 
 from __future__ import annotations
 
 import inspect
-import json
-import platform
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
-from ppfunc.schedule import Schedule
-from ppfunc.stage import Engine, Loss, Signature, Stage
-from ppfunc.stage.tree import tree_structure
+from ppfunc.schedule import Schedule, Timeline
+from ppfunc.stage import Engine, Loss, Stage
 
+from .agreement import Agreement, Began, Negotiation, batch_name, rows_of
 from .analysis import Lowered
 from .arguments import RawArguments, StepArguments, read_arguments
 from .buffers import Buffers
-from .cache import CACHE_SIZE, RETRACES, Agreed, CacheInfo, Entry, Last, keep, warn_of_retraces
+from .cache import CACHE_SIZE, RETRACES, CacheInfo, Entry, Last, keep, warn_of_retraces
 from .compile import compile_step
-from .errors import AgreementError, describe_inputs
-from .exchange import Edges, Negotiation, Replay
-from .execute import StepFailed, execute, fill
+from .execute import StepFailed, describe_inputs, execute, fill
 from .functorch import transforming
 from .lower import Exchange, LoweredStep, StepSpec, lower
-from .replicas import links_of_replicas, require_same_forms, shared_forms
-from .results import StepResult, collect, in_order_of, weighted_losses
+from .record import Recorder, gather
+from .results import StepResult, collect
 from .rng import preserve_rng
 from .stage_programs import autocast, forget
-from .terms import batch_name, call_terms, rows_of
-from .transport import Failure, Link, LossPart, Transport
+from .ties import require_declared
+from .transport import Failure, Transport
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_KNOWN = "; run before: "
 _MODES = 3  # programs that are kept for other modes of the modules
-_LEAF = tree_structure(0)
 
 
 class StepFunction(Generic[P, R]):
@@ -70,12 +64,10 @@ class StepFunction(Generic[P, R]):
         self._stages, self._loss_fn, self._engine, self._prepare, self._finish = stages, loss_fn, engine, prepare, finish
         self._ranks = transport.local_ranks(schedule.ranks)
         self._local = tuple(sorted({stage for rank in self._ranks for stage in schedule.model_stages_of(rank)}))
-        self._number = transport.register_step()
         self.__signature__ = inspect.signature(prepare)  # for help() and editors
+        self._agreement = Agreement(schedule, spec, transport, self._ranks)
         self._lock = threading.Lock()
         self._building = threading.local()
-        self._generation: int | None = None
-        self._agreed: OrderedDict[tuple[Any, ...], Agreed] = OrderedDict()
         self._compiled: OrderedDict[tuple[Any, ...], list[Entry]] = OrderedDict()
         self._last: Last | None = None
         self._hits = self._misses = 0
@@ -92,9 +84,30 @@ class StepFunction(Generic[P, R]):
             StageError: the engine cannot serve a stage.
             ValueError, TypeError: the arguments do not fit the schedule.
         """
+        return self._run(args, kwargs, None)[0]
+
+    def record(self, *args: P.args, **kwargs: P.kwargs) -> tuple[R, Timeline]:
+        """Run one step and measure it; where ranks are processes, every one calls it.
+
+        Args:
+            args, kwargs: as of a call. What is traced or compiled in a first call does not count, since it comes before.
+
+        Returns:
+            What a call returns, and the timeline of all ranks in seconds from the first call of a program on, on every
+            rank; of the type that :func:`ppfunc.schedule.simulate` returns. Clocks of hosts are aligned by a handshake.
+
+        Raises:
+            As a call.
+        """
+        result, timeline = self._run(args, kwargs, Recorder())
+        assert timeline is not None
+        return result, timeline
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], recorder: Recorder | None) -> tuple[R, Timeline | None]:
+        """Run one step, measured where there is a recorder."""
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
-                return self(*args, **kwargs)
+                return self._run(args, kwargs, recorder)
         entry: Entry | None = None
         buffers: Buffers | None = None
         failure: Failure | None = None
@@ -104,17 +117,17 @@ class StepFunction(Generic[P, R]):
             self._require_all_ranks_under_transforms()
             raw = self._prepare(*args, **kwargs)
             arguments = self._read(raw)
-            entry = self._ready(arguments)
-            compiled = entry.compiled
+            entry = self._ready(arguments, "" if recorder is None else "; recorded")
+            compiled = entry.compiled if recorder is None else recorder.attach(entry.compiled)
             # Under a torch.func transform from outside, that transform decides what is recorded.
             with torch.set_grad_enabled(torch.is_grad_enabled() and transforming()), _generators(arguments):
                 buffers = execute(compiled, fill(compiled.lowered, arguments))
-                losses = weighted_losses(compiled.lowered, arguments, buffers)
-                result = in_order_of(raw, collect(compiled.lowered, arguments, buffers))
+                losses, result = collect(compiled.lowered, arguments, buffers)
                 buffers = None
+                timeline = None if recorder is None else gather(entry.compiled, recorder.intervals(), self.transport)
                 result = result._replace(loss=self.transport.end(losses, entry.parts, entry.mode()))
                 ended = True
-            return self._finish(result, raw)
+            return self._finish(result, raw), timeline
         except BaseException as raised:
             if ended:  # on every rank: there is nothing to tell
                 raise
@@ -134,10 +147,7 @@ class StepFunction(Generic[P, R]):
         """
         try:
             arguments = self._read(self._prepare(*args, **kwargs), abstract=True)
-            name = None if arguments.form.inputs is None else batch_name(arguments.form)
-            name = self.transport.begin(f"{self._terms(arguments)}; lowered, not run", name, self._source)
-            if self.transport.generation != self._generation:
-                self._meet()
+            name, _ = self._begin(arguments, None, "; lowered, not run")
             lowered = self._lower(arguments, name, Negotiation(self.schedule, self.transport))
             self.transport.end({}, {})
             return Lowered(lowered, self._engine, self.transport)
@@ -166,35 +176,35 @@ class StepFunction(Generic[P, R]):
         last = None if self._last is None or abstract else self._last.arguments
         return read_arguments(raw, self.schedule, self._local, self._loss_fn is not None, last, abstract=abstract)
 
-    def _ready(self, arguments: StepArguments) -> Entry:
+    def _ready(self, arguments: StepArguments, purpose: str) -> Entry:
         """The compiled step for these arguments; worked out with the peers where the form of the batch is new."""
         last, now = self._last, autocast()
         if last is not None and (last.arguments.form is not arguments.form or last.autocast != now):
             last = None  # another form than that of the last call
-        mine = None
-        if arguments.form.inputs is not None:
-            name = batch_name(arguments.form) if last is None else last.name
-            mine = f"{name}{_KNOWN}{self._has_run(name)}"
-        name, _, known = self.transport.begin(self._terms(arguments), mine, self._source).rpartition(_KNOWN)
-        if mine is None and known != self._has_run(name):
-            raise AgreementError(
-                "the ranks disagree on the step that begins: whether it has run with these shapes before, rank "
-                f"{self._source} says {known}, "
-                f"rank {self._ranks[0]} does not; every rank must call the same step function in the same order"
-            )
-        if self.transport.generation != self._generation:
-            self._meet()
-        if last is not None and last.name == name and last.entry.holds() and known == "yes":
+        name, known = self._begin(arguments, last and last.name, purpose)
+        if last is not None and last is self._last and last.name == name and last.entry.holds() and known:
             self._hits += 1
             return last.entry
         own = (name, arguments.key, now)
         with self._lock:
-            if (name, now) in self._agreed:
-                self._agreed.move_to_end((name, now))
             entry = self._found(own)
         entry = entry or self._build(arguments, name, own)
         self._last = Last(arguments._replace(params={}, state={}, inputs=(), targets=(), extras={}), name, now, entry)
         return entry
+
+    def _begin(self, arguments: StepArguments, name: str | None, purpose: str) -> Began:
+        """Begin a step with the peers; what was compiled before a failure is of no use after it."""
+        if arguments.form.inputs is None:  # this process was given no batch, and is told its name
+            name = None
+        elif name is None:
+            name = batch_name(arguments.form)
+        generation = self._agreement.generation
+        began = self._agreement.begin(arguments, name, purpose)
+        if self._agreement.generation != generation:
+            with self._lock:
+                self._compiled.clear()
+                self._last = None
+        return began
 
     def _found(self, own: tuple[Any, ...]) -> Entry | None:
         """The compiled step of a key that holds for the modes of the modules, if there is one; under the lock."""
@@ -210,14 +220,12 @@ class StepFunction(Generic[P, R]):
             raise RuntimeError(f"a stage calls the step function that it is part of ({self!r}); call a function of its own from a stage")
         self._building.active = True
         try:
-            agreed = self._agreed.get((name, own[-1]))
-            exchange = Negotiation(self.schedule, self.transport) if agreed is None else Replay(agreed.edges)
+            if "grads" in self.spec.wants:
+                require_declared(arguments.params, arguments.form.params, self.spec.tied, self.spec.primal)
+            exchange = self._agreement.exchange(name)
             lowered = self._lower(arguments, name, exchange)
             compiled = compile_step(lowered, self._engine, self.transport)
-            if agreed is None:
-                agreed = self._agree(lowered, exchange.agreed)
-            else:
-                self._require_agreed(lowered, agreed)
+            agreed = self._agreement.conclude(name, lowered, exchange)
         finally:
             self._building.active = False
         entry = Entry.of(compiled, agreed.parts)
@@ -225,7 +233,6 @@ class StepFunction(Generic[P, R]):
             if (built := self._found(own)) is not None:  # by another thread meanwhile
                 return built
             self._misses += 1
-            keep(self._agreed, (name, own[-1]), agreed)
             keep(self._compiled, own, [*self._compiled.get(own, [])[-_MODES:], entry])
         if self._misses == RETRACES:
             warn_of_retraces(self.spec.name, self._misses, arguments, self._last and self._last.arguments)
@@ -245,88 +252,12 @@ class StepFunction(Generic[P, R]):
             return Failure(self._ranks[0], None, None, raised)
         return raised.failure._replace(context=describe_inputs(raised.failure, entry.compiled.lowered))
 
-    # -- agreement -------------------------------------------------------------------------
-
-    @property
-    def _source(self) -> int:
-        """The rank whose batch names the shapes."""
-        return self.schedule.placement[self.schedule.chains[0].stages[0]]
-
-    def _terms(self, arguments: StepArguments) -> str:
-        """Terms that all ranks have to agree on; nobody compares them where one process has all ranks."""
-        if len(self._ranks) == self.schedule.ranks:
-            return ""
-        return f"step function {self._number} ({self.spec.name}); {call_terms(self.schedule, arguments)}; autocast {autocast() or 'off'}"
-
-    def _has_run(self, name: str) -> str:
-        """Whether the ranks have agreed on this form of the batch before, which all of them have or none."""
-        return "yes" if self._generation == self.transport.generation and (name, autocast()) in self._agreed else "no"
-
-    def _meet(self) -> None:
-        """Compare with the peers what must be the same everywhere, and connect; again after a failure."""
-        with self._lock:
-            self._agreed.clear()
-            self._compiled.clear()
-            self._last = None
-        versions = f"torch {torch.__version__}, Python {platform.python_version()}"
-        facts = f"{versions}, schedule {self.schedule.name[:60]} ({self.schedule.digest})"
-        for rank, theirs in enumerate(self.transport.all_gather(facts)):
-            if theirs != facts:
-                raise AgreementError(
-                    f"the ranks disagree: rank {self._ranks[0]} has {facts}; rank {rank} has {theirs}; every rank must be given the same"
-                )
-        self.transport.connect(links_of(self.schedule))
-        self._generation = self.transport.generation
-
-    def _agree(self, lowered: LoweredStep, edges: Edges) -> Agreed:
-        """Tell the form of the losses, and that of the parameters that other processes hold too."""
-        losses = {stage: [part.rank, Signature(_LEAF, (part.leaf,)).to_json()] for stage, part in lowered.losses.items()}
-        shared = shared_forms(self.schedule, lowered.form.params)
-        parts: dict[int, LossPart] = {}
-        told: list[dict[int, Signature]] = []
-        for text in self.transport.all_gather(json.dumps([losses, {stage: form.to_json() for stage, form in shared.items()}])):
-            theirs, forms = json.loads(text)
-            parts |= {int(stage): LossPart(rank, Signature.from_json(leaf).leaves[0]) for stage, (rank, leaf) in theirs.items()}
-            told.append({int(stage): Signature.from_json(form) for stage, form in forms.items()})
-        if not parts and "loss" in self.spec.wants:
-            raise ValueError("no stage has returned a loss")
-        require_same_forms(told)
-        return Agreed(edges, dict(sorted(parts.items())), shared)
-
-    def _require_agreed(self, lowered: LoweredStep, agreed: Agreed) -> None:
-        """Raise where losses or parameters of this process have another form than the ranks agreed on."""
-        mend = "make a new step function for parameters of other dtypes or shapes"
-        now, before = ({s: part.leaf for s, part in found.items() if part.rank in self._ranks} for found in (lowered.losses, agreed.parts))
-        if now != before:
-            stage = min(s for s in now.keys() | before.keys() if now.get(s) != before.get(s))
-            raise ValueError(
-                f"stage {self.schedule.model_stages[stage]} now gives the losses {now.get(stage, 'none')} (one for "
-                "each microbatch), the ranks "
-                f"agreed on {before.get(stage, 'none')}; {mend}"
-            )
-        for stage, form in shared_forms(self.schedule, lowered.form.params).items():
-            if form != agreed.shared[stage]:
-                raise AgreementError(
-                    f"the parameters of stage {stage} differ between the processes that hold it: rank {self._ranks[0]} now has {form}, "
-                    f"all had {agreed.shared[stage]}; {mend}, on every rank"
-                )
-
     def _require_all_ranks_under_transforms(self) -> None:
         if transforming() and len(self._ranks) < self.schedule.ranks:
             raise ValueError(
                 "got a step under a torch.func transform, whose ranks are in several processes, where the transform "
                 "would end at each message; run it with InProcess(), or use ppfunc.jvp, hvp, gnvp, ensemble or per_sample_grad"
             )
-
-
-def links_of(schedule: Schedule) -> Iterator[Link]:
-    """Where messages travel between ranks: along edges and back, and between the replicas of a stage."""
-    home = schedule.placement
-    for a, b in schedule.crossing_edges:
-        yield Link("F", home[a], home[b])
-        if not schedule.forward_only:
-            yield Link("B", home[b], home[a])
-    yield from links_of_replicas(schedule)
 
 
 def _generators(arguments: StepArguments) -> AbstractContextManager[None]:

@@ -101,15 +101,15 @@ class DataTransport(Protocol):
         """Open what messages need on these links; every rank names the same ones. Collective, idempotent."""
         ...
 
-    def post(self, rank: int, batch: Sequence[Transfer]) -> Call | None:
+    def post(self, batch: Sequence[Transfer]) -> Call | None:
         """Post sends and receives as one batch, in the order given."""
         ...
 
-    def wait_recv(self, rank: int, transfer: Transfer) -> Call | None:
+    def wait_recv(self, transfer: Transfer) -> Call | None:
         """Wait until a posted receive is in ``buffers.values``."""
         ...
 
-    def wait_send(self, rank: int, transfer: Transfer) -> Call | None:
+    def wait_send(self, transfer: Transfer) -> Call | None:
         """Wait until a posted send no longer needs its tensors, and let go of them."""
         ...
 
@@ -129,20 +129,27 @@ class ControlTransport(Protocol):
         """The ranks of a pipeline of ``ranks`` that live in this process; ValueError where the number does not fit."""
         ...
 
-    def register_step(self) -> int:
-        """The number of one more step function; ranks make theirs in the same order."""
+    def register_step(self) -> range:
+        """The numbers that one more step function may have; ranks make theirs in the same order, so one number is on all.
+
+        There is one, but for those that this rank alone could not make before, which others may have counted or not.
+        """
+        ...
+
+    def abandon_step(self) -> None:
+        """A step function could not be made here."""
         ...
 
     def all_gather(self, text: str) -> list[str]:
         """The text of every process, by rank. Collective."""
         ...
 
-    def send_text(self, rank: int, peer: int, text: str) -> None:
-        """Send a text of any length from ``rank`` to ``peer``, without waiting for it."""
+    def send_text(self, peer: int, text: str) -> None:
+        """Send a text of any length, without waiting for the peer."""
         ...
 
-    def recv_text(self, rank: int, peer: int) -> str:
-        """Receive the next text that ``peer`` sent to ``rank``."""
+    def recv_text(self, peer: int) -> str:
+        """Receive the next text of a peer."""
         ...
 
     def begin(self, call: str, key: str | None, source: int) -> str:

@@ -22,28 +22,23 @@ from .._lazy import attach
 
 if TYPE_CHECKING:
     from .bounds import lower_bound as lower_bound
-    from .builders import (
-        BUILDERS as BUILDERS,
-        chimera as chimera,
+    from .builders import BUILDERS as BUILDERS
+    from .builders.bidirectional import chimera as chimera, dualpipe as dualpipe, dualpipev as dualpipev
+    from .builders.deepspeed import (
         data_parallel as data_parallel,
         deepspeed_inference as deepspeed_inference,
         deepspeed_train as deepspeed_train,
-        dualpipe as dualpipe,
-        dualpipev as dualpipev,
-        gpipe as gpipe,
-        inference as inference,
+    )
+    from .builders.interleaved import (
         interleaved_one_f_one_b as interleaved_one_f_one_b,
         interleaved_zero_bubble as interleaved_zero_bubble,
         looped_bfs as looped_bfs,
-        one_f_one_b as one_f_one_b,
-        v_half as v_half,
-        v_min as v_min,
-        zb_h1 as zb_h1,
-        zb_h2 as zb_h2,
-        zbv as zbv,
-        zero_bubble as zero_bubble,
     )
+    from .builders.one_stage import gpipe as gpipe, inference as inference, one_f_one_b as one_f_one_b, zb_h1 as zb_h1, zb_h2 as zb_h2
+    from .builders.v_shape import v_half as v_half, v_min as v_min, zbv as zbv
+    from .builders.zero_bubble import zero_bubble as zero_bubble
     from .check import Certificate as Certificate, check as check, is_step_atomic as is_step_atomic
+    from .compare import Comparison as Comparison, compare as compare
     from .config import (
         build_schedule as build_schedule,
         count_microbatches as count_microbatches,
@@ -52,106 +47,35 @@ if TYPE_CHECKING:
     )
     from .costs import Costs as Costs
     from .errors import ScheduleError as ScheduleError
-    from .formats import (
-        FormatError as FormatError,
-        compute_only as compute_only,
-        from_csv as from_csv,
-        from_json as from_json,
-        read_schedule as read_schedule,
-        to_csv as to_csv,
-        to_grid as to_grid,
-        to_json as to_json,
-        to_steps as to_steps,
-        to_svg as to_svg,
-        to_trace as to_trace,
-        write_csv as write_csv,
-    )
+    from .formats.csv import from_csv as from_csv, to_csv as to_csv
+    from .formats.files import read_csv as read_csv, read_schedule as read_schedule, write_csv as write_csv
+    from .formats.grid import to_grid as to_grid
+    from .formats.json import from_json as from_json, to_json as to_json
+    from .formats.steps import to_steps as to_steps
+    from .formats.svg import to_svg as to_svg
+    from .formats.text import FormatError as FormatError, parse_instruction as parse_instruction
+    from .formats.trace import to_trace as to_trace
     from .instruction import Instruction as Instruction, Op as Op, overlap as overlap, parts_of as parts_of
-    from .passes import (
-        allocate_slots as allocate_slots,
-        append_tail as append_tail,
+    from .passes.allocate_slots import allocate_slots as allocate_slots
+    from .passes.backward import merge_backward as merge_backward, split_backward as split_backward
+    from .passes.insert import append_tail as append_tail, insert_loads as insert_loads, insert_offloads as insert_offloads
+    from .passes.linearize import linearize as linearize
+    from .passes.place_communication import place_communication as place_communication
+    from .passes.remove import (
+        compute_only as compute_only,
         forward_only as forward_only,
-        insert_loads as insert_loads,
-        insert_offloads as insert_offloads,
-        linearize as linearize,
-        merge_backward as merge_backward,
-        place_communication as place_communication,
         remove_communication as remove_communication,
         remove_slots as remove_slots,
         remove_tail as remove_tail,
-        send_completion as send_completion,
-        split_backward as split_backward,
     )
+    from .passes.send_completion import send_completion as send_completion
     from .schedule import (
         Chain as Chain,
         Program as Program,
         Schedule as Schedule,
         Step as Step,
-        elementary as elementary,
         single_chain as single_chain,
     )
-    from .simulate import Timeline as Timeline, measure as measure, peak_activations as peak_activations, simulate as simulate
+    from .simulate import Timeline as Timeline, peak_activations as peak_activations, simulate as simulate, timeline_of as timeline_of
 else:
-    __getattr__, __dir__, __all__ = attach(
-        __name__,
-        {
-            "bounds": ("lower_bound",),
-            "builders": (
-                "BUILDERS",
-                "chimera",
-                "data_parallel",
-                "deepspeed_inference",
-                "deepspeed_train",
-                "dualpipe",
-                "dualpipev",
-                "gpipe",
-                "inference",
-                "interleaved_one_f_one_b",
-                "interleaved_zero_bubble",
-                "looped_bfs",
-                "one_f_one_b",
-                "v_half",
-                "v_min",
-                "zb_h1",
-                "zb_h2",
-                "zbv",
-                "zero_bubble",
-            ),
-            "check": ("Certificate", "check", "is_step_atomic"),
-            "config": ("build_schedule", "count_microbatches", "find_builder", "split_points_for"),
-            "costs": ("Costs",),
-            "errors": ("ScheduleError",),
-            "formats": (
-                "FormatError",
-                "compute_only",
-                "from_csv",
-                "from_json",
-                "read_schedule",
-                "to_csv",
-                "to_grid",
-                "to_json",
-                "to_steps",
-                "to_svg",
-                "to_trace",
-                "write_csv",
-            ),
-            "instruction": ("Instruction", "Op", "overlap", "parts_of"),
-            "passes": (
-                "allocate_slots",
-                "append_tail",
-                "forward_only",
-                "insert_loads",
-                "insert_offloads",
-                "linearize",
-                "merge_backward",
-                "place_communication",
-                "remove_communication",
-                "remove_slots",
-                "remove_tail",
-                "send_completion",
-                "split_backward",
-            ),
-            "schedule": ("Chain", "Program", "Schedule", "Step", "elementary", "single_chain"),
-            "simulate": ("Timeline", "measure", "peak_activations", "simulate"),
-        },
-    )
+    __getattr__, __dir__, __all__ = attach(__name__)

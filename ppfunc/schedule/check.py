@@ -1,12 +1,10 @@
 """Prove that a schedule can run and computes the right thing, or say where it does not."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import groupby
 
 from .collector import collector_paused
-from .dataflow import Dataflow, dataflow
+from .dataflow import Dataflow, dataflow, find_routes
 from .earliest import earliest
 from .errors import ScheduleError
 from .instruction import COMMUNICATION, Op
@@ -14,7 +12,6 @@ from .proof.buffers import check_activations, check_offloads, check_slots
 from .proof.columns import prove_columns
 from .proof.order import OrderRecord, check_order
 from .proof.queues import check_queues
-from .proof.routes import find_routes
 from .proof.structure import check_structure
 from .proof.tail import check_loads, check_tail
 from .proof.traffic import Traffic, traffic
@@ -116,7 +113,9 @@ def check(schedule: Schedule, *, queue: str = "pair", max_activations: int | Non
         raise ValueError(f"queue is {queue!r}, expected 'pair' or 'rank'")
     check_structure(schedule)
     lowered = bool(schedule.ops & COMMUNICATION)
-    atomic = _prove_lowered(schedule, queue) if lowered else _prove_bare(schedule)
+    atomic = prove_columns(schedule) if lowered and queue == "pair" else None
+    if atomic is None:
+        atomic = _prove_by_steps(schedule, queue)
     check_offloads(schedule)
     check_loads(schedule)
     check_tail(schedule)
@@ -135,39 +134,25 @@ def check(schedule: Schedule, *, queue: str = "pair", max_activations: int | Non
     )
 
 
-def _prove_lowered(schedule: Schedule, queue: str) -> bool:
-    """Prove the order and the end of a schedule with communication; returns whether it is step-atomic."""
-    atomic = prove_columns(schedule) if queue == "pair" else None
-    return _prove_by_steps(schedule, queue) if atomic is None else atomic
-
-
 def _prove_by_steps(schedule: Schedule, queue: str) -> bool:
-    """Prove the same instruction by instruction, and name the first that is wrong."""
+    """Prove order and end instruction by instruction, naming the first that is wrong; returns whether it is step-atomic."""
     flow = dataflow(schedule)
     routes = find_routes(schedule, flow)
     record = check_order(schedule, flow, routes)
+    if not schedule.lowered:
+        earliest(schedule, lambda op, stage: 1, lambda f, b: 1, lambda a, b: 0)
+        return _values_are_atomic(flow, record)
     found = traffic(schedule, flow, routes, queue)
     check_queues(schedule, flow, record, found)
     return _batches_are_atomic(found if queue == "pair" else traffic(schedule, flow, routes, "pair"))
 
 
-def _prove_bare(schedule: Schedule) -> bool:
-    """Prove the order and the end of a schedule without communication; returns whether it is step-atomic."""
-    flow = dataflow(schedule)
-    record = check_order(schedule, flow, {})
-    earliest(schedule, lambda op, stage: 1, lambda f, b: 1, lambda a, b: 0)
-    return _values_are_atomic(flow, record)
-
-
 def is_step_atomic(schedule: Schedule) -> bool:
-    """Whether a barrier may stand between any two steps of a schedule that ``check`` accepts.
+    """Whether a barrier may stand between any two steps of a schedule; raises as ``check`` does.
 
     That is so if step k of every rank needs nothing from a later step of another: what it
-    consumes has been sent, together with all that moves in the same batch, in a step <= k.
-    Without communications, what it consumes has been computed in a step <= k.
-
-    Raises:
-        ScheduleError: the schedule is wrong.
+    consumes has been sent, together with all that moves in the same batch, in a step <= k;
+    without communications, computed in a step <= k.
     """
     return check(schedule).step_atomic
 

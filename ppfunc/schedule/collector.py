@@ -1,7 +1,5 @@
 """Pause the garbage collector while a schedule of a million instructions is walked."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager

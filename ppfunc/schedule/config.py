@@ -1,7 +1,5 @@
 """Make the schedule that a configuration names: by builder or file, for a batch and a microbatch size."""
 
-from __future__ import annotations
-
 import difflib
 import os
 import re
@@ -43,8 +41,7 @@ def build_schedule(
         A schedule of ``batch_size // microbatch_size`` microbatches on ``ranks`` ranks.
 
     Raises:
-        ValueError: for sizes that do not divide, an unknown name, or a file that is for another
-            number of ranks or microbatches.
+        ValueError: for sizes that do not divide, an unknown name, or a file for another number of ranks or microbatches.
         FileNotFoundError: where there is no file at the path.
 
     Warns:
@@ -140,12 +137,9 @@ def _read(path: Path, ranks: int, microbatches: int) -> Schedule:
     if not path.is_file():
         raise FileNotFoundError(f"there is no schedule at {path}: expected the path of a CSV file")
     schedule = read_csv(path)
-    for what, got, expected in (
-        ("ranks", len(schedule.programs), ranks),
-        ("microbatches", schedule.microbatches, microbatches),
-    ):
-        if got != expected:
-            raise ValueError(f"the schedule in {path} is for {got} {what}, but the configuration has {expected}")
+    for what, expected in (("ranks", ranks), ("microbatches", microbatches)):
+        if getattr(schedule, what) != expected:
+            raise ValueError(f"the schedule in {path} is for {getattr(schedule, what)} {what}, but the configuration has {expected}")
     return schedule
 
 

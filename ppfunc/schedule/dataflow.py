@@ -1,15 +1,14 @@
-"""Number the values that compute instructions consume and produce.
+"""Number the values that compute instructions consume and produce, and the messages that carry them.
 
 The output of stage ``s`` for microbatch ``m`` is value ``2 (s M + m)``, the gradient of the loss
 with respect to the stage's input is the next odd number. What an instruction consumes then lies
 at fixed distances from its own stage's output, which keeps walks over a million instructions cheap.
 """
 
-from __future__ import annotations
-
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from .instruction import Instruction, Op, microbatch_of
+from .instruction import Instruction, Op, microbatch_of, parts_of
 from .schedule import Schedule
 
 # Distance from a stage's output to what an instruction produces; W produces nothing that others consume.
@@ -17,19 +16,10 @@ PRODUCT = {Op.F: 0, Op.B: 1, Op.I: 1, Op.W: None}
 
 
 class Dataflow(NamedTuple):
-    """The edges of a schedule, by stage.
+    """The edges of a schedule, by stage."""
 
-    Args:
-        microbatches: M of the numbering.
-        sources: for every stage, the stages whose outputs its forward consumes.
-        targets: for every stage, the stages whose input gradients its backward consumes.
-        needs: ``needs[op][stage]`` lists ``(distance, stage of origin)`` of the values consumed.
-    """
-
-    microbatches: int
-    sources: tuple[tuple[int, ...], ...]
-    targets: tuple[tuple[int, ...], ...]
-    needs: dict[Op, tuple[tuple[tuple[int, int], ...], ...]]
+    microbatches: int  # M of the numbering
+    needs: dict[Op, tuple[tuple[tuple[int, int], ...], ...]]  # by op and stage: (distance, stage of origin) of each input
 
     def output(self, stage: int, microbatch: int) -> int:
         """Return the number of the value that ``F`` of this stage and microbatch produces."""
@@ -44,29 +34,21 @@ class Dataflow(NamedTuple):
 
 def dataflow(schedule: Schedule) -> Dataflow:
     """Return the edges of ``schedule``: those along its chains first, then its skip connections."""
-    m = max(schedule.microbatches, 1)
-    sources: list[list[int]] = [[] for _ in schedule.placement]
-    targets: list[list[int]] = [[] for _ in schedule.placement]
-    for source, target in schedule.edges:
-        sources[target].append(source)
-        targets[source].append(target)
-    stages = range(schedule.stages)
-    forward = tuple(tuple((2 * m * (a - s), a) for a in sources[s]) for s in stages)
-    backward = tuple(((0, s), *((2 * m * (b - s) + 1, b) for b in targets[s])) for s in stages)
+    m, stages = max(schedule.microbatches, 1), range(schedule.stages)
+    forward: list[tuple[tuple[int, int], ...]] = [() for _ in stages]
+    backward: list[tuple[tuple[int, int], ...]] = [((0, s),) for s in stages]
+    for a, b in schedule.edges:
+        forward[b] += ((2 * m * (a - b), a),)
+        backward[a] += ((2 * m * (b - a) + 1, b),)
     weight = tuple(((1, s),) for s in stages)
-    return Dataflow(
-        m,
-        tuple(map(tuple, sources)),
-        tuple(map(tuple, targets)),
-        {Op.F: forward, Op.B: backward, Op.I: backward, Op.W: weight},
-    )
+    return Dataflow(m, {Op.F: tuple(forward), Op.B: tuple(backward), Op.I: tuple(backward), Op.W: weight})
 
 
 def products(flow: Dataflow, instruction: Instruction) -> tuple[int, ...]:
     """Return the values that a compute instruction produces: none for W, two for an overlapped pair."""
     return tuple(
         flow.output(part.stage, microbatch_of(part)) + product
-        for part in instruction.parts or (instruction,)
+        for part in parts_of(instruction)
         if (product := PRODUCT[part.op]) is not None
     )
 
@@ -75,6 +57,56 @@ def consumed(flow: Dataflow, instruction: Instruction) -> tuple[tuple[int, int, 
     """Return the inputs of a compute instruction: ``(value, stage of origin, consuming stage)`` of each."""
     return tuple(
         (flow.output(part.stage, microbatch_of(part)) + distance, origin, part.stage)
-        for part in instruction.parts or (instruction,)
+        for part in parts_of(instruction)
         for distance, origin in flow.needs[part.op][part.stage]
     )
+
+
+class EdgeFlow(NamedTuple):
+    """The values that move along one edge in one direction."""
+
+    source: int  # the stage that sends
+    target: int  # the stage that consumes
+    compute: Op  # the kind of what makes the value there and uses it here, B for I too
+    send: Op  # the kind of the message at its source
+    receive: Op  # likewise at its target
+    far: int | None  # the peer that the send names, None along a chain
+    near: int | None  # the peer that the receive names
+
+
+def edge_flows(schedule: Schedule) -> Iterator[EdgeFlow]:
+    """Iterate over every edge there, with activations, and back, with gradients."""
+    skips = frozenset(schedule.skips)
+    for a, b in schedule.edges:
+        far, near = (b, a) if (a, b) in skips else (None, None)
+        yield EdgeFlow(a, b, Op.F, Op.SEND_F, Op.RECV_F, far, near)
+        yield EdgeFlow(b, a, Op.B, Op.SEND_B, Op.RECV_B, near, far)
+
+
+class MessageRoute(NamedTuple):
+    """One end of the messages of one edge in one direction."""
+
+    distance: int  # from the output of the stage that performs it to the value that is carried
+    target: int  # the stage that consumes it
+    other: int  # the rank at the other end
+
+
+Routes = dict[tuple[Op, int, int | None], MessageRoute]
+
+
+def find_routes(schedule: Schedule, flow: Dataflow) -> Routes:
+    """Return both ends of every message between ranks, by op, stage that performs it, and peer."""
+    found: Routes = {}
+    home = schedule.placement
+    for a, b, op, send, receive, far, near in edge_flows(schedule):
+        if home[a] != home[b]:
+            product = PRODUCT[op] or 0
+            found[send, a, far] = MessageRoute(product, b, home[b])
+            found[receive, b, near] = MessageRoute(flow.output(a - b, 0) + product, b, home[a])
+    return found
+
+
+def message_number(schedule: Schedule, flow: Dataflow, route: MessageRoute, instruction: Instruction) -> int:
+    """Return the number of a message, the same at both ends: ``value * S + stage that consumes it``."""
+    value = flow.output(instruction[1], microbatch_of(instruction)) + route[0]
+    return value * len(schedule.placement) + route[1]

@@ -1,13 +1,11 @@
 """Run compute instructions as early as possible: each starts once its rank is free and its inputs are there."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .dataflow import PRODUCT, Dataflow, consumed, dataflow
+from .dataflow import PRODUCT, Dataflow, dataflow, products
 from .errors import ScheduleError, cycle_text, schedule_error, text_of
-from .instruction import COMPUTE, Instruction, Op, microbatch_of
+from .instruction import COMPUTE, Instruction, Op
 from .proof.structure import check_structure
 from .schedule import Schedule
 
@@ -17,17 +15,11 @@ PairDuration = Callable[[Instruction, Instruction], Time]
 
 
 class EarliestTimes(NamedTuple):
-    """Start and end of every compute instruction, in the order of each rank.
+    """Start and end of every compute instruction, in the order of each rank."""
 
-    Args:
-        starts: per rank, one time per compute instruction.
-        ends: likewise.
-        done: end of the instruction that produced each value of the data flow.
-    """
-
-    starts: tuple[list[Time], ...]
-    ends: tuple[list[Time], ...]
-    done: dict[int, Time]
+    starts: tuple[list[Time], ...]  # per rank, one time per compute instruction
+    ends: tuple[list[Time], ...]  # likewise
+    done: dict[int, Time]  # end of the instruction that produced each value of the data flow
 
 
 def earliest(schedule: Schedule, duration: Duration, pair: PairDuration, delay: Callable[[int, int], Time]) -> EarliestTimes:
@@ -51,17 +43,50 @@ def earliest(schedule: Schedule, duration: Duration, pair: PairDuration, delay: 
     check_structure(schedule)
     flow = dataflow(schedule)
     sequences = [[i for step in p for i in step if i[0] in COMPUTE] for p in schedule.programs]
-    rows = _rows(schedule, flow, duration, delay)
-    times = EarliestTimes(tuple([] for _ in sequences), tuple([] for _ in sequences), {})
+    rows, microbatches = _rows(schedule, flow, duration, delay), flow.microbatches
+    done: dict[int, Time] = {}
+    times = EarliestTimes(tuple([] for _ in sequences), tuple([] for _ in sequences), done)
     ready = list(range(len(sequences) - 1, -1, -1))
     waiting: dict[int, list[int]] = {}
+
+    def missing(rank: int) -> int | None:
+        """Run one rank until it ends, or return the value that it waits for."""
+        sequence, starts, ends = sequences[rank], times.starts[rank], times.ends[rank]
+        free = ends[-1] if ends else 0
+        for at in range(len(ends), len(sequence)):
+            instruction = sequence[at]
+            parts = instruction[5]
+            start: Time = free
+            made = []
+            for op, stage, microbatch, _, _, _ in parts or (instruction,):
+                length, product, inputs = rows[op][stage]
+                output = 2 * (stage * microbatches + microbatch)  # type: ignore[operator]  # computes have one
+                for distance, late in inputs:
+                    arrival = done.get(output + distance)
+                    if arrival is None:
+                        return output + distance
+                    if late:
+                        arrival += late
+                    if arrival > start:
+                        start = arrival
+                if product is not None:
+                    made.append(output + product)
+            free = start + (pair(*parts) if parts else length)
+            starts.append(start)
+            ends.append(free)
+            for value in made:
+                done[value] = free
+                if value in waiting:
+                    ready.extend(waiting.pop(value))
+        return None
+
     while ready:
         rank = ready.pop()
-        missing = _advance(sequences[rank], rank, rows, flow.microbatches, pair, times, waiting, ready)
-        if missing is not None:
-            waiting.setdefault(missing, []).append(rank)
+        value = missing(rank)
+        if value is not None:
+            waiting.setdefault(value, []).append(rank)
     if waiting:
-        raise stuck(schedule, flow, {r: len(times.ends[r]) for ranks in waiting.values() for r in ranks})
+        raise _stuck(schedule, flow, times, {rank: value for value, ranks in waiting.items() for rank in ranks})
     return times
 
 
@@ -76,99 +101,29 @@ def _rows(schedule: Schedule, flow: Dataflow, duration: Duration, delay: Callabl
     return {op: [(duration(op, s), PRODUCT[op], inputs(op, s)) for s in range(schedule.stages)] for op in flow.needs if op in used}
 
 
-def _advance(
-    sequence: Sequence[Instruction],
-    rank: int,
-    rows: dict[Op, list[tuple]],
-    microbatches: int,
-    pair: PairDuration,
-    times: EarliestTimes,
-    waiting: dict[int, list[int]],
-    ready: list[int],
-) -> int | None:
-    """Run one rank until it ends, or return the value that it waits for."""
-    starts, ends, done = times.starts[rank], times.ends[rank], times.done
-    free = ends[-1] if ends else 0
-    for at in range(len(ends), len(sequence)):
-        instruction = sequence[at]
-        parts = instruction[5]
-        start: Time = free
-        made: tuple[int, ...] = ()
-        for part in parts or (instruction,):
-            op, stage, microbatch, _, _, _ = part
-            assert microbatch is not None
-            length, product, inputs = rows[op][stage]
-            output = 2 * (stage * microbatches + microbatch)
-            for distance, late in inputs:
-                arrival = done.get(output + distance)
-                if arrival is None:
-                    return output + distance
-                if late:
-                    arrival += late
-                if arrival > start:
-                    start = arrival
-            if product is not None:
-                made = (*made, output + product) if made else (output + product,)
-        free = start + (pair(*parts) if parts else length)
-        starts.append(start)
-        ends.append(free)
-        for value in made:
-            done[value] = free
-            if value in waiting:
-                ready += waiting.pop(value)
-    return None
-
-
-def stuck(schedule: Schedule, flow: Dataflow, blocked: dict[int, int]) -> ScheduleError:
-    """The error for ranks that wait for ever; ``blocked`` gives each one's compute instruction by index."""
-    makers = _makers(schedule, flow)
-    at = {rank: _nth_compute(schedule, rank, index) for rank, index in blocked.items()}
-    reached = {rank: (step, place) for rank, (step, place, _) in at.items()}
-    rank = min(blocked)
+def _stuck(schedule: Schedule, flow: Dataflow, times: EarliestTimes, missing: dict[int, int]) -> ScheduleError:
+    """The error for ranks that wait for ever, each for a value; it follows who waits for whom until the circle closes."""
+    makers: dict[int, tuple[int, int, int]] = {}
+    places = []
+    for rank, program in enumerate(schedule.programs):
+        steps = enumerate(program)
+        places.append([(step, place) for step, instructions in steps for place, i in enumerate(instructions) if i.op in COMPUTE])
+        for step, place in places[rank]:
+            for value in products(flow, program[step][place]):
+                makers.setdefault(value, (rank, step, place))
+    rank = min(missing)
     seen: dict[int, str] = {}
     while rank not in seen:
-        step, place, instruction = at[rank]
-        value = next(v for v, *_ in consumed(flow, instruction) if not _is_made(makers, v, reached))
-        sentence = f"rank {rank} waits at step {step}, place {place} ({text_of(instruction)}) for {flow.name(value)}"
-        maker = makers.get(value)
-        if maker is None:
-            return schedule_error(schedule, rank, (step, place), f"it waits for {flow.name(value)}, which no rank computes")
-        other, (other_step, other_place) = maker
-        producer = text_of(schedule.programs[other][other_step][other_place])
-        seen[rank] = f"{sentence}, which rank {other} computes only at step {other_step}, place {other_place} ({producer})"
-        rank = other
-    cycle = list(seen)[list(seen).index(rank) :]
-    step, place, _ = at[rank]
-    return schedule_error(schedule, rank, (step, place), "deadlock: " + cycle_text([seen[r] for r in cycle]))
-
-
-def _makers(schedule: Schedule, flow: Dataflow) -> dict[int, tuple[int, tuple[int, int]]]:
-    makers: dict[int, tuple[int, tuple[int, int]]] = {}
-    for rank, program in enumerate(schedule.programs):
-        for step, place, instruction in _computes(program):
-            for part in instruction.parts or (instruction,):
-                product = PRODUCT[part.op]
-                if product is not None:
-                    value = flow.output(part.stage, microbatch_of(part)) + product
-                    makers.setdefault(value, (rank, (step, place)))
-    return makers
-
-
-def _is_made(makers: dict, value: int, reached: dict[int, tuple[int, int]]) -> bool:
-    """Whether the instruction that makes ``value`` has run when every blocked rank stands where it does."""
-    if value not in makers:
-        return False
-    rank, position = makers[value]
-    return rank not in reached or position < reached[rank]
-
-
-def _computes(program: Sequence[Sequence[Instruction]]) -> Iterable[tuple[int, int, Instruction]]:
-    for step, instructions in enumerate(program):
-        for place, instruction in enumerate(instructions):
-            if instruction.op in COMPUTE:
-                yield step, place, instruction
-
-
-def _nth_compute(schedule: Schedule, rank: int, index: int) -> tuple[int, int, Instruction]:
-    found = _computes(schedule.programs[rank])
-    return next(item for number, item in enumerate(found) if number == index)
+        step, place = places[rank][len(times.ends[rank])]
+        name = flow.name(missing[rank])
+        if missing[rank] not in makers:
+            return schedule_error(schedule, rank, (step, place), f"it waits for {name}, which no rank computes")
+        maker, at, beside = makers[missing[rank]]
+        here, there = (text_of(schedule.programs[r][s][p]) for r, s, p in ((rank, step, place), (maker, at, beside)))
+        seen[rank] = (
+            f"rank {rank} waits at step {step}, place {place} ({here}) for {name}, "
+            f"which rank {maker} computes only at step {at}, place {beside} ({there})"
+        )
+        rank = maker
+    cycle = list(seen.values())[list(seen).index(rank) :]
+    return schedule_error(schedule, rank, places[rank][len(times.ends[rank])], "deadlock: " + cycle_text(cycle))

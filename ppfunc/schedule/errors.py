@@ -55,9 +55,13 @@ def schedule_error(schedule: Schedule, rank: int | None, position: tuple[int, in
     """Make the error for one place of ``schedule``, with its instruction and its picture. The caller raises it."""
     if rank is None or position is None:
         return ScheduleError(rank, position, None, reason)
-    step, place = position
-    instruction = schedule.programs[rank][step][place]
+    instruction = schedule.programs[rank][position[0]][position[1]]
     return ScheduleError(rank, position, instruction, reason, excerpt(schedule, rank, position))
+
+
+def fault_at(schedule: Schedule, position: tuple[int, int, int], reason: str) -> ScheduleError:
+    """Make the error for one place, given as rank, step and place in the step."""
+    return schedule_error(schedule, position[0], position[1:], reason)
 
 
 def last_place(schedule: Schedule, rank: int) -> tuple[int, int] | None:
@@ -71,14 +75,12 @@ def excerpt(schedule: Schedule, rank: int, position: tuple[int, int]) -> str:
 
     The columns are step numbers of each rank's own program; they are not moments in time.
     """
-    step, place = position
-    columns = range(max(0, step - _STEPS_AROUND), step + _STEPS_AROUND + 1)
+    step = position[0]
     rows = range(max(0, rank - _RANKS_AROUND), min(len(schedule.programs), rank + _RANKS_AROUND + 1))
-    columns = range(columns.start, min(columns.stop, max(_length(schedule, r) for r in rows)))
+    longest = max(len(schedule.programs[r]) for r in rows)
+    columns = range(max(0, step - _STEPS_AROUND), min(longest, step + _STEPS_AROUND + 1))
     cells = {(r, k): _cell(schedule, r, k) for r in rows for k in columns}
-    mark_start, mark_stop = _span_of(schedule, rank, step, place)
-    cells[rank, step], mark = _window(cells[rank, step], mark_start, mark_stop)
-    cells = {at: _shorten(text) if at != (rank, step) else text for at, text in cells.items()}
+    cells[rank, step], mark, length = _marked_cell(schedule, rank, position)
     width = {k: max(len(f"step {k}"), *(len(cells[r, k]) for r in rows)) for k in columns}
     margin = len(f"rank {rows[-1]}") + 2
     lines = [" " * margin + "  ".join(f"step {k}".ljust(width[k]) for k in columns)]
@@ -86,7 +88,7 @@ def excerpt(schedule: Schedule, rank: int, position: tuple[int, int]) -> str:
         lines.append(f"rank {r}".ljust(margin) + "  ".join(cells[r, k].ljust(width[k]) for k in columns))
         if r == rank:
             before = margin + sum(width[k] + 2 for k in columns if k < step)
-            lines.append(" " * (before + mark[0]) + "^" * mark[1])
+            lines.append(" " * (before + mark) + "^" * length)
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -106,33 +108,21 @@ def text_of(instruction: Any) -> str:
         return f"<{type(instruction).__name__}>"
 
 
-def _length(schedule: Schedule, rank: int) -> int:
-    return len(schedule.programs[rank])
-
-
 def _cell(schedule: Schedule, rank: int, step: int) -> str:
     program = schedule.programs[rank]
     if step >= len(program) or not isinstance(program[step], tuple):
         return ""
-    return " ".join(text_of(i) for i in program[step][: _CELL * 4]) or "-"
+    return _shorten(" ".join(text_of(i) for i in program[step][:_CELL]) or "-")
 
 
-def _span_of(schedule: Schedule, rank: int, step: int, place: int) -> tuple[int, int]:
-    """Begin and end of the text of one instruction in the text of its step."""
-    texts = [text_of(i) for i in schedule.programs[rank][step][: place + 1]]
-    start = sum(len(t) + 1 for t in texts[:-1])
-    return start, start + len(texts[-1])
-
-
-def _window(text: str, start: int, stop: int) -> tuple[str, tuple[int, int]]:
-    """At most a cell's width of ``text`` around ``start``, and where the mark goes in it."""
-    if len(text) <= _CELL * 2:
-        return text, (start, max(1, stop - start))
-    left = max(0, start - _CELL // 2)
-    cut = text[left : left + _CELL * 2]
-    lead = ".." if left else ""
-    tail = ".." if left + _CELL * 2 < len(text) else ""
-    return lead + cut + tail, (len(lead) + start - left, max(1, min(stop - start, _CELL)))
+def _marked_cell(schedule: Schedule, rank: int, position: tuple[int, int]) -> tuple[str, int, int]:
+    """The instructions of a step around one of them, where its text begins, and how long it is."""
+    step, place = position
+    instructions, first = schedule.programs[rank][step], max(0, place - 2)
+    before = [".."] * (first > 0) + [text_of(i) for i in instructions[first:place]]
+    after = [text_of(i) for i in instructions[place + 1 : place + 3]] + [".."] * (place + 3 < len(instructions))
+    text = text_of(instructions[place])
+    return " ".join([*before, text, *after]), sum(len(t) + 1 for t in before), len(text)
 
 
 def _shorten(text: str) -> str:

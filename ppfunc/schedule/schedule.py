@@ -1,19 +1,17 @@
 """Hold the programs of all ranks in one immutable value."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, pairwise
 from operator import itemgetter
 from typing import NamedTuple
 
 from ..parallel.placement import stages_of
-from .instruction import COMMUNICATION, Instruction, Op, parts_of
+from .instruction import COMMUNICATION, Instruction, Op
 
 Step = tuple[Instruction, ...]
 Program = tuple[Step, ...]
@@ -121,23 +119,25 @@ class Schedule:
         return not self.ops & {Op.B, Op.I, Op.W}
 
     @cached_property
-    def edges(self) -> tuple[tuple[int, int], ...]:
-        """Every ``(source stage, destination stage)`` that an activation travels."""
-        along = [pair for c in self.chains for pair in zip(c.stages, c.stages[1:], strict=False)]
-        return (*along, *self.skips)
+    def _successors(self) -> dict[int, int]:
+        return {a: b for c in self.chains for a, b in pairwise(c.stages)}
 
     @cached_property
-    def _neighbours(self) -> tuple[dict[int, int], dict[int, int]]:
-        pairs = [pair for c in self.chains for pair in zip(c.stages, c.stages[1:], strict=False)]
-        return dict(pairs), {b: a for a, b in pairs}
+    def _predecessors(self) -> dict[int, int]:
+        return {b: a for a, b in self._successors.items()}
+
+    @cached_property
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        """Every ``(source stage, destination stage)`` that an activation travels."""
+        return (*self._successors.items(), *self.skips)
 
     def successor(self, stage: int) -> int | None:
         """The next stage of its chain, None for the last."""
-        return self._neighbours[0].get(stage)
+        return self._successors.get(stage)
 
     def predecessor(self, stage: int) -> int | None:
         """The stage before it in its chain, None for the first."""
-        return self._neighbours[1].get(stage)
+        return self._predecessors.get(stage)
 
     def other_end(self, message: Instruction) -> int | None:
         """The stage at the other end of a SEND or RECV; None where a chain ends there."""
@@ -200,10 +200,5 @@ def single_chain(name: str, placement: Iterable[int], microbatches: int, program
         name,
         placement,
         (Chain(tuple(range(len(placement))), range(microbatches)),),
-        tuple(tuple((i,) for i in program) for program in programs),
+        tuple(tuple(zip(program)) for program in programs),
     )
-
-
-def elementary(schedule: Schedule, rank: int) -> Iterator[Instruction]:
-    """Iterate over the instructions of ``rank`` in order, overlapped pairs opened into their parts."""
-    return (part for i in schedule.instructions(rank) for part in parts_of(i))

@@ -1,20 +1,18 @@
 """Compute time and memory of a schedule on paper."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import compress
 from operator import sub
+from statistics import median
 
 from .costs import Costs, Number
-from .dataflow import dataflow
+from .dataflow import dataflow, find_routes
 from .earliest import EarliestTimes, Time, earliest
 from .errors import schedule_error
-from .instruction import COMMUNICATION, COMPUTE, Op
+from .instruction import COMMUNICATION, COMPUTE, Op, microbatch_of
 from .proof.buffers import HELD
-from .proof.routes import find_routes
 from .proof.structure import require_schedule
 from .schedule import Schedule
 
@@ -24,6 +22,7 @@ class Timeline:
     """Start and end of every instruction, and the figures that follow from them.
 
     Args:
+        schedule: the one that ran, or would run.
         makespan: from 0 to the last end.
         span: largest over the ranks of last end minus first start.
         bubble: share of the makespan in which ranks do not compute, on average.
@@ -35,6 +34,7 @@ class Timeline:
             until it is there, at both ends; other instructions that do not compute take no time.
     """
 
+    schedule: Schedule
     makespan: Time
     span: Time
     bubble: Time
@@ -49,6 +49,30 @@ class Timeline:
             f"Timeline(ranks={len(self.starts)}, makespan={self.makespan!r}, span={self.span!r}, bubble={float(self.bubble):.4g}, "
             f"peak_activations={max(self.peak_activations, default=0)!r})"
         )
+
+    def costs(self) -> Costs:
+        """The median time of F, B, I and W of every stage, and the shortest message that each sends.
+
+        A message lasts until its receiver has waited for it, so the shortest is the nearest to its latency. Where a
+        schedule has no I and W apart, each is half of B; memory is that of the default costs.
+        """
+        times: dict[tuple[Op, int], list[Time]] = {}
+        for rank, (starts, ends) in enumerate(zip(self.starts, self.ends, strict=True)):
+            for instruction, start, end in zip(self.schedule.instructions(rank), starts, ends, strict=True):
+                times.setdefault((instruction.op, instruction.stage), []).append(end - start)
+
+        def of(op: Op) -> tuple[Time, ...]:
+            return tuple(median(times.get((op, stage), [0])) for stage in range(self.schedule.stages))
+
+        whole, halves = of(Op.B), [of(Op.I), of(Op.W)]
+        for stage, time in enumerate(whole):
+            if time and not halves[0][stage]:
+                halves = [(*half[:stage], time / 2, *half[stage + 1 :]) for half in halves]
+        sent = tuple(min(times.get((Op.SEND_F, s), []) + times.get((Op.SEND_B, s), []), default=0) for s in range(self.schedule.stages))
+        overlapped = of(Op.OVERLAP_F_B) if Op.OVERLAP_F_B in self.schedule.ops else None
+        backward = tuple(b or i + w for b, i, w in zip(whole, *halves, strict=True))
+        inputs, weights = halves
+        return Costs(of(Op.F), inputs, weights, backward, overlapped, communication=sent)
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
@@ -81,11 +105,10 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         lambda f, b: pair_of(f.stage, b.stage, b.op is Op.B),
         lambda origin, _: costs.message_of(origin),
     )
-    starts, ends = _all_instructions(schedule, costs, times)
-    return measure(schedule, starts, ends, costs)
+    return timeline_of(schedule, *_all_instructions(schedule, costs, times), costs)
 
 
-def measure(
+def timeline_of(
     schedule: Schedule,
     starts: Sequence[Sequence[Time]],
     ends: Sequence[Sequence[Time]],
@@ -109,6 +132,7 @@ def measure(
         spans.append(last - min(begins, default=0))
     span = max(spans)
     return Timeline(
+        schedule=schedule,
         makespan=makespan,
         span=span,
         bubble=_share_idle(busy, makespan),
@@ -128,32 +152,28 @@ def peak_activations(schedule: Schedule, costs: Costs | None = None) -> tuple[Nu
     """
     costs = costs or Costs()
     sizes = [(costs.of("activation", s), costs.of("weight_share", s)) for s in range(schedule.stages)]
-    kinds = {size: number for number, size in enumerate(dict.fromkeys(sizes))}
+    kinds = {size: 2 * number for number, size in enumerate(dict.fromkeys(sizes))}
     kind = [kinds[size] for size in sizes]
     keep = 0 if schedule.forward_only else 1
     peaks = []
     for rank in range(schedule.ranks):
-        # Numbers are counted and only then multiplied, so that floats do not drift.
+        # Whole activations and shares are counted by kind and only then multiplied, so that floats do not drift.
         held = [0] * (2 * len(kinds))
         states = set()
         for instruction in schedule.instructions(rank):
-            for part in instruction[5] or (instruction,):
-                if part[0] in HELD:
-                    change, share = HELD[part[0]]
-                    at = 2 * kind[part[1]]
+            for op, stage, *_ in instruction[5] or (instruction,):
+                if op in HELD:
+                    change, share = HELD[op]
+                    at = kind[stage]
                     if change > 0:
                         held[at] += 1
                         states.add(tuple(held))
                         held[at] -= 1
                     held[at] += change * keep
                     held[at + 1] += share
-        peaks.append(max((_memory(tuple(kinds), state) for state in states), default=0))
+        memory = [sum(size * (state[at] + share * state[at + 1]) for (size, share), at in kinds.items()) for state in states]
+        peaks.append(max(memory, default=0))
     return tuple(peaks)
-
-
-def _memory(kinds: tuple[tuple[Number, Number], ...], state: tuple[int, ...]) -> Number:
-    """The memory of so many whole activations and shares of each kind of (size, share)."""
-    return sum(size * (state[2 * k] + share * state[2 * k + 1]) for k, (size, share) in enumerate(kinds))
 
 
 def _share_idle(busy: Sequence[Time], time: Time) -> Time:
@@ -171,32 +191,23 @@ def _all_instructions(schedule: Schedule, costs: Costs, times: EarliestTimes) ->
     for end, route in routes.items():
         value = flow.output(end[1], 0) + route.distance
         carried[end] = (value, costs.message_of(value // 2 // flow.microbatches))
-    done = times.done
-    starts: list[list[Time]] = []
-    ends: list[list[Time]] = []
+    spans: list[list[tuple[Time, Time]]] = []
     for rank, program in enumerate(schedule.programs):
-        begins: list[Time] = []
-        stops: list[Time] = []
+        spans.append([])
         compute = zip(times.starts[rank], times.ends[rank], strict=True)
         now: Time = 0
         for step, instructions in enumerate(program):
             for place, instruction in enumerate(instructions):
-                op = instruction[0]
+                op, stage, _, peer, _, _ = instruction
                 if op in COMPUTE:
                     start, now = next(compute)
-                    begins.append(start)
-                    stops.append(now)
+                    spans[rank].append((start, now))
                 elif op in COMMUNICATION:
-                    assert instruction[2] is not None
-                    value, delay = carried.get((op, instruction[1], instruction[3]), (0, None))
-                    made = done.get(value + 2 * instruction[2])
+                    value, delay = carried.get((op, stage, peer), (0, None))
+                    made = times.done.get(value + 2 * microbatch_of(instruction))
                     if delay is None or made is None:
                         raise schedule_error(schedule, rank, (step, place), "nothing computes what this message carries")
-                    begins.append(made)
-                    stops.append(made + delay)
+                    spans[rank].append((made, made + delay))
                 else:
-                    begins.append(now)
-                    stops.append(now)
-        starts.append(begins)
-        ends.append(stops)
-    return starts, ends
+                    spans[rank].append((now, now))
+    return [[start for start, _ in row] for row in spans], [[end for _, end in row] for row in spans]

@@ -31,7 +31,7 @@ def make_stage(source: Source, stage: int) -> Callable[..., Any]:
     last = stage == source.stages - 1
 
     def run(params: Mapping[str, Tensor], x: Any, *states: Any) -> Any:
-        _require_names(params, names, f"params of stage {stage}")
+        _require_names(params, names, f"params of stage {stage} of {type(model).__name__}")
         state = _state_of(states, state_names, stage)
         skips: dict[int, Any] = {}
         if into:

@@ -1,34 +1,10 @@
 """Stages: pure functions, their signatures, and the engines that differentiate them."""
 
-from .abstract import Outline, abstract, outline
-from .eager_engine import eager
-from .errors import StageError
-from .functional_engine import functional
-from .graph_engine import graph
-from .layers import params_of_layers, params_of_stages, stages_from_layers
-from .module import ModuleStage, split_sequential, stage_from_module
-from .program import Engine, FlatProgram, Loss, Stage, StageProgram
-from .signature import LeafSignature, Signature
-
-__all__ = [
-    "Engine",
-    "FlatProgram",
-    "LeafSignature",
-    "Loss",
-    "ModuleStage",
-    "Outline",
-    "Signature",
-    "Stage",
-    "StageError",
-    "StageProgram",
-    "abstract",
-    "eager",
-    "functional",
-    "graph",
-    "outline",
-    "params_of_layers",
-    "params_of_stages",
-    "split_sequential",
-    "stage_from_module",
-    "stages_from_layers",
-]
+from .abstract import Outline as Outline, abstract as abstract, outline as outline
+from .dynamic_engines import eager as eager, functional as functional
+from .errors import StageError as StageError
+from .graph_engine import graph as graph
+from .layers import params_of_layers as params_of_layers, params_of_stages as params_of_stages, stages_from_layers as stages_from_layers
+from .module import ModuleStage as ModuleStage, split_sequential as split_sequential, stage_from_module as stage_from_module
+from .program import Engine as Engine, FlatProgram as FlatProgram, Loss as Loss, Stage as Stage, StageProgram as StageProgram
+from .signature import LeafSignature as LeafSignature, Signature as Signature

@@ -1,13 +1,12 @@
 """Private and unstable names of torch that the stages use, each with its purpose.
 
-Checked on torch 2.13 by running the tests, on 2.11 and 2.14 by their sources. ``tests/test_torch_names.py`` says which
-name is gone on another.
+``tests/test_torch_names.py`` says which of them another torch than 2.13 has not.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
@@ -17,71 +16,38 @@ import torch
 # FakeTensorMode imports it when the first one is made, which takes a second. Imported here, ranks that wait for each
 # other import it at the same time.
 import torch._dynamo
-
-# Operators as other operators, whose derivatives are exact to any order.
-from torch._decomp import decomposition_table as DECOMPOSITIONS
-
-# Leaves all torch.func transforms, within a `with`.
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as without_transforms
+from torch._C._dynamo.guards import TensorGuards
+from torch._decomp import decomposition_table
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 # Types of dispatched operators: `OpOverload` has a schema, everything else is an operator on functions.
-from torch._ops import OpOverload
+from torch._ops import OpOverload as OpOverload
 
 # Tensors without values, and the errors of operators that need values.
 from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedOperatorException,
+    DataDependentOutputException as DataDependentOutputException,
+    DynamicOutputShapeException as DynamicOutputShapeException,
+    FakeTensor as FakeTensor,
+    FakeTensorMode as FakeTensorMode,
+    UnsupportedOperatorException as UnsupportedOperatorException,
 )
+from torch.nn.functional import _verify_batch_size, _verify_spatial_size  # type: ignore[attr-defined]  # the stubs leave them out
+
+# Sees every operator below autograd; `supports_higher_order_operators` is an attribute of such modes.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import SUPPORTED_NODES, register_pytree_node as register_pytree_node
+
+# Operators as other operators, whose derivatives are exact to any order.
+DECOMPOSITIONS = decomposition_table
+
+# The registry of classes that are nodes of trees: `(type, flatten_fn, unflatten_fn, flatten_with_keys_fn)` of each.
+PYTREE_NODES = SUPPORTED_NODES
+
+# Leave all torch.func transforms, and all modes, within a `with`: to compute with values during a trace.
+without_transforms, without_modes = temporarily_clear_interpreter_stack, _disable_current_modes
 
 # Raise torch's error for one value per channel, and for one per channel and sample.
-from torch.nn.functional import (  # type: ignore[attr-defined]  # the stubs leave them out
-    _verify_batch_size as require_batch,
-    _verify_spatial_size as require_spatial,
-)
-
-# Sees every operator below autograd; `supports_higher_order_operators` is an attribute of such modes. The second leaves
-# all modes, to compute with values during a trace.
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes as without_modes
-
-# The registry of classes that are nodes of trees: `(type, flatten_fn, unflatten_fn, flatten_with_keys_fn)` of each. The
-# second registers a class, for torch.func too.
-from torch.utils._pytree import SUPPORTED_NODES as PYTREE_NODES, register_pytree_node
-
-__all__ = [
-    "BINDINGS",
-    "DECOMPOSITIONS",
-    "FAKE_TENSOR_LOGGER",
-    "METHODS",
-    "PYTREE_NODES",
-    "DataDependentOutputException",
-    "DynamicOutputShapeException",
-    "FakeTensor",
-    "FakeTensorMode",
-    "OpOverload",
-    "TorchDispatchMode",
-    "UnsupportedOperatorException",
-    "add_each",
-    "add_into_each",
-    "awaited",
-    "below_autograd",
-    "binding",
-    "copy_each",
-    "device_of",
-    "inductor",
-    "innermost_transform",
-    "is_wrapped",
-    "register_pytree_node",
-    "require_batch",
-    "require_spatial",
-    "schema",
-    "storage",
-    "version",
-    "without_modes",
-    "without_transforms",
-]
+require_batch, require_spatial = _verify_batch_size, _verify_spatial_size
 
 # Name of the logger that prints errors of fake evaluation with their whole traceback.
 FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
@@ -107,8 +73,11 @@ binding = attrgetter("_op")
 device_of = attrgetter("fake_device")
 
 
-# The device of a tensor without values.
-device_of = attrgetter("fake_device")
+def guards(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """A function of as many objects: whether they are tensors like these, none of them twice. It keeps none of these alive."""
+    shapes: list[Any] = [list(t.shape) for t in tensors]  # the stubs expect one list alone
+    strides: list[Any] = [list(t.stride()) for t in tensors]
+    return TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
 
 
 def version(tensor: torch.Tensor) -> int | None:

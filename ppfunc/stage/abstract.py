@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +18,7 @@ from ._torch import (
     UnsupportedOperatorException,
     version,
 )
-from .errors import StageError
+from .errors import StageError, is_of_a_library as is_of_a_library, place as place, raised
 from .example import Example, Leaves, split_aux, stand_ins
 from .purity import Evaluation, Generators, NoValuesError, Purity, require_values
 from .signature import LeafSignature, Signature, differentiable
@@ -29,20 +26,15 @@ from .tree import tree_flatten
 
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
-_LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[1])
-_PYTHON = Path(traceback.__file__).parent
-
 
 class Outline(NamedTuple):
     """The result of evaluating a stage without its values.
 
     Args:
-        y: signature of the output; ``grad=True`` where it depends on a differentiable leaf of the
-            parameters or of ``x``.
+        y: signature of the output; ``grad=True`` where it depends on a differentiable leaf of the parameters or of ``x``.
         aux: signature of the auxiliary output, no leaf of which carries a gradient.
         draws: how many operators drew from a random generator.
-        generators: whether it hands a generator to an operator.
-        seeds: whether it seeds the generator that it draws from.
+        generators, seeds: whether it hands a generator to an operator; whether it seeds the generator that it draws from.
         modules: the modules that ran, with their submodules: the stage depends on their train or evaluation mode.
         refusal: why it could not be evaluated abstractly, and what to use instead; None where it could.
     """
@@ -110,8 +102,10 @@ def outline(
             refusal, failure = (f"without values {error.reason}", "use the eager engine"), error
 
     try:
-        tensors = stand_ins(example, seen.device)
-        return _observe(fn, seen, tensors, has_aux, name, abstract=False)._replace(refusal=refusal)
+        found = _observe(fn, seen, stand_ins(example, seen.device), has_aux, name, abstract=False)
+        # Another path than that of zeros may depend on what this one does not.
+        depends = any(differentiable(leaf.dtype) for leaf in seen.params.leaves) or any(leaf.grad for leaf in seen.x.leaves)
+        return found._replace(refusal=refusal, y=found.y.with_grad() if depends else found.y)
     except StageError as error:
         first = failure if failure is not None and error.__cause__ is not None else error
         raise first from first.__cause__
@@ -167,64 +161,28 @@ def data_dependence(error: Exception) -> str:
     return f"{what}, so that it cannot be evaluated abstractly"
 
 
-def place(error: BaseException) -> str:
-    """The innermost line, as ``" at file:line"``, that is neither of torch nor of Python nor of this library."""
-    files = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    own = [f" at {file}:{line}" for file, line in files if not is_of_a_library(file)]
-    return own[-1] if own else ""
-
-
-@cache
-def is_of_a_library(path: str) -> bool:
-    """Whether a file is of torch, of Python or of this library, or a program that was traced."""
-    file = Path(path)
-    installed = {"site-packages", "dist-packages"}.intersection(file.parts)
-    return any(map(file.is_relative_to, _LIBRARIES)) or (file.is_relative_to(_PYTHON) and not installed) or path.startswith("<")
-
-
 def _observe(
     fn: Callable[..., Any], example: Example, tensors: tuple[Leaves, Leaves, Leaves], has_aux: bool, name: str, *, abstract: bool
 ) -> Outline:
     """Call the stage on ``tensors``; raise ``StageError`` if it is not pure or draws from a generator of its own."""
-    wanted = (
-        tuple(differentiable(leaf.dtype) for leaf in example.params.leaves),
-        tuple(leaf.grad for leaf in example.x.leaves),
-        (False,) * len(tensors[2]),
-    )
+    flags = [differentiable(leaf.dtype) for leaf in example.params.leaves] + [leaf.grad for leaf in example.x.leaves]
+    flags += [False] * len(tensors[2])
     with torch.enable_grad():
         # Clones, since autograd refuses writes into leaves in its own words.
-        groups = tuple(
-            tuple(t.requires_grad_(g).clone() for t, g in zip(group, flags, strict=True))
-            for group, flags in zip(tensors, wanted, strict=True)
-        )
-        trees = (
-            example.params.unflatten(groups[0]),
-            example.x.unflatten(groups[1]),
-            *example.unflatten_extras(groups[2]),
-        )
-        given = zip(example.paths, (t for group in groups for t in group), strict=True)
-        with Purity(name, given, abstract) as purity, Generators() as generators, modules_that_run() as modules:
+        given = [t.requires_grad_(grad).clone() for t, grad in zip(sum(tensors, ()), flags, strict=True)]
+        trees = example.unflatten(given)
+        arguments = zip(example.paths, given, strict=True)
+        with Purity(name, arguments, abstract) as purity, Generators() as generators, modules_that_run() as modules:
             out = _call(fn, trees, example, name, abstract)
         (y, y_def), (aux, aux_def) = split_aux(out, has_aux, name)
-    try:
-        require_values(y + aux)
-    except NoValuesError as error:
-        raise error.told(name) from None
-    _require_unchanged(example, trees, groups, name)
+    require_values(y + aux, name)
+    _require_unchanged(example, trees, given, name)
     if purity.generators and generators.foreign():
-        raise StageError(
-            name,
-            "it draws from a torch.Generator of its own, whose numbers depend on the order in which microbatches run",
-            "draw from the default generator, which seed=(seed, step) sets",
-        )
-    return Outline(
-        Signature(y_def, tuple(_leaf(t, t.requires_grad) for t in y)),
-        Signature(aux_def, tuple(_leaf(t, False) for t in aux)),
-        purity.draws,
-        purity.generators,
-        purity.seeds,
-        tuple(modules.values()),
-    )
+        reason = "it draws from a torch.Generator of its own, whose numbers depend on the order in which microbatches run"
+        raise StageError(name, reason, "draw from the default generator, which seed=(seed, step) sets")
+    signature = Signature(y_def, tuple(LeafSignature.of(t, t.requires_grad) for t in y))
+    kept = Signature(aux_def, tuple(LeafSignature.of(t, False) for t in aux))
+    return Outline(signature, kept, purity.draws, purity.generators, purity.seeds, tuple(modules.values()))
 
 
 @contextmanager
@@ -254,10 +212,8 @@ def _call(fn: Callable[..., Any], trees: tuple[Any, ...], example: Example, name
     except (StageError, *DATA_DEPENDENT):
         raise
     except Exception as error:
-        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
         zeros = "" if abstract else ", zeros everywhere, by which an engine that does not trace learns what it returns"
-        reason = f"it raised {type(error).__name__}{place(error)}: {error}{notes}; it was given {example}{zeros}"
-        raise StageError(name, reason, "") from error
+        raise StageError(name, f"{raised(error)}; it was given {example}{zeros}", "") from error
 
 
 @contextmanager
@@ -271,32 +227,14 @@ def quiet() -> Iterator[None]:
         logger.disabled = before
 
 
-def call_named(fn: Callable[..., Any], args: tuple[Any, ...], example: Example, name: str) -> Any:
-    """``fn(*args)``; an exception out of it gets a note that names the stage, the line and what the stage was given."""
-    try:
-        return fn(*args)
-    except NoValuesError as error:
-        raise error.told(name) from None
-    except StageError:
-        raise
-    except Exception as error:
-        error.add_note(f"raised in {name}{place(error)}, which was given {example}")
-        raise
-
-
-def _leaf(t: torch.Tensor, grad: bool) -> LeafSignature:
-    return LeafSignature(tuple(t.shape), t.dtype, grad and differentiable(t.dtype))
-
-
-def _require_unchanged(example: Example, trees: tuple[Any, ...], groups: tuple[Leaves, ...], name: str) -> None:
+def _require_unchanged(example: Example, trees: tuple[Any, ...], given: list[torch.Tensor], name: str) -> None:
     """Raise if the stage wrote into its arguments, or replaced something in their containers."""
-    before = iter([*groups[0], *groups[1], *groups[2]])
-    for what, tree, signature in zip(example.names, trees, (example.params, example.x, *example.extras), strict=True):
-        mine = [next(before) for _ in signature.leaves]
+    mend = "return the new value, or work on a clone"
+    for path, t in zip(example.paths, given, strict=True):
+        if version(t):
+            raise StageError(name, f"it is not pure: it writes into its argument {path}", mend)
+    before = iter(given)
+    for what, tree, signature in zip(example.names, trees, example.signatures, strict=True):
         leaves, treedef = tree_flatten(tree)
-        written = [path for path, t in zip(signature.paths, mine, strict=True) if version(t)]
-        same = treedef == signature.treedef and all(a is b for a, b in zip(leaves, mine, strict=True))
-        if written or not same:
-            place = what + (written[0] if written else "")
-            how = "writes into" if written else "replaces entries of"
-            raise StageError(name, f"it is not pure: it {how} its argument {place}", "return the new value, or work on a clone")
+        if treedef != signature.treedef or any(leaf is not next(before) for leaf in leaves):
+            raise StageError(name, f"it is not pure: it replaces entries of its argument {what}", mend)

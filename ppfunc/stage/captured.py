@@ -1,8 +1,7 @@
 """Record the programs of a stage as CUDA graphs, once for every microbatch in flight, and replay them.
 
-A graph works in the memory in which it was recorded. That memory belongs to slots: a slot holds
-one microbatch from its forward to the end of its backward, so its residuals stay where they are,
-and there are as many slots as microbatches were ever in flight at once.
+A graph works in the memory in which it was recorded. That memory belongs to slots, as many as microbatches were ever in
+flight at once: a slot holds one from its forward to the end of its backward, so its residuals stay where they are.
 """
 
 from __future__ import annotations
@@ -25,11 +24,7 @@ Record = Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]
 
 
 def cuda_recorder(device: torch.device) -> Record:
-    """Records CUDA graphs on ``device``; those of one recorder share their memory, and run in the order of their recording.
-
-    References:
-        torch.cuda.graph; CUDA C++ Programming Guide, "CUDA Graphs".
-    """
+    """Records CUDA graphs on ``device``; those of one recorder share their memory, and run in the order of their recording."""
     pool = torch.cuda.graph_pool_handle()
     generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
@@ -62,13 +57,8 @@ def captured(
     """The same program, each of its functions recorded when it first runs in a slot, and from then on replayed.
 
     Inputs are copied in and outputs out, so ownership is unchanged. Residuals stay in the slot; the returned lease
-    frees it when dropped. Parameters are copied when they are not those of an earlier call, unchanged.
-
-    Args:
-        flat: whose shapes do not depend on values.
-        example: what goes into it.
-        y: signature of the output, for the cotangents.
-        recorder: makes what records in one slot.
+    frees it when dropped. Parameters are copied when they are not those of an earlier call, unchanged. No shape may
+    depend on values.
     """
     copies: list[_StaticParams] = []  # several where stages share the program
 
@@ -82,24 +72,26 @@ def captured(
         return _Lease(static, static.free.pop() if static.free else _Slot(example, y, recorder(example.device)))
 
     def forward(params: Leaves, x: Leaves, extras: Leaves) -> tuple[Leaves, tuple[Any, ...]]:
-        _refuse_transforms()
+        if innermost_transform() is not None:
+            got = "a stage captured in CUDA graphs under a torch.func transform, which cannot follow a replay"
+            raise RuntimeError(f"got {got}; use the functional engine")
         lease = lend(params)
         slot = lease.slot
         _fill(slot.x + slot.extras, x + extras)
         outputs, _ = slot.run("forward", flat.forward, lease.static.params, slot.x, slot.extras)
         return _fresh(outputs), (lease,)
 
-    def backward(residuals: tuple[_Lease], gy: Leaves) -> tuple[Gradients, Gradients]:
+    def pull(name: str, function: Callable[..., Any], residuals: tuple[_Lease], gy: Leaves) -> Any:
         slot = residuals[0].slot
         _fill(slot.gy, gy)
-        gparams, gx = slot.run("backward", flat.backward, slot.results["forward"][1], slot.gy)
+        return slot.run(name, function, slot.results["forward"][1], slot.gy)
+
+    def backward(residuals: tuple[_Lease], gy: Leaves) -> tuple[Gradients, Gradients]:
+        gparams, gx = pull("backward", flat.backward, residuals, gy)
         return _fresh(gparams), _fresh(gx)
 
     def backward_input(residuals: tuple[_Lease], gy: Leaves) -> tuple[Gradients, tuple[_Lease]]:
-        slot = residuals[0].slot
-        _fill(slot.gy, gy)
-        gx, _ = slot.run("backward_input", flat.backward_input, slot.results["forward"][1], slot.gy)
-        return _fresh(gx), residuals
+        return _fresh(pull("backward_input", flat.backward_input, residuals, gy)[0]), residuals
 
     def backward_weight(rest: tuple[_Lease]) -> Gradients:
         slot = rest[0].slot
@@ -137,9 +129,8 @@ class _StaticParams:
 
     def holds(self, params: Leaves) -> bool:
         """Whether these are the tensors that it was filled from, unchanged."""
-        return len(self._copied) == len(params) and all(
-            seen() is t and count == version(t) for (seen, count), t in zip(self._copied, params, strict=True)
-        )
+        pairs = zip(self._copied, params, strict=False)
+        return len(self._copied) == len(params) and all(seen() is t and count == version(t) for (seen, count), t in pairs)
 
     def fill(self, params: Leaves) -> None:
         _fill(self.params, params)
@@ -170,10 +161,3 @@ def _fresh(results: Gradients) -> tuple[Any, ...]:
     _fill(copies, sources)
     taken = iter(copies)
     return tuple(None if t is None else next(taken) for t in results)
-
-
-def _refuse_transforms() -> None:
-    if innermost_transform() is not None:
-        raise RuntimeError(
-            "got a stage captured in CUDA graphs under a torch.func transform, which cannot follow a replay; use the functional engine"
-        )

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from ._torch import version
-from .abstract import Outline, call_named
-from .contiguous import contiguous
-from .errors import StageError
+import torch
+
+from ._torch import awaited, version
+from .abstract import Outline
+from .errors import StageError, place
 from .example import Example, Leaves, split_aux
 from .program import Gradients
-from .purity import NoValuesError, Purity, require_values
-from .randomness import LogicalDraws
+from .purity import LogicalDraws, NoValuesError, Purity, require_values
 from .signature import differentiable
+
+
+def contiguous(tensors: Iterable[torch.Tensor | None]) -> tuple[Any, ...]:
+    """The tensors as they would arrive over a wire, contiguous and without lazy conjugation: in process and between processes give
+    the same bits. ``None``, the absence of a gradient, stays. Results of functional collectives are waited for.
+
+    >>> contiguous([torch.zeros(2, 3).T])[0].stride()
+    (2, 1)
+    """
+    return tuple(None if t is None else awaited(t).resolve_conj().resolve_neg().contiguous() for t in tensors)
 
 
 class DifferentiableStage:
     """The stage as a function of its differentiable leaves alone; the others are set beforehand."""
 
     def __init__(self, fn: Callable[..., Any], example: Example, known: Outline, has_aux: bool, name: str) -> None:
-        self.call, self.example, self.known, self.has_aux, self.name = example.caller(fn), example, known, has_aux, name
+        self.fn, self.example, self.known, self.has_aux, self.name = fn, example, known, has_aux, name
         self.param_at = [i for i, leaf in enumerate(example.params.leaves) if differentiable(leaf.dtype)]
         self.x_at = [i for i, leaf in enumerate(example.x.leaves) if leaf.grad]
         self.y_at = [i for i, leaf in enumerate(known.y.leaves) if leaf.grad]
@@ -40,13 +50,25 @@ class DifferentiableStage:
             for i, value in zip(self.x_at, primal_x, strict=True):
                 a[i] = value
             with self._mode(params + x + extras):
-                out = call_named(self.call, (tuple(p), tuple(a), extras), self.example, self.name)
+                out = self._call(self.example.unflatten((*p, *a, *extras)))
             (y, y_def), (aux, _) = split_aux(out, self.has_aux, self.name)
             self.require_same(y, aux, y_def)
             y = contiguous(y)
             return tuple(y[i] for i in self.y_at), y + contiguous(aux)
 
         return run
+
+    def _call(self, trees: tuple[Any, ...]) -> Any:
+        """The stage on ``trees``; an exception out of it gets a note that names the stage, the line and what the stage was given."""
+        try:
+            return self.fn(*trees)
+        except NoValuesError as error:
+            raise error.told(self.name) from None
+        except StageError:
+            raise
+        except Exception as error:
+            error.add_note(f"raised in {self.name}{place(error)}, which was given {self.example}")
+            raise
 
     def _mode(self, given: Leaves) -> AbstractContextManager[Any]:
         """Draw in logical order; where another path than the one seen may run, refuse its effects before they happen."""
@@ -60,10 +82,10 @@ class DifferentiableStage:
         given = params + x + extras
         before = [version(t) for t in given]
         yield
-        for path, t, count in zip(self.example.paths, given, before, strict=True) if before != [version(t) for t in given] else ():
-            if version(t) != count:
-                reason = f"it is not pure: it has written into its argument {path}, whose values are others now"
-                raise StageError(self.name, reason, "return the new value, or work on a clone")
+        written = [n for n, (t, count) in enumerate(zip(given, before, strict=True)) if version(t) != count]
+        if written:
+            reason = f"it is not pure: it has written into its argument {self.example.paths[written[0]]}, whose values are others now"
+            raise StageError(self.name, reason, "return the new value, or work on a clone")
 
     def no_gradients(self, gy: Leaves, **_: Any) -> tuple[Gradients, Gradients]:
         """The backward of a stage through which no gradient flows."""
@@ -71,10 +93,7 @@ class DifferentiableStage:
 
     def require_same(self, y: Leaves, aux: Leaves, treedef: Any) -> None:
         """Raise unless ``y`` is what the outline promised its neighbours, and all outputs have values."""
-        try:
-            require_values(y + aux)
-        except NoValuesError as error:
-            raise error.told(self.name) from None
+        require_values(y + aux, self.name)
         same = treedef == self.y.treedef and all(
             tuple(t.shape) == s.shape and t.dtype == s.dtype for t, s in zip(y, self.y.leaves, strict=True)
         )

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
+from functools import cache
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+_LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[1])
+_PYTHON = Path(traceback.__file__).parent
+
 
 class StageError(RuntimeError):
-    """Raised for a stage that an engine cannot serve: which one, why, and the mend.
-
-    Args:
-        stage: name of the stage, such as ``"stage 3"``.
-        reason: what is wrong, with what was got and what was expected.
-        instead: what to use or change; empty where the error says enough.
+    """Raised for a stage that an engine cannot serve: ``stage`` is its name, ``reason`` says what was got and expected, ``instead``
+    what to use or change; it is empty where the error says enough.
     """
 
     def __init__(self, stage: str, reason: str, instead: str) -> None:
@@ -18,3 +25,39 @@ class StageError(RuntimeError):
 
     def __reduce__(self) -> tuple[type[StageError], tuple[str, str, str]]:
         return type(self), (self.stage, self.reason, self.instead)
+
+
+def raised(error: BaseException) -> str:
+    """Tell what was raised, where, and what was noted of it."""
+    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    return f"it raised {type(error).__name__}{place(error)}: {error}{notes}"
+
+
+def first_line(error: BaseException) -> str:
+    """The class of an error, and the first line of its text."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def place(error: BaseException) -> str:
+    """The innermost line, as ``" at file:line"``, that is neither of torch nor of Python nor of this library."""
+    files = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    own = [f" at {file}:{line}" for file, line in files if not is_of_a_library(file)]
+    return own[-1] if own else ""
+
+
+def place_of_call(end: str = "") -> str:
+    """The innermost such line that runs now, as ``", called at file:line"``; empty if there is none above the file ``end``."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_of_a_library(frame.f_code.co_filename):
+        if frame.f_code.co_filename == end:
+            return ""
+        frame = frame.f_back
+    return "" if frame is None else f", called at {frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+@cache
+def is_of_a_library(path: str) -> bool:
+    """Whether a file is of torch, of Python or of this library, or a program that was traced."""
+    file = Path(path)
+    installed = {"site-packages", "dist-packages"}.intersection(file.parts)
+    return any(map(file.is_relative_to, _LIBRARIES)) or (file.is_relative_to(_PYTHON) and not installed) or path.startswith("<")

@@ -2,49 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
 from optree import PyTreeSpec
 
 from .signature import Signature, flatten
-from .tree import tree_leaves, tree_structure, tree_unflatten
+from .tree import tree_leaves, tree_structure
 
 Leaves = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """The arguments of a stage without their values: hashable, a key for programs.
-
-    Args:
-        params: signature of the parameters.
-        strides: strides of every parameter, in elements.
-        x: signature of what comes over the boundary; gradients are wanted for its ``grad=True`` leaves.
-        extras: signatures of the further arguments, which are never differentiated.
-        device: where the stage computes.
-        subclasses: names of tensor types other than ``Tensor`` and ``Parameter`` that occur.
-    """
+    """The arguments of a stage without their values: hashable, a key for programs."""
 
     params: Signature
-    strides: tuple[tuple[int, ...], ...]
-    x: Signature
-    extras: tuple[Signature, ...]
-    device: torch.device
-    subclasses: tuple[str, ...] = ()
+    strides: tuple[tuple[int, ...], ...]  # of every parameter, in elements
+    x: Signature  # gradients are wanted for its ``grad=True`` leaves
+    extras: tuple[Signature, ...]  # which are never differentiated
+    device: torch.device  # where the stage computes
+    subclasses: tuple[str, ...] = ()  # names of tensor types other than ``Tensor`` and ``Parameter`` that occur
 
     @classmethod
     def of(cls, example: tuple[Any, ...], device: torch.device | str | None = None) -> Example:
         """Read ``(params, x, *extras)``, each a tree of tensors or a :class:`Signature`.
 
-        Args:
-            example: the arguments of the stage.
-            device: where it computes; by default where the first tensor of the example with values is, else the CPU.
-
-        Raises:
-            TypeError: a leaf is not a tensor.
+        The stage computes on ``device``, by default that of the first tensor of the example with values, else on the CPU.
         """
         signatures = [Signature.of(tree, name) for tree, name in zip(example, _names(len(example)), strict=True)]
         given = [t for tree in example if not isinstance(tree, Signature) for t in tree_leaves(tree)]
@@ -59,6 +46,10 @@ class Example:
         return cls(signatures[0], strides, signatures[1], tuple(signatures[2:]), where, others)
 
     @property
+    def signatures(self) -> tuple[Signature, ...]:
+        return self.params, self.x, *self.extras
+
+    @property
     def names(self) -> tuple[str, ...]:
         """Names of the arguments in errors."""
         return _names(2 + len(self.extras))
@@ -66,31 +57,19 @@ class Example:
     @property
     def paths(self) -> list[str]:
         """Paths of the leaves of all arguments, such as ``"params['w']"``."""
-        trees = zip(self.names, (self.params, self.x, *self.extras), strict=True)
-        return [name + path for name, signature in trees for path in signature.paths]
+        return [name + path for name, signature in zip(self.names, self.signatures, strict=True) for path in signature.paths]
 
     def __str__(self) -> str:
-        trees = zip(self.names, (self.params, self.x, *self.extras), strict=True)
-        return ", ".join(f"{name} = {_short(str(signature))}" for name, signature in trees)
+        return ", ".join(f"{name} = {_short(str(signature))}" for name, signature in zip(self.names, self.signatures, strict=True))
 
     @property
     def extra_leaves(self) -> tuple[Any, ...]:
-        """The leaves of all further arguments, in order."""
         return tuple(leaf for signature in self.extras for leaf in signature.leaves)
 
-    def unflatten_extras(self, leaves: Iterable[Any]) -> tuple[Any, ...]:
-        """The further arguments with these leaves."""
+    def unflatten(self, leaves: Iterable[Any]) -> tuple[Any, ...]:
+        """The arguments with these leaves."""
         rest = iter(leaves)
-        return tuple(s.unflatten([next(rest) for _ in s.leaves]) for s in self.extras)
-
-    def caller(self, fn: Callable[..., Any]) -> Callable[[Leaves, Leaves, Leaves], Any]:
-        """``fn`` as a function of the leaves of its arguments."""
-        params, x, unflatten = self.params.treedef, self.x.treedef, self.unflatten_extras
-
-        def call(p: Leaves, a: Leaves, c: Leaves) -> Any:
-            return fn(tree_unflatten(params, p), tree_unflatten(x, a), *unflatten(c))
-
-        return call
+        return tuple(s.unflatten(islice(rest, len(s.leaves))) for s in self.signatures)
 
     def make(self) -> tuple[Leaves, Leaves, Leaves]:
         """New tensors without values for the parameters, for ``x`` and for the extras, all of them distinct."""
@@ -115,22 +94,18 @@ def _short(text: str, most: int = 600) -> str:
 
 def stand_ins(example: tuple[Any, ...], device: torch.device) -> tuple[Leaves, Leaves, Leaves]:
     """Zeros for the parameters, for ``x`` and for the extras of ``example``, of the same types of tensor."""
-    groups = [_zeros(tree, device) for tree in example]
-    return groups[0], groups[1], tuple(t for group in groups[2:] for t in group)
 
+    def zeros(tree: Any) -> Leaves:
+        if isinstance(tree, Signature):
+            return tuple(torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) for leaf in tree.leaves)
+        return tuple(torch.zeros_like(t.detach(), device=device if t.is_meta else None) for t in tree_leaves(tree))
 
-def _zeros(tree: Any, device: torch.device) -> Leaves:
-    if isinstance(tree, Signature):
-        return tuple(torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) for leaf in tree.leaves)
-    return tuple(torch.zeros_like(t.detach(), device=device if t.is_meta else None) for t in tree_leaves(tree))
+    params, x, *extras = map(zeros, example)
+    return params, x, sum(extras, ())
 
 
 def split_aux(out: Any, has_aux: bool, stage: str) -> tuple[tuple[Any, PyTreeSpec], tuple[Any, PyTreeSpec]]:
-    """Flatten the return value of a stage to ``(leaves, structure)`` of ``y`` and of ``aux`` (``None`` without it).
-
-    Raises:
-        TypeError: with ``has_aux``, not a pair; or a leaf is not a tensor.
-    """
+    """Flatten the return value of a stage to ``(leaves, structure)`` of ``y`` and of ``aux`` (``None`` without it)."""
     if not has_aux:
         return flatten(out, f"{stage} y"), ((), tree_structure(None))
     if not (isinstance(out, tuple) and len(out) == 2):

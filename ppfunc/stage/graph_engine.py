@@ -75,7 +75,8 @@ def graph(
         compile: whether each program is compiled by inductor (``torch.compile``) when it first
             runs. Results then agree within rounding, no longer bitwise.
         cuda_graphs: whether each program is captured as a CUDA graph for every microbatch in flight, which
-            holds its memory as long as the program lives, and for each stage a copy of its parameters.
+            holds its memory as long as the program lives, and for each stage a copy of its parameters, which
+            is not renewed where they are written over through ``.data`` or ``numpy()``.
             The bits stay the same. Residuals then cannot be offloaded.
 
     Raises:
@@ -102,9 +103,6 @@ def graph(
             raise TypeError("graph got has_aux, name, device or outline and no function; an engine gets these with the function")
         return partial(graph, remat=remat, compile=compile, cuda_graphs=cuda_graphs)
     seen = Example.of(example, device)
-    if seen.subclasses:
-        reason = f"its example has tensors of the types {', '.join(seen.subclasses)}, which are not traced"
-        raise StageError(name, reason, "use the eager engine")
     if cuda_graphs and seen.device.type != "cuda":
         reason = f"it computes on the device {seen.device}, and CUDA graphs are for CUDA alone"
         raise StageError(name, reason, "put its parameters on a CUDA device, or leave out cuda_graphs=True")

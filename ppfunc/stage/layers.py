@@ -7,8 +7,7 @@ from typing import Any
 
 from ..parallel.partition import Partition
 
-Layer = Callable[..., Any]
-"""A pure function ``layer(params, x, *extras) -> y``."""
+Layer = Callable[..., Any]  # layer(params, x, *extras) -> y
 
 
 def stages_from_layers(layers: Sequence[Layer], partition: Partition) -> list[Layer]:
@@ -38,12 +37,21 @@ def stages_from_layers(layers: Sequence[Layer], partition: Partition) -> list[La
     return [_stage(chosen, interval) for chosen, interval in zip(partition.split(layers), partition.intervals, strict=True)]
 
 
-def params_of_stages(params: Sequence[Any], partition: Partition) -> dict[int, tuple[Any, ...]]:
-    """Group the params of layers by stage.
+def _stage(layers: tuple[Layer, ...], interval: tuple[int, int]) -> Layer:
+    def stage(params: Sequence[Any], x: Any, *extras: Any) -> Any:
+        if len(params) != len(layers):
+            got = f"{stage.__name__} takes params for {len(layers)} layers, got {len(params)}"
+            raise ValueError(f"{got}: split them by pp.params_of_stages")
+        for layer, layer_params in zip(layers, params, strict=True):
+            x = layer(layer_params, x, *extras)
+        return x
 
-    Args:
-        params: one tree per layer.
-        partition: the layers of each stage.
+    stage.__name__ = stage.__qualname__ = "layers_{}_to_{}".format(*interval)
+    return stage
+
+
+def params_of_stages(params: Sequence[Any], partition: Partition) -> dict[int, tuple[Any, ...]]:
+    """Group the params of layers, one tree per layer, by stage.
 
     >>> params_of_stages(["a", "b", "c"], Partition((0, 2, 3)))
     {0: ('a', 'b'), 1: ('c',)}
@@ -61,17 +69,3 @@ def params_of_layers(params: Mapping[int, Sequence[Any]], partition: Partition) 
     if sizes != dict(enumerate(partition.sizes)):
         raise ValueError(f"expected params for stages of sizes {dict(enumerate(partition.sizes))}, got {sizes}")
     return [layer for stage in range(partition.stages) for layer in params[stage]]
-
-
-def _stage(layers: tuple[Layer, ...], interval: tuple[int, int]) -> Layer:
-    def stage(params: Sequence[Any], x: Any, *extras: Any) -> Any:
-        if len(params) != len(layers):
-            raise ValueError(
-                f"{stage.__name__} takes params for {len(layers)} layers, got {len(params)}: split them by pp.params_of_stages"
-            )
-        for layer, layer_params in zip(layers, params, strict=True):
-            x = layer(layer_params, x, *extras)
-        return x
-
-    stage.__name__ = stage.__qualname__ = f"layers_{interval[0]}_to_{interval[1]}"
-    return stage

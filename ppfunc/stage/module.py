@@ -149,7 +149,8 @@ def further_places(module: nn.Module, names: set[str]) -> dict[str, str]:
     places = [
         (f"{prefix}.{name}".lstrip("."), tensor)
         for prefix, part in module.named_modules()
-        for name, tensor in (*part._parameters.items(), *part._buffers.items())
+        for listed in (part.named_parameters, part.named_buffers)
+        for name, tensor in listed(recurse=False, remove_duplicate=False)
     ]
     first = {id(tensor): place for place, tensor in places if place in names}
     return {place: first[id(tensor)] for place, tensor in places if place not in names and id(tensor) in first}

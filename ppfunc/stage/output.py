@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 
+from .abstract import DATA_DEPENDENT
+from .errors import StageError, raised
+from .purity import NoValuesError
 from .signature import Signature
-from .tree import tree_flatten
+from .tree import tree_flatten, tree_structure
 
 
 class Output(NamedTuple):
@@ -57,24 +61,18 @@ def canonical(
 
         def call(params, x, *extras):           # extras: the target if ``targeted``, then its extras, then state
             out = fn(params, x, *extras)        # without the target
-            loss = loss_fn(out.y, target) + out.loss
+            loss = loss_fn(out.y, target) + out.loss                # of the last stage of a chain
             return (out.y, out.skips, loss), (outputs, out.metrics, out.state)
 
-    Args:
-        fn: the stage.
-        last: whether it is the last of its chain.
-        loss_fn: the loss to fold in, for a last stage.
-        return_outputs: whether a last stage's ``y`` goes to the caller.
-        skips: the stages that get a skip connection from this one.
-        targeted: whether the first further argument is the target.
-
     Raises:
-        ValueError: it returns skip connections other than those of the schedule.
+        ValueError: it returns skip connections to other stages than ``skips``, those of the schedule.
     """
 
     def call(params: Any, x: Any, *extras: Any) -> tuple[Any, Any]:
         target, rest = (extras[0], extras[1:]) if targeted else (None, extras)
         out = fn(params, x, *rest)
+        if out is None:
+            raise TypeError("it returned None, expected its activation: end it with `return y`; where there is none, return ()")
         if not isinstance(out, Output):
             out = Output(out)
         given = out.skips or {}
@@ -90,33 +88,39 @@ def canonical(
             loss = main if loss is None else main + loss
         carry = None if last else out.y
         outputs = out.y if last and return_outputs else None
-        return (carry, tuple(given[s] for s in skips), loss), (outputs, out.metrics, out.state)
+        state = _in_order_of(rest[-1], out.state) if rest else out.state
+        return (carry, tuple(given[s] for s in skips), loss), (outputs, out.metrics, state)
 
     return call
 
 
 def _of_loss_function(loss_fn: Callable[[Any, Any], Any], y: Any, target: Any) -> Any:
-    """The loss; its errors are told as those of the loss function."""
+    """The loss; its errors are told as its own, not as the stage's."""
     try:
         loss = loss_fn(y, target)
-    except Exception as error:
-        error.add_note("raised by the loss function, which is called as loss(y, target)")
+    except (StageError, NoValuesError, *DATA_DEPENDENT):
         raise
+    except Exception as error:
+        raise StageError("the loss", f"{raised(error)}; it is called as loss(y, target)", "") from error
     if not isinstance(loss, torch.Tensor):
         mend = "return the loss alone: what else you want to see can be metrics of the stage, pp.Output(y, metrics=...)"
         if not isinstance(loss, tuple | list | dict):
             mend = "return a scalar tensor, without .item() or float()"
-        raise TypeError(f"the loss function returned {reprlib.repr(loss)} of type {type(loss).__name__}, expected a tensor; {mend}")
+        raise StageError("the loss", f"it returned {reprlib.repr(loss)} of type {type(loss).__name__}, expected a tensor", mend)
     return loss
 
 
-def received_signature(sources: Sequence[int], parts: Sequence[Signature]) -> Signature:
-    """The signature of a stage's input, of the signatures of its parts.
+def _in_order_of(given: Any, state: Any) -> Any:
+    """The new state with its keys in the order of the one before; another structure is refused where the step is lowered."""
+    treedef = tree_structure(given)
+    try:
+        return treedef.unflatten(treedef.flatten_up_to(state))
+    except (ValueError, TypeError):
+        return state
 
-    Args:
-        sources: the stages that they come from, the stage before (or the batch) first.
-        parts: one signature each.
-    """
+
+def received_signature(sources: Sequence[int], parts: Sequence[Signature]) -> Signature:
+    """The signature of a stage's input, of those of its parts, which come from ``sources``: the stage before (or the batch) first."""
     if len(parts) == 1:
         return parts[0]
     trees = [part.unflatten(part.leaves) for part in parts]
@@ -125,14 +129,6 @@ def received_signature(sources: Sequence[int], parts: Sequence[Signature]) -> Si
 
 
 def children(signature: Signature) -> tuple[Signature, ...]:
-    """The signatures of the children of a tree's root.
-
-    >>> import torch
-    >>> [str(s) for s in children(Signature.of((torch.zeros(2), {"n": torch.zeros(3)})))]
-    ['float32[2]', "{'n': float32[3]}"]
-    """
-    found, start = [], 0
-    for child in signature.treedef.children():
-        found.append(Signature(child, signature.leaves[start : start + child.num_leaves]))
-        start += child.num_leaves
-    return tuple(found)
+    """The signatures of the children of a tree's root."""
+    rest = iter(signature.leaves)
+    return tuple(Signature(child, tuple(islice(rest, child.num_leaves))) for child in signature.treedef.children())

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from .abstract import Outline
 from .example import Example, Leaves
-from .signature import LeafSignature, Signature, differentiable
+from .signature import Signature
 from .tree import tree_flatten
 
 Gradients = tuple[torch.Tensor | None, ...]
@@ -59,10 +59,8 @@ class StageProgram(NamedTuple):
 
     Args:
         forward: ``(params, x, *extras) -> (y, residuals)``, or ``((y, aux), residuals)``.
-        backward: ``(residuals, gy) -> (gparams, gx)``, with the structures of ``params`` and ``x``,
+        backward, backward_input, backward_weight: gradients have the structures of ``params`` and ``x``,
             zeros where there is no dependence or no gradient is wanted.
-        backward_input: ``(residuals, gy) -> (gx, rest)``.
-        backward_weight: ``(rest) -> gparams``.
         flat: the same on flat tuples, which the interpreter calls.
         y: signature of the output.
         aux: signature of the auxiliary output.
@@ -114,16 +112,13 @@ class Engine(Protocol):
 def stage_program(flat: FlatProgram, example: Example, outline: Outline, *, has_aux: bool, residual_bytes: int | None) -> StageProgram:
     """The program on trees, made of the one on flat tuples."""
     y, aux = outline.y, outline.aux
-    wants_param = [differentiable(leaf.dtype) for leaf in example.params.leaves]
-    wants_x = [leaf.grad for leaf in example.x.leaves]
+    params = example.params.with_grad()  # of each that can have one
 
-    def zeros(leaf: LeafSignature) -> torch.Tensor:
-        return torch.zeros(leaf.shape, dtype=leaf.dtype, device=example.device)
-
-    def fill(signature: Signature, wanted: Sequence[bool], gradients: Gradients) -> Any:
+    def fill(signature: Signature, gradients: Gradients) -> Any:
         given = iter(gradients)
-        pairs = [(leaf, next(given) if want else None) for leaf, want in zip(signature.leaves, wanted, strict=True)]
-        return signature.unflatten([zeros(leaf) if g is None else g for leaf, g in pairs])
+        pairs = [(leaf, next(given) if leaf.grad else None) for leaf in signature.leaves]
+        zeros = (torch.zeros(leaf.shape, dtype=leaf.dtype, device=example.device) if g is None else g for leaf, g in pairs)
+        return signature.unflatten(zeros)
 
     def cotangents(gy: Any) -> Leaves:
         leaves, treedef = tree_flatten(gy)
@@ -132,12 +127,11 @@ def stage_program(flat: FlatProgram, example: Example, outline: Outline, *, has_
         return tuple(g for g, leaf in zip(leaves, y.leaves, strict=True) if leaf.grad)
 
     @torch.no_grad()
-    def forward(params: Any, x: Any, *extras: Any) -> tuple[Any, tuple[Any, ...]]:
-        if len(extras) != len(example.extras):
-            raise TypeError(f"got {len(extras)} arguments after x, expected {len(example.extras)}, as in the example")
-        extra = [s.require(c, f"extra {i}") for i, (s, c) in enumerate(zip(example.extras, extras, strict=True))]
-        own = tuple(p.detach() for p in example.params.require(params, "params"))
-        outputs, residuals = flat.forward(own, example.x.require(x, "x"), sum(extra, ()))
+    def forward(*arguments: Any) -> tuple[Any, tuple[Any, ...]]:
+        if len(arguments) != len(example.names):
+            raise TypeError(f"got {len(arguments) - 2} arguments after x, expected {len(example.extras)}, as in the example")
+        read = [s.require(tree, name) for s, tree, name in zip(example.signatures, arguments, example.names, strict=True)]
+        outputs, residuals = flat.forward(tuple(p.detach() for p in read[0]), read[1], sum(read[2:], ()))
         cut = len(y.leaves)
         out = y.unflatten(outputs[:cut])
         return ((out, aux.unflatten(outputs[cut:])) if has_aux else out), residuals
@@ -145,15 +139,15 @@ def stage_program(flat: FlatProgram, example: Example, outline: Outline, *, has_
     @torch.no_grad()
     def backward(residuals: tuple[Any, ...], gy: Any) -> tuple[Any, Any]:
         gparams, gx = flat.backward(residuals, cotangents(gy))
-        return fill(example.params, wants_param, gparams), fill(example.x, wants_x, gx)
+        return fill(params, gparams), fill(example.x, gx)
 
     @torch.no_grad()
     def backward_input(residuals: tuple[Any, ...], gy: Any) -> tuple[Any, tuple[Any, ...]]:
         gx, rest = flat.backward_input(residuals, cotangents(gy))
-        return fill(example.x, wants_x, gx), rest
+        return fill(example.x, gx), rest
 
     @torch.no_grad()
     def backward_weight(rest: tuple[Any, ...]) -> Any:
-        return fill(example.params, wants_param, flat.backward_weight(rest))
+        return fill(params, flat.backward_weight(rest))
 
     return StageProgram(forward, backward, backward_input, backward_weight, flat, y, aux, residual_bytes, outline.random)

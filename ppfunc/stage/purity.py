@@ -11,24 +11,35 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ._torch import FakeTensor, FakeTensorMode, OpOverload, TorchDispatchMode, is_wrapped, schema, storage, without_modes
-from .errors import StageError
-from .randomness import call
+from .errors import StageError, place_of_call
 from .signature import LeafSignature
-from .tree import tree_leaves
 
 aten = torch.ops.aten
 
 
-class Purity(TorchDispatchMode):
-    """Sees every operator of a call: counts draws, and raises ``StageError`` before an effect happens.
+class LogicalDraws(TorchDispatchMode):
+    """Draw into tensors in their logical order, not in that of their memory.
 
-    Args:
-        stage: name of the stage.
-        arguments: the tensors that it is given, by their paths.
-        abstract: whether the call has no values, so that seeding can be told from drawing.
+    ``torch.func`` and functionalisation draw into new, contiguous tensors, plain autograd into
+    whatever strides an activation has: a dropout mask would depend on the engine.
     """
 
     supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, effects = kwargs or {}, _effects(func)
+        if effects.seeded and effects.writes and not args[0].is_contiguous():
+            drawn = func(torch.empty_like(args[0], memory_format=torch.contiguous_format), *args[1:], **kwargs)
+            return args[0].copy_(drawn)
+        return func(*args, **kwargs)
+
+
+class Purity(LogicalDraws):
+    """Sees every operator of a call: counts draws, and raises ``StageError`` before an effect happens.
+
+    ``arguments`` are the tensors that it is given, by their paths; an ``abstract`` call has no values, so that seeding can be
+    told from drawing.
+    """
 
     def __init__(self, stage: str, arguments: Iterable[tuple[str, torch.Tensor]], abstract: bool = False) -> None:
         super().__init__()
@@ -43,7 +54,8 @@ class Purity(TorchDispatchMode):
         if effects.seeded and draws(func, args, kwargs):
             self.draws += 1
             # Without values nothing is drawn, so that only a stage that seeds has changed the generator.
-            self.seeds |= self.abstract and not self._generator_is_as_before()
+            with without_modes():
+                self.seeds |= self.abstract and not torch.equal(self.before, torch.default_generator.get_state())
         for tensor in effects.written(args, kwargs):
             self._require_own(tensor)
         for value in _flat((args, kwargs)):
@@ -51,9 +63,11 @@ class Purity(TorchDispatchMode):
                 self._require_no_gradient_lost(func, value)
             else:
                 self.generators |= isinstance(value, torch.Generator)
-        made = call(func, args, kwargs)
+        if getattr(func, "namespace", "") == "c10d" and torch.is_grad_enabled():
+            self._require_no_collective_of_gradients(func, args)
+        made = super().__torch_dispatch__(func, types, args, kwargs)
         if not effects.view:
-            self.made.update(storage(t) for t in _flat(made) if isinstance(t, torch.Tensor))
+            self.made.update(map(storage, tensors_in(made)))
         return made
 
     def _require_own(self, tensor: torch.Tensor) -> None:
@@ -64,6 +78,12 @@ class Purity(TorchDispatchMode):
                 place, mend = f"{_shape(tensor)} that is not among its arguments", "pass it as state and return the new value"
             raise StageError(self.stage, f"it is not pure: it writes into {place}", mend)
 
+    def _require_no_collective_of_gradients(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Only where gradients are on: a custom autograd.Function may use one."""
+        if any(t.requires_grad for t in tensors_in(args)):
+            reason = f"it uses the collective {func}{place_of_call()}, which writes in place: its gradient would be that of the identity"
+            raise StageError(self.stage, reason, "use torch.distributed._functional_collectives, or an autograd.Function of your own")
+
     def _require_no_gradient_lost(self, func: Any, value: torch.Tensor) -> None:
         captured = value.requires_grad and type(value) in (torch.Tensor, torch.nn.Parameter) and value.is_leaf and not is_wrapped(value)
         if not captured or func is aten.detach.default or not torch.is_grad_enabled():
@@ -71,10 +91,6 @@ class Purity(TorchDispatchMode):
         if (at := storage(value)) not in self.made and at not in self.arguments:
             reason = f"it reads {_shape(value)} that is not among its arguments and requires a gradient, which would be lost"
             raise StageError(self.stage, reason, "pass it in params, or detach it")
-
-    def _generator_is_as_before(self) -> bool:
-        with without_modes():
-            return torch.equal(self.before, torch.default_generator.get_state())
 
 
 class Generators(TorchFunctionMode):
@@ -104,7 +120,7 @@ class Evaluation(FakeTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        tensors = list(tensors_in((args, kwargs)))
         foreign = [t for t in tensors if isinstance(t, FakeTensor) and t.fake_mode is not self]
         if self.over and not all(isinstance(t, FakeTensor) for t in tensors):
             foreign += [t for t in tensors if isinstance(t, FakeTensor)]
@@ -117,7 +133,7 @@ class NoValuesError(RuntimeError):
     """A tensor of an abstract evaluation was read outside of it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        super().__init__(str(LeafSignature(tuple(tensor.shape), tensor.dtype, False)).removesuffix(" no grad"))
+        super().__init__(str(LeafSignature.of(tensor)).removesuffix(" no grad"))
 
     def told(self, stage: str) -> StageError:
         """The error of the stage that read it."""
@@ -127,11 +143,11 @@ class NoValuesError(RuntimeError):
         return StageError(stage, reason, f"{mend}; {attribute}")
 
 
-def require_values(tensors: Iterable[Any]) -> None:
-    """Raise ``NoValuesError`` for a fake tensor of an evaluation that is over."""
+def require_values(tensors: Iterable[Any], stage: str) -> None:
+    """Raise for a fake tensor of an evaluation that is over."""
     for t in tensors:
         if isinstance(t, FakeTensor) and getattr(t.fake_mode, "over", False):
-            raise NoValuesError(t)
+            raise NoValuesError(t).told(stage)
 
 
 def draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -166,7 +182,7 @@ class _Effects(NamedTuple):
         values: list[Any] = [args[n] if n < len(args) else kwargs.get(name) for n, name in self.writes]
         if self.statistics and args[5]:
             values += args[3:5]
-        return (t for t in _flat(values) if isinstance(t, torch.Tensor))
+        return tensors_in(values)
 
 
 @cache
@@ -182,13 +198,16 @@ def _effects(func: Any) -> _Effects:
 
 def _flat(values: Any) -> Iterator[Any]:
     """Iterate over arguments or results of operators, which nest tuples, lists and dictionaries alone."""
-    if isinstance(values, (tuple, list)):
-        for value in values:
+    if isinstance(values, (tuple, list, dict)):
+        for value in values.values() if isinstance(values, dict) else values:
             yield from _flat(value)
-    elif isinstance(values, dict):
-        yield from _flat(list(values.values()))
     else:
         yield values
+
+
+def tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments or results of an operator."""
+    return (value for value in _flat(values) if isinstance(value, torch.Tensor))
 
 
 def _shape(tensor: torch.Tensor) -> str:

@@ -1,7 +1,5 @@
 """Optimizers as pairs of pure functions over trees of tensors, run by torch's fused kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -35,13 +33,9 @@ class Optimizer(NamedTuple):
 
 
 class AdamWState(NamedTuple):
-    """The state of :func:`adamw`.
+    """The number of updates made, int64[] on the CPU, and both moments of every gradient.
 
-    Args:
-        updates: number of updates made, int64[] on the CPU.
-        mean: first moment of every gradient, in the structure of the parameters; None for leaves that
-            are neither floating nor complex.
-        square: second moment, likewise.
+    The moments have the structure of the parameters, None for leaves that are neither floating nor complex.
     """
 
     updates: Tensor
@@ -50,12 +44,7 @@ class AdamWState(NamedTuple):
 
 
 class SGDState(NamedTuple):
-    """The state of :func:`sgd`.
-
-    Args:
-        updates: number of updates made, int64[] on the CPU.
-        momentum: a buffer for every gradient, in the structure of the parameters; None without momentum.
-    """
+    """The number of updates made, int64[] on the CPU, and a buffer for every gradient, or None without momentum."""
 
     updates: Tensor
     momentum: Tree
@@ -217,11 +206,7 @@ def _as_real(leaf: Tensor) -> Tensor:
 
 
 def _dense(leaf: Tensor) -> Tensor:
-    """Put a leaf into row-major memory, without history; it is not copied where it is there already.
-
-    The kernels walk the memory of a parameter, its gradient and its moments side by side,
-    so that all of them must have one layout.
-    """
+    """Put a leaf into row-major memory, without history: the kernels walk the memory of several tensors side by side."""
     if leaf.requires_grad or leaf.is_conj() or leaf.is_neg() or not leaf.is_contiguous():
         return leaf.detach().resolve_conj().resolve_neg().contiguous()
     return leaf
@@ -250,9 +235,8 @@ def _refuse_shared_memory(tree: Tree) -> None:
     seen: dict[int, str] = {}
     leaves, structure = tree_flatten(tree)
     for path, leaf in zip(tree_paths(structure), leaves, strict=True):
-        if not differentiable(leaf.dtype) or not leaf.numel():
-            continue
-        first = seen.setdefault(leaf.data_ptr(), path)
+        trained = differentiable(leaf.dtype) and leaf.numel()
+        first = seen.setdefault(leaf.data_ptr(), path) if trained else path
         if first != path:
             raise ValueError(
                 f"params{first} and params{path} share their memory, so that they cannot both be "
@@ -261,11 +245,7 @@ def _refuse_shared_memory(tree: Tree) -> None:
 
 
 def _gradients(grads: Tree, params: Tree) -> list[Tensor]:
-    """Check the gradients; return those of the leaves that an update changes, as real views in row-major memory.
-
-    Raises:
-        ValueError: if ``grads`` has another structure, shape, dtype or device than ``params``.
-    """
+    """Check that the gradients match; return those of the leaves that an update changes, as real views in row-major memory."""
     wanted, structure = tree_flatten(params)
     got, got_structure = tree_flatten(grads)
     if structure != got_structure:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from ppfunc.runtime.control import _HEAD, Control
-from ppfunc.runtime.failures import gone
+from ppfunc.runtime.errors import gone
 from ppfunc.runtime.links import SocketLinks
 from ppfunc.runtime.p2p import P2P
 from ppfunc.runtime.transport import LossPart

@@ -18,11 +18,11 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-import optree
 import torch
 
 import ppfunc as pp
 from ppfunc.stage import FlatProgram
+from ppfunc.stage.tree import tree_flatten, tree_unflatten
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import gpt
@@ -55,7 +55,7 @@ def make_sides(options: argparse.Namespace) -> dict[str, Side]:
     model = gpt.layers(gpt.Config(width=options.width, layers=options.blocks, context=length))[1:-1]
     params = gpt.initialise(model, range(options.blocks), seed=0, device=options.device)
     x, gy = (torch.randn(sequences, length, options.width, device=options.device) for _ in range(2))
-    leaves, treedef = optree.tree_flatten(params)
+    leaves, treedef = tree_flatten(params)
     fn = gpt.stage(model)
 
     def whole(flat: FlatProgram) -> Side:
@@ -74,7 +74,7 @@ def make_sides(options: argparse.Namespace) -> dict[str, Side]:
 
     def autograd() -> object:
         inputs = [t.detach().requires_grad_() for t in (*leaves, x)]
-        y = fn(optree.tree_unflatten(treedef, inputs[:-1]), inputs[-1])
+        y = fn(tree_unflatten(treedef, inputs[:-1]), inputs[-1])
         return torch.autograd.grad(y, inputs, gy)
 
     plain, compiled = (pp.graph(compile=c)(fn, (params, x)).flat for c in (False, True))

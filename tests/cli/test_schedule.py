@@ -14,9 +14,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from ppfunc.cli import main
-from ppfunc.schedule.builders import BUILDERS
-from ppfunc.schedule.formats import from_json, to_csv
-from ppfunc.schedule.passes import place_communication
+from ppfunc.schedule import BUILDERS, from_json, place_communication, to_csv
 
 NAMES = (
     "gpipe 1f1b inference data_parallel interleaved_1f1b looped_bfs zb_h1 zb_h2 interleaved_zb zbv v_half v_min "
@@ -65,6 +63,13 @@ def test_every_schedule_is_shown_in_every_form_and_accepted_by_check(name, run, 
     assert from_json((tmp_path / "0.json").read_text()) == BUILDERS[name](4, 8)
     assert json.loads((tmp_path / "0.trace").read_text())["traceEvents"]
     assert ElementTree.parse(tmp_path / "0.svg").getroot().tag.endswith("svg")
+
+
+def test_a_grid_is_refused_by_its_format(run, tmp_path):
+    for form, name in (("grid", "1f1b"), ("steps", "deepspeed_train")):
+        run("show", name, "--ranks", 2, "--microbatches", 2, "--format", form, "--out", tmp_path / form)
+        code, _, err = run("check", tmp_path / form)
+        assert code == 2 and "a grid or a list of steps, which only people read: expected CSV or JSON" in err
 
 
 @pytest.mark.parametrize("name", ["1F1B", "one_f_one_b", "Schedule1F1B"])

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from ppfunc.runtime import _torch
 from ppfunc.runtime.buffers import Buffers, Tag
 from ppfunc.runtime.control import Control, StepRunning
-from ppfunc.runtime.errors import AgreementError, PipelineError
-from ppfunc.runtime.failures import LinkError, gone
+from ppfunc.runtime.errors import AgreementError, LinkError, PipelineError, gone
 from ppfunc.runtime.inprocess import InProcess
 from ppfunc.runtime.links import SocketLinks
 from ppfunc.runtime.p2p import P2P
@@ -359,9 +358,9 @@ def everything(rank, ranks):
         apart = caught(step, transport, rank, ranks, f"f; seed {rank // 2}")
         losses.append(step(transport, rank, ranks))
         if rank == 0:
-            transport.send_text(0, ranks - 1, "hello")
+            transport.send_text(ranks - 1, "hello")
         if rank == ranks - 1:
-            assert transport.recv_text(ranks - 1, 0) == "hello"
+            assert transport.recv_text(0) == "hello"
         texts = transport.all_gather(str(rank))
         dist.barrier()
     transport.close()
@@ -498,8 +497,8 @@ def hand_on(transport, rank, ranks, break_at=None):
         transport.connect([Link("F", r, (r + 1) % ranks) for r in range(ranks)])
         buffers = Buffers()
         comes, goes = transfer(False, before, rank, leaves), transfer(True, rank, after, leaves)
-        take = [transport.post(rank, [comes]), transport.wait_recv(rank, comes)]
-        give = [transport.post(rank, [goes]), transport.wait_send(rank, goes)]
+        take = [transport.post([comes]), transport.wait_recv(comes)]
+        give = [transport.post([goes]), transport.wait_send(goes)]
         for call in [*give, *take] if rank == 0 else take:
             if call is give[0]:
                 buffers.values[goes.tag] = values

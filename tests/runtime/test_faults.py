@@ -376,7 +376,7 @@ def test_a_schedule_for_another_number_of_ranks_is_refused(two):
         assert last is None, text
         for name, text, _ in failures:
             assert name == "ValueError"
-            assert "schedule is for 3 ranks, the process group has 2" in text
+            assert "schedule is for 3 ranks, the transport has 2" in text
 
 
 def fail_once(rank, ranks, kind):

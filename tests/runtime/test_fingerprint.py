@@ -145,7 +145,7 @@ def test_a_stage_that_reads_the_same_is_traced_once(monkeypatch):
     def stage(p, x):
         return held["layer"](x) * p * held["more"].scale
 
-    arguments = dict.fromkeys(range(2), normal(1)), normal(4, 1), normal(4, 1, seed=1)
+    arguments = {s: normal(1) for s in range(2)}, normal(4, 1), normal(4, 1, seed=1)
     for schedule in (pp.gpipe(2, 2), pp.one_f_one_b(2, 2), pp.zb_h1(2, 2)):
         pp.value_and_grad([stage] * 2, squared, schedule)(*arguments)
     assert len(seen) == 2  # the first stage and the last
@@ -217,7 +217,7 @@ def test_a_stage_that_counts_its_calls_is_shared_all_the_same():
         calls.append(0)
         return x * p
 
-    arguments = dict.fromkeys(range(4), normal(1)), normal(4, 1), normal(4, 1, seed=1)
+    arguments = {s: normal(1) for s in range(4)}, normal(4, 1), normal(4, 1, seed=1)
     for schedule in (pp.gpipe(4, 2), pp.one_f_one_b(4, 2), pp.dualpipe(4, 8)):
         batch = arguments if schedule.microbatches == 2 else (arguments[0], normal(16, 1), normal(16, 1, seed=1))
         pp.value_and_grad([stage] * 4, squared, schedule)(*batch)

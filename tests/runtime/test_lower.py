@@ -51,8 +51,8 @@ def test_lower_compile_and_execute_are_functions_on_values():
     schedule = step.schedule
     arguments = read_arguments(RawArguments(params, inputs, targets), schedule, [0, 1], True)
     lowered = lower([dense] * 2, squared, schedule, arguments.form, StepSpec("mine", frozenset({"loss", "grads"})))
-    assert [str(lowered.stages[0, m].sent[0]) for m in range(M)] == ["float64[2,4]"] * M
-    assert [str(lowered.stages[1, m].received[0]) for m in range(M)] == ["float64[2,4]"] * M
+    assert [str(lowered.stages[0, m].sinks[0].signature) for m in range(M)] == ["float64[2,4]"] * M
+    assert [str(lowered.stages[1, m].sources[0].signature) for m in range(M)] == ["float64[2,4]"] * M
     assert str(lowered.stages[1, 0].loss) == "float64[]"
     loss, _ = step(params, inputs, targets)
     for _ in range(2):

@@ -6,6 +6,7 @@ import gc
 import os
 import resource
 import threading
+import time
 from typing import ClassVar
 from unittest.mock import patch
 
@@ -455,3 +456,35 @@ def transform_with_wrong_arguments(rank, ranks):
 
 def test_wrong_arguments_of_a_transform_are_told(two):
     two(transform_with_wrong_arguments)
+
+
+def interrupted_while_connecting(rank, ranks):
+    """An interrupt when the peer has answered already, and waits for the communicator to be made."""
+    params, inputs, targets = problem(pp.gpipe(ranks, 4))
+    start = time.perf_counter()
+    with pp.P2P(timeout=30) as transport:
+        step = pp.value_and_grad([stage] * ranks, loss_fn, pp.gpipe(ranks, 4), transport)
+        read, struck = transport._rendezvous.read, []
+
+        def interrupting(key):
+            text = read(key)
+            if text == "both" and not struck and rank == 0:
+                struck.append(key)
+                raise KeyboardInterrupt
+            return text
+
+        transport._rendezvous.read = interrupting
+        connect = transport.connect
+        transport.connect = lambda links: (time.sleep(0.5 * rank), connect(links))  # rank 0 comes first, and is answered
+        try:
+            step({rank: params[rank]}, inputs, targets)
+        except BaseException as error:
+            name = type(error).__name__
+        step({rank: params[rank]}, inputs, targets)
+        return name, time.perf_counter() - start
+
+
+def test_an_interrupt_while_connecting_is_heard_by_the_peer(two):
+    names, seconds = zip(*two(interrupted_while_connecting), strict=True)
+    assert names == ("KeyboardInterrupt", "PipelineError")
+    assert max(seconds) < 15

@@ -99,7 +99,7 @@ def check(answers, soon):
         assert second is fourth is None
         for name, text, seconds in (first, third):
             assert name == "AgreementError", text
-            assert f"parameters of stage {changed} differ between the processes that hold it" in text
+            assert f"parameters of stage {changed} differ between the processes that hold them" in text
             assert seconds < soon
 
 

@@ -65,7 +65,7 @@ def ring_calls(rank, size, transport):
         def add(buffers, recv=recv):
             buffers.kept[0, 0] = (buffers.kept.get((0, 0), (0,))[0] + buffers.values.pop(recv.tag)[0],)
 
-        yield from (load, transport.post(rank, [send, recv]), transport.wait_recv(rank, recv), transport.wait_send(rank, send), add)
+        yield from (load, transport.post([send, recv]), transport.wait_recv(recv), transport.wait_send(send), add)
 
 
 def ring(rank, transport):
@@ -330,14 +330,14 @@ def put(transport, buffers, peer, microbatch, fill):
     """Post a tensor of one number to a peer; returns the transfer."""
     sent = transfer(True, transport.rank, peer, microbatch)
     buffers.values[sent.tag] = (torch.full(LEAF.shape, fill, dtype=LEAF.dtype),)
-    transport.post(transport.rank, [sent])(buffers)
+    transport.post([sent])(buffers)
     return sent
 
 
 def get(transport, buffers, peer, microbatch):
     received = transfer(False, transport.rank, peer, microbatch)
-    transport.post(transport.rank, [received])(buffers)
-    transport.wait_recv(transport.rank, received)(buffers)
+    transport.post([received])(buffers)
+    transport.wait_recv(received)(buffers)
     return buffers.values[received.tag][0]
 
 
@@ -357,11 +357,11 @@ def test_a_posted_receive_is_nan_until_it_is_waited_for():
     received = transfer(False, 1, 0, 0)
 
     def receiver(transport, buffers):
-        transport.post(1, [received])(buffers)
+        transport.post([received])(buffers)
         (tensor,) = buffers.pending[received.tag].tensors
         assert tensor.isnan().all()
         assert received.tag not in buffers.values
-        transport.wait_recv(1, received)(buffers)
+        transport.wait_recv(received)(buffers)
         assert buffers.values[received.tag][0] is tensor
         assert tensor.tolist() == [4.0] * 3
 
@@ -374,9 +374,9 @@ def test_a_tensor_changed_before_it_is_sent_is_noticed():
         sent = transfer(True, 0, 1, 0)
         tensor = torch.zeros(LEAF.shape, dtype=LEAF.dtype)
         buffers.values[sent.tag] = (tensor,)
-        transport.post(0, [sent])(buffers)
+        transport.post([sent])(buffers)
         tensor[1] = 7.0
-        transport.wait_send(0, sent)(buffers)
+        transport.wait_send(sent)(buffers)
 
     def receiver(transport, buffers):
         assert get(transport, buffers, 0, 0).tolist() == [0.0, 7.0, 0.0]
@@ -405,7 +405,7 @@ def test_a_deadlock_is_reported_in_virtual_time():
 def test_the_end_of_a_chain_of_waits_is_the_culprit():
     def function(rank, transport):
         try:
-            transport.recv_text(rank, rank + 1) if rank < 3 else transport.recv_text(rank, 0)
+            transport.recv_text(rank + 1) if rank < 3 else transport.recv_text(0)
         except Exception as error:
             raise transport.fail(Failure(rank, None, None, error)) from error
 
@@ -418,9 +418,9 @@ def test_a_closed_transport_is_noticed_by_those_that_wait():
     def function(rank, transport):
         with transport:
             if rank == 0:
-                transport.recv_text(0, 1)
+                transport.recv_text(1)
         transport.close()
-        transport.send_text(rank, 1 - rank, "more")
+        transport.send_text(1 - rank, "more")
 
     network = Simulated(2, 0)
     errors = [str(outcome.error) for outcome in network.run(function)]
@@ -436,9 +436,9 @@ def test_wrong_uses_are_refused():
         Simulated(0, 0)
     with pytest.raises(ValueError, match="finite"):
         Simulated(1, 0, timeout=float("inf"))
-    with pytest.raises(ValueError, match=r"3 ranks, the simulated network has 2.*Simulated\(3"):
+    with pytest.raises(ValueError, match="3 ranks, the transport has 2"):
         Simulated(2, 0).transport(0).local_ranks(3)
     with pytest.raises(RuntimeError, match="outside a run"):
         Simulated(2, 0).transport(0).all_gather("")
-    errors = [o.error for o in Simulated(2, 0).run(lambda rank, transport: transport.post(rank, [transfer(True, rank, 1 - rank, 0)]))]
+    errors = [o.error for o in Simulated(2, 0).run(lambda rank, transport: transport.post([transfer(True, rank, 1 - rank, 0)]))]
     assert all("has not connected" in str(error) for error in errors)

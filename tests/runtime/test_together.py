@@ -154,6 +154,36 @@ def test_a_step_function_that_was_refused_is_told_and_not_counted(two, soon):
     assert seconds < soon
 
 
+def refused_twice(rank, ranks, everywhere):
+    """Rank 1 cannot make a step function, in two ways; then it, or every rank, makes it anew, and all make one more."""
+    params, inputs, targets = problem(ranks, 4)
+    held, schedule = {rank: params[rank]}, pp.gpipe(ranks, 4)
+    with pp.P2P(timeout=60) as transport:
+
+        def make(**options):
+            return pp.value_and_grad([stage] * ranks, squared, schedule, transport, **options)
+
+        for fault in ({"argnums": (0, 0)}, {"loss_weights": [1.0]}):
+            step = None
+            if rank:
+                assert caught(make, **fault)[0] == "ValueError"
+            else:
+                step = make()
+                name, text, _ = caught(step, held, inputs, targets)
+                assert (name, "rank 1 failed outside its program" in text) == ("PipelineError", True)
+            step = make() if rank or everywhere else step
+            assert caught(step, held, inputs, targets)[0] is None
+        one, other = make(), make()
+        assert caught(one, held, inputs, targets)[0] is None
+        assert caught(other, held, inputs, targets)[0] is None
+        return caught((one, other)[rank], held, inputs, targets)[0]
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_a_step_function_that_one_rank_could_not_make_is_made_again_there_or_everywhere(two, everywhere):
+    assert two(refused_twice, everywhere) == ["AgreementError"] * 2
+
+
 def with_and_without_a_loss(rank, ranks):
     params, inputs, targets = problem(ranks, 4)
     loss_fn = None if rank == 0 else squared

@@ -7,13 +7,14 @@ from itertools import product
 
 import pytest
 
-from ppfunc.schedule.builders import (
+from ppfunc.schedule import (
     BUILDERS,
     chimera,
     gpipe,
     inference,
     interleaved_one_f_one_b,
     interleaved_zero_bubble,
+    linearize,
     looped_bfs,
     one_f_one_b,
     v_half,
@@ -25,7 +26,6 @@ from ppfunc.schedule.builders import (
 from ppfunc.schedule.costs import Costs
 from ppfunc.schedule.errors import ScheduleError
 from ppfunc.schedule.instruction import Op
-from ppfunc.schedule.passes import linearize
 from ppfunc.schedule.simulate import simulate
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ppfunc.schedule.builders import data_parallel, deepspeed_inference, deepspeed_train
+from ppfunc.schedule import data_parallel, deepspeed_inference, deepspeed_train
 from ppfunc.schedule.check import check, is_step_atomic
 from ppfunc.schedule.errors import ScheduleError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ppfunc.schedule.builders import dualpipe, dualpipev
+from ppfunc.schedule import dualpipe, dualpipev
 
 
 class Recorder:

@@ -7,10 +7,9 @@ from math import ceil
 import pytest
 from hypothesis import given, strategies as st
 
-from ppfunc.schedule.builders import zb_h1, zb_h2, zero_bubble
+from ppfunc.schedule import place_communication, zb_h1, zb_h2, zero_bubble
 from ppfunc.schedule.check import check
 from ppfunc.schedule.costs import Costs
-from ppfunc.schedule.passes import place_communication
 from ppfunc.schedule.simulate import simulate
 
 

@@ -6,8 +6,18 @@ import warnings
 
 import pytest
 
-from ppfunc.schedule import build_schedule, count_microbatches, find_builder, split_points_for
-from ppfunc.schedule.builders import BUILDERS, gpipe, interleaved_one_f_one_b, interleaved_zero_bubble, one_f_one_b, zbv
+from ppfunc.schedule import (
+    BUILDERS,
+    build_schedule,
+    count_microbatches,
+    find_builder,
+    gpipe,
+    interleaved_one_f_one_b,
+    interleaved_zero_bubble,
+    one_f_one_b,
+    split_points_for,
+    zbv,
+)
 from ppfunc.schedule.formats.files import write_csv
 
 

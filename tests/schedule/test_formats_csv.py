@@ -5,16 +5,14 @@ import time
 import pytest
 from hypothesis import assume, given
 
-from ppfunc.schedule.builders import BUILDERS, gpipe
+from ppfunc.schedule import BUILDERS, compute_only, gpipe, place_communication
 from ppfunc.schedule.check import check
 from ppfunc.schedule.errors import ScheduleError
-from ppfunc.schedule.formats.compute_only import compute_only
 from ppfunc.schedule.formats.csv import from_csv, to_csv
 from ppfunc.schedule.formats.files import read_csv, read_schedule, write_csv
 from ppfunc.schedule.formats.json import to_json
 from ppfunc.schedule.formats.text import FormatError
 from ppfunc.schedule.instruction import Instruction, Op
-from ppfunc.schedule.passes import place_communication
 from ppfunc.schedule.schedule import Chain, Schedule
 from ppfunc.testing import mutated_schedules, schedules
 

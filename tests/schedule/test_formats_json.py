@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from ppfunc.schedule.builders import deepspeed_train, gpipe
+from ppfunc.schedule import deepspeed_train, gpipe
 from ppfunc.schedule.formats.json import from_json, to_json
 from ppfunc.schedule.formats.text import FormatError
 from ppfunc.schedule.instruction import Instruction, Op, overlap

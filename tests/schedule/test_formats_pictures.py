@@ -12,14 +12,24 @@ from itertools import pairwise
 import pytest
 
 import ppfunc.schedule as schedules
-from ppfunc.schedule.builders import BUILDERS, deepspeed_inference, dualpipe, gpipe, interleaved_one_f_one_b, one_f_one_b
+from ppfunc.schedule import (
+    BUILDERS,
+    deepspeed_inference,
+    dualpipe,
+    from_csv,
+    gpipe,
+    interleaved_one_f_one_b,
+    one_f_one_b,
+    place_communication,
+    to_grid,
+    to_steps,
+    to_svg,
+    to_trace,
+)
 from ppfunc.schedule.check import check
 from ppfunc.schedule.costs import Costs
-from ppfunc.schedule.formats import from_csv, to_grid, to_steps, to_svg, to_trace
 from ppfunc.schedule.instruction import COMPUTE, parts_of
-from ppfunc.schedule.passes import place_communication
-from ppfunc.schedule.schedule import elementary
-from ppfunc.schedule.simulate import measure, simulate
+from ppfunc.schedule.simulate import simulate, timeline_of
 
 SVG = "{http://www.w3.org/2000/svg}"
 SCHEDULES = [build(4, 8) for build in BUILDERS.values()]
@@ -55,7 +65,7 @@ def test_svg_is_readable_from_2_to_64_ranks(build, ranks):
     schedule = build(ranks, 2 * ranks)
     root = ElementTree.fromstring(to_svg(schedule))
     numbers = Counter(t.text for t in root.iter(f"{SVG}text") if t.get("class").split()[0] == "n")
-    assert numbers == Counter(str(p.microbatch) for r in range(ranks) for p in elementary(schedule, r))
+    assert numbers == Counter(str(p.microbatch) for r in range(ranks) for i in schedule.instructions(r) for p in parts_of(i))
     width, height = float(root.get("width")), float(root.get("height"))
     for element in root.iter():
         if element.tag in (f"{SVG}rect", f"{SVG}text"):
@@ -79,7 +89,7 @@ def test_svg_says_what_it_shows():
 
 def test_svg_shows_measured_times_and_any_name():
     schedule = replace(gpipe(1, 2), name='<b> & "c"\x00\x1b')
-    timeline = measure(schedule, [[0.0, 0.011, 0.03, 0.05]], [[0.01, 0.02, 0.05, 0.08]])
+    timeline = timeline_of(schedule, [[0.0, 0.011, 0.03, 0.05]], [[0.01, 0.02, 0.05, 0.08]])
     root = ElementTree.fromstring(to_svg(schedule, timeline))
     assert len(bars(root)) == 4
     assert root.find(f"{SVG}title").text == '<b> & "c"??'
@@ -117,7 +127,7 @@ def test_grid_has_one_row_per_rank_and_every_instruction(schedule):
         for rank, line in enumerate(lines):
             assert line.startswith(f"rank {rank} ")
             words = [word for word in re.split(r"[ +;()-]+", line)[2:] if word not in ("", ".", "OVERLAP_F_B")]
-            assert words == [str(part) for part in elementary(form, rank)]
+            assert words == [str(part) for i in form.instructions(rank) for part in parts_of(i)]
 
 
 def test_grid_columns_are_moments_in_time():

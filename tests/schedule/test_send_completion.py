@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from ppfunc.schedule import BUILDERS, Op, one_f_one_b, place_communication, send_completion
-from ppfunc.schedule.formats import compute_only
+from ppfunc.schedule import BUILDERS, Op, compute_only, one_f_one_b, place_communication, send_completion
 from ppfunc.schedule.instruction import COMMUNICATION, SENDS
 
 

@@ -21,12 +21,12 @@ from ppfunc.schedule import (
     insert_offloads,
     interleaved_one_f_one_b,
     lower_bound,
-    measure,
     one_f_one_b,
     place_communication,
     remove_communication,
     simulate,
     split_backward,
+    timeline_of,
     zb_h1,
     zb_h2,
     zbv,
@@ -196,9 +196,9 @@ def test_costs_that_make_no_sense(costs, words):
 def test_measured_times_give_the_same_figures():
     schedule = append_tail(insert_loads(place_communication(one_f_one_b(3, 5))))
     timeline = simulate(schedule, Costs(backward=3))
-    assert measure(schedule, timeline.starts, timeline.ends) == timeline
+    assert timeline_of(schedule, timeline.starts, timeline.ends) == timeline
     with pytest.raises(ValueError, match="rank 0 has"):
-        measure(schedule, [[]] * 3, [[]] * 3)
+        timeline_of(schedule, [[]] * 3, [[]] * 3)
 
 
 def test_what_is_no_schedule_is_refused():

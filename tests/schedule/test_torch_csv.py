@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 import torch.distributed.pipelining.schedules as torch_schedules
 
-from ppfunc.schedule.builders import BUILDERS
+from ppfunc.schedule import BUILDERS, place_communication, read_csv, write_csv
 from ppfunc.schedule.check import check
-from ppfunc.schedule.formats import read_csv, write_csv
 from ppfunc.schedule.instruction import COMPUTE
-from ppfunc.schedule.passes import place_communication
 
 RANKS, MICROBATCHES = 3, 6
 KINDS = {

@@ -15,10 +15,8 @@ import pytest
 import torch
 
 import ppfunc as pp
-from ppfunc.schedule.builders import BUILDERS
-from ppfunc.schedule.formats import read_csv, write_csv
+from ppfunc.schedule import BUILDERS, place_communication, read_csv, write_csv
 from ppfunc.schedule.instruction import Instruction, Op
-from ppfunc.schedule.passes import place_communication
 
 RANKS, MICROBATCHES, WIDTH = 2, 6, 5
 NAMES = ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zb_h1", "interleaved_zb", "zbv", "dualpipev")

@@ -16,14 +16,12 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import given, strategies as st
 
-from ppfunc.schedule.builders import BUILDERS, chimera, zero_bubble
-from ppfunc.schedule.builders._interleaved import group_size
+from ppfunc.schedule import BUILDERS, chimera, from_csv, from_json, linearize, place_communication, to_csv, to_json, zero_bubble
+from ppfunc.schedule.builders.interleaved import group_size
 from ppfunc.schedule.check import check
 from ppfunc.schedule.costs import Costs
-from ppfunc.schedule.formats import from_csv, from_json, to_csv, to_json
-from ppfunc.schedule.instruction import COMMUNICATION, COMPUTE, Op
-from ppfunc.schedule.passes import linearize, place_communication
-from ppfunc.schedule.schedule import Schedule, elementary
+from ppfunc.schedule.instruction import COMMUNICATION, COMPUTE, Op, parts_of
+from ppfunc.schedule.schedule import Schedule
 from ppfunc.schedule.simulate import simulate
 
 ALL = BUILDERS | {"zero_bubble": zero_bubble, "chimera": chimera}
@@ -121,7 +119,11 @@ def test_complete(name, data):
     """Each stage has one forward and, unless there is none at all, one backward, whole or in two, of each microbatch."""
     schedule = data.draw(cases(name)).schedule
     found = Counter(
-        (part.op, part.stage, part.microbatch) for r in range(schedule.ranks) for part in elementary(schedule, r) if part.op in COMPUTE
+        (part.op, part.stage, part.microbatch)
+        for r in range(schedule.ranks)
+        for i in schedule.instructions(r)
+        for part in parts_of(i)
+        if part.op in COMPUTE
     )
     assert set(found.values()) == {1}
     walked = {(s, m) for chain in schedule.chains for s in chain.stages for m in chain.microbatches}
@@ -137,7 +139,7 @@ def test_complete(name, data):
 def test_every_instruction_is_on_the_rank_of_its_stage(name, data):
     schedule = data.draw(cases(name)).schedule
     for rank in range(schedule.ranks):
-        assert {schedule.placement[part.stage] for part in elementary(schedule, rank)} == {rank}
+        assert {schedule.placement[part.stage] for i in schedule.instructions(rank) for part in parts_of(i)} == {rank}
 
 
 @every_builder

@@ -408,7 +408,7 @@ def test_values_that_another_shape_needs_are_refused_by_name():
 
 def test_params_of_another_form_are_refused():
     parts = pp.split(made(m.Plain), m.rows(), at=["b"])
-    with pytest.raises(ValueError, match=r"params of stage 0: got \['a.weight'\], expected \['a.bias', 'a.weight'\]"):
+    with pytest.raises(ValueError, match=r"params of stage 0 of Plain: got \['a.weight'\], expected \['a.bias', 'a.weight'\]"):
         parts.stages[0]({"a.weight": parts.params[0]["a.weight"]}, m.rows())
     with pytest.raises(TypeError, match="stage 0 of the model got 1 further arguments"):
         parts.stages[0](parts.params[0], m.rows(), {})

@@ -147,14 +147,14 @@ def test_stages_that_share_a_program_have_copies_of_their_parameters():
 
 def test_parameters_written_over_in_place_are_read_anew():
     program = in_slots(dense, (problem(1)[0][0], torch.zeros(3, D, dtype=torch.float64)))
-    leaves = tuple(problem(1)[0][0][k] for k in "bw")
+    leaves = tuple(problem(1)[0][0][k] for k in "wb")
     x = problem(1)[1][:3]
     with torch.no_grad():
         first, _ = program.flat.forward(leaves, (x,), ())
-        leaves[1].mul_(2)
+        leaves[0].mul_(2)
         second, _ = program.flat.forward(leaves, (x,), ())
-    torch.testing.assert_close(first[0], torch.tanh(x @ (leaves[1] / 2) + leaves[0]))
-    torch.testing.assert_close(second[0], torch.tanh(x @ leaves[1] + leaves[0]))
+    torch.testing.assert_close(first[0], torch.tanh(x @ (leaves[0] / 2) + leaves[1]))
+    torch.testing.assert_close(second[0], torch.tanh(x @ leaves[0] + leaves[1]))
 
 
 def test_a_slot_is_free_when_nothing_refers_to_its_residuals():

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ppfunc.stage import abstract, eager, functional, graph
+from ppfunc.stage.tree import tree_flatten
 
 ENGINES = {"graph": graph, "functional": functional, "eager": eager}
 
@@ -33,7 +34,7 @@ def test_signature_tells_what_comes_out(engine, case):
     program = engine(case.fn, case.args, has_aux=case.has_aux)
     out, _ = program.forward(*case.args)
     y = out[0] if case.has_aux else out
-    leaves, treedef = optree.tree_flatten(y)
+    leaves, treedef = tree_flatten(y)
     assert treedef == program.y.treedef
     assert [(tuple(t.shape), t.dtype) for t in leaves] == [(s.shape, s.dtype) for s in program.y.leaves]
     if not case.has_aux:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from ppfunc.stage import Signature, StageError, graph
 from ppfunc.stage.abstract import outline
 from ppfunc.stage.tracing import emit
+from ppfunc.stage.tree import tree_leaves
 
 VIEWS = {
     "t",
@@ -52,7 +53,7 @@ def parts(run):
 
     def parts(program, case):
         counts = {}
-        leaves = tuple(tuple(optree.tree_leaves(t)) for t in case.args[:2])
+        leaves = tuple(tuple(tree_leaves(t)) for t in case.args[:2])
         with torch.no_grad():
             with Counting() as counts["F"]:
                 y, residuals = program.flat.forward(*leaves, ())

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 import torch.distributed.nn.functional as differentiable
 
-from ppfunc.stage import StageError, graph
+from ppfunc.stage import Signature, StageError, eager, functional, graph
 
 ONES = torch.ones(2), torch.full((2,), 3.0)
 
@@ -43,10 +43,10 @@ def line_of(fn, line=1):
     return f"{os.path.abspath(__file__)}:{fn.__code__.co_firstlineno + line}"
 
 
-def refused(fn, match, line=1):
+def refused(fn, match, line=1, engine=graph):
     """The refusal names the operator and the line of the function."""
     with pytest.raises(StageError, match=match) as caught:
-        graph(fn, ONES)
+        engine(fn, ONES)
     assert f"called at {line_of(fn, line)}" in str(caught.value)
     return caught.value
 
@@ -120,12 +120,29 @@ def test_collectives_that_write_are_refused(group):
         dist.all_reduce(h)
         return h
 
+    for engine in (graph, functional, eager):
+        refused(raw, r"the collective c10d\.allreduce_\.default, .* its gradient would be that of the identity", 2, engine)
+
+
+def test_collectives_within_a_function_with_a_derivative_are_for_the_eager_engine(group):
     def wrapped(w, x):
         return differentiable.all_reduce(w * x)
 
-    for stage, line in ((raw, 2), (wrapped, 1)):
-        with pytest.warns(FutureWarning) if stage is wrapped else torch.no_grad():
-            refused(stage, r"the collective c10d\.allreduce_\.default, .* is not traced", line)
+    with pytest.warns(FutureWarning):
+        refused(wrapped, r"the collective c10d\.allreduce_\.default, .* is not traced", 1)
+        program = eager(wrapped, ONES)
+        _, residuals = program.forward(*ONES)
+        torch.testing.assert_close(program.backward(residuals, torch.ones(2)), (ONES[1], ONES[0]))
+
+
+@pytest.mark.parametrize("engine", [functional, eager])
+def test_what_depends_on_parameters_on_another_path_than_that_of_zeros_has_a_gradient(engine):
+    """The path of zeros, on which outputs are learned, does not depend on ``w``: its gradient was zero on the other, too."""
+    example = torch.full((2,), 3.0), Signature.of(torch.ones(2)).without_grad()
+    program = engine(lambda w, x: w * x if x.sum() > 0 else x * 2, example)
+    for x in (torch.ones(2), -torch.ones(2)):
+        _, residuals = program.forward(example[0], x)
+        torch.testing.assert_close(program.backward(residuals, torch.ones(2))[0], x.clamp(min=0))
 
 
 def test_a_functional_collective_without_a_derivative_is_refused(group):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections import OrderedDict, defaultdict, deque
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,6 +14,8 @@ import torch
 from hypothesis import given, strategies as st
 
 from ppfunc.stage import LeafSignature, Signature
+from ppfunc.stage.signature import flatten, form_of, same_form
+from ppfunc.stage.tree import tree_structure
 
 
 class Point(NamedTuple):
@@ -60,15 +63,15 @@ def test_json_round_trip(tree):
     text = signature.to_json()
     again = Signature.from_json(text)
     assert again == signature and hash(again) == hash(signature) and again.to_json() == text
-    assert optree.tree_structure(again.unflatten(signature.leaves)) == signature.treedef
+    assert tree_structure(again.unflatten(signature.leaves)) == signature.treedef
 
 
-def test_the_order_of_keys_is_part_of_a_signature_and_not_of_its_leaves():
-    """A stage may go by it: two orders are two forms, whose leaves come in the order of the sorted keys."""
+def test_the_order_of_keys_is_part_of_a_signature():
+    """A stage may go by it: two orders are two forms, whose leaves come in their orders."""
     a, b = torch.zeros(1), torch.zeros(2)
     first, second = Signature.of({"a": a, "b": b}), Signature.of({"b": b, "a": a})
     assert first != second and first.to_json() != second.to_json()
-    assert first.leaves == second.leaves and first.treedef == second.treedef
+    assert first.leaves == second.leaves[::-1] and first.treedef != second.treedef
     for signature in (first, second, first.without_grad(), second.with_grad()):
         read = Signature.from_json(signature.to_json())
         assert read == signature and hash(read) == hash(signature)
@@ -113,18 +116,21 @@ def test_bytes():
 @pytest.mark.parametrize(
     "structure",
     [
-        [["registered", ["os", "system"], "true", 0]],
-        [["registered", ["subprocess", "Popen"], ["true"], 0]],
-        [["namedtuple", ["os", "path"], 0]],
-        [["namedtuple", ["no_such_module", "Thing"], 0]],
-        [["namedtuple", ["builtins", "dict"], 0]],
-        [["structseq", ["os", "path"], 0]],
-        [["defaultdict", "eval", []]],
+        [["os", "system", "true", 0]],
+        [["subprocess", "Popen", ["list", "true"], 0]],
+        [["os", "path", None, 0]],
+        [["no_such_module", "Thing", None, 0]],
+        [["builtins", "object", None, 0]],
+        [["builtins", "dict", None, 0]],
+        [["collections", "defaultdict", ["tuple", ["class", "eval"], ["list"]], 0]],
+        [["collections", "defaultdict", ["tuple", {}, ["list"]], 0]],
         [["surprise", 0]],
-        [["dict", ["a"]]],
-        [["tuple", 2], None],
-        [["tuple", -1], None],
-        [["tuple", True], None],
+        [["builtins", "dict", ["list", "a"], 0]],
+        [["builtins", "dict", ["list", "a", "a"], 2], "*", "*"],
+        [["builtins", "tuple", None, 2], None],
+        [["builtins", "tuple", None, -1], None],
+        [["builtins", "tuple", None, 1.0], None],
+        [["builtins", "tuple", "more", 1], None],
         [None, None],
         [],
         {"tuple": []},
@@ -164,3 +170,67 @@ def test_require_names_the_leaf():
         signature.require({"w": torch.zeros(3, 2)}, "x")
     with pytest.raises(ValueError, match="x: got the structure"):
         signature.require([torch.zeros(2, 3)], "x")
+
+
+FORMED = {
+    "a dictionary": lambda a, b: {"a": a, "b": b},
+    "nested": lambda a, b: {"a": [a], "b": {"c": (b,)}},
+    "a tuple": lambda a, b: (a, b),
+}
+
+
+def ones(**options: Any) -> torch.Tensor:
+    return torch.ones(2, 3, **options)
+
+
+class Marked(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("make", FORMED.values(), ids=FORMED)
+def test_a_tree_of_the_same_form_gives_its_leaves(make):
+    form = form_of(*flatten(make(ones(), ones())))
+    a, b = ones() * 2, torch.zeros(5, 3)[1:3]
+    assert all(x is y for x, y in zip(same_form(make(a, b), form), (a, b), strict=True))
+
+
+OTHERS = {
+    "shape": lambda: torch.ones(2, 2),
+    "rank": lambda: torch.ones(2, 3, 1),
+    "dtype": lambda: ones(dtype=torch.float64),
+    "device": lambda: ones(device="meta"),
+    "strides": lambda: torch.ones(3, 2).T,
+    "class": lambda: ones().as_subclass(Marked),
+    "parameter": lambda: torch.nn.Parameter(ones(), requires_grad=False),
+    "gradient": lambda: ones(requires_grad=True),
+    "sparse": lambda: ones().to_sparse(),
+    "number": lambda: 3,
+    "nothing": lambda: None,
+    "tree": lambda: {"x": ones()},
+}
+
+
+@pytest.mark.parametrize("make", FORMED.values(), ids=FORMED)
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+def test_a_tree_with_another_leaf_is_of_another_form(make, other):
+    form = form_of(*flatten(make(ones(), ones())))
+    assert same_form(make(ones(), other()), form) is None
+
+
+def test_a_tree_of_another_structure_is_of_another_form():
+    form = form_of(*flatten({"a": ones(), "b": ones()}))
+    for tree in ({"b": ones(), "a": ones()}, {"a": ones()}, {"a": ones(), "b": ones(), "c": ones()}, (ones(), ones()), ones()):
+        assert same_form(tree, form) is None
+    for kind in (OrderedDict, lambda items: defaultdict(None, items), Extended):
+        assert same_form(kind({"a": ones(), "b": ones()}), form) is None
+    with torch.inference_mode():
+        assert same_form({"a": ones(), "b": ones()}, form) is None
+
+
+def test_one_tensor_in_two_places_is_of_no_form_and_no_tensor_is_kept_alive():
+    a = ones()
+    form = form_of(*flatten({"a": a, "b": a}))
+    assert same_form({"a": a, "b": a}, form) is None and same_form({"a": a, "b": ones()}, form) is not None
+    seen = weakref.ref(a)
+    del a
+    assert seen() is None

@@ -50,12 +50,12 @@ pytree.register_pytree_node(Plain, lambda p: ([p.value], CONTEXT), lambda values
 def test_classes_registered_with_torch_are_nodes():
     tree = {"b": ModelOutput(y=torch.ones(2), x=None), "a": [Plain(torch.zeros(3))]}
     leaves, treedef = tree_flatten(tree)
-    assert [len(t) for t in leaves] == [3, 2]
-    assert tree_paths(treedef, "p") == ("p['a'][0][0]", "p['b']['y']")
+    assert [len(t) for t in leaves] == [2, 3]
+    assert tree_paths(treedef, "p") == ("p['b']['y']", "p['a'][0][0]")
     again = tree_unflatten(treedef, leaves)
     assert type(again["b"]) is ModelOutput and list(again["b"]) == ["y", "x"] and type(again["a"][0]) is Plain
     assert hash(treedef) == hash(tree_structure(again)) and treedef == tree_structure(again)
-    assert tree_leaves(tree_map(lambda t, u: len(t) + len(u), tree, again)) == [6, 4]
+    assert tree_leaves(tree_map(lambda t, u: len(t) + len(u), tree, again)) == [4, 6]
     signature = Signature.of(tree)
     assert Signature.from_json(signature.to_json()) == signature
     assert hash(Signature.from_json(signature.to_json())) == hash(signature)
@@ -95,7 +95,7 @@ def test_the_order_of_keys_does_not_depend_on_what_else_is_imported():
     code = (
         "import torch; from ppfunc.stage import Signature; before = Signature.of({'b': torch.ones(1), 'a': torch.ones(2)}); "
         "import torch.utils._cxx_pytree; after = Signature.of({'b': torch.ones(1), 'a': torch.ones(2)}); "
-        "assert before == after and before.to_json() == after.to_json() and before.leaves[0].shape == (2,)"
+        "assert before == after and before.to_json() == after.to_json() and before.leaves[0].shape == (1,)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
 

@@ -9,7 +9,7 @@ from functools import partial
 from math import inf
 from typing import NamedTuple
 
-from ..failures import GONE, LinkError
+from ..errors import GONE, LinkError
 from .faults import Fault, InjectedError, RankStopped, require_possible
 from .scheduler import Scheduler
 

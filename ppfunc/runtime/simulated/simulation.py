@@ -1,15 +1,19 @@
-"""Run a function on every rank of a simulated network."""
+"""Run a function on every rank of a simulated network, each with a transport of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+
+from ..control import Control
+from ..transport import Call, Link, LossPart, Mode, Transfer
 from .faults import Fault
+from .links import SimulatedLinks
 from .network import Network
 from .scheduler import RankResult
-from .transport import SimulatedTransport
 from .wires import Wires
 
 
@@ -65,3 +69,38 @@ class Simulated:
             How each has ended, by rank; with RankStopped where it was killed, or froze for ever.
         """
         return self._network.scheduler.run([partial(function, rank, transport) for rank, transport in enumerate(self._transports)])
+
+
+class SimulatedTransport(Control):
+    """The transport of one rank of :class:`Simulated`. To be used by the thread of that rank."""
+
+    def __init__(self, network: Network, wires: Wires, rank: int) -> None:
+        self._wires, self._links = wires, SimulatedLinks(network, rank)
+        super().__init__(self._links)
+
+    def connect(self, links: Iterable[Link]) -> None:
+        self._wires.connect(self.rank, sorted({link for link in links if self.rank in (link.sender, link.receiver)}))
+
+    def post(self, batch: Sequence[Transfer]) -> Call | None:
+        return self._wires.post(self.rank, batch) if batch else None
+
+    def wait_recv(self, transfer: Transfer) -> Call | None:
+        return self._wires.wait(self.rank, transfer)
+
+    def wait_send(self, transfer: Transfer) -> Call | None:
+        return self._wires.wait(self.rank, transfer)
+
+    def end(
+        self,
+        losses: Mapping[int, torch.Tensor],
+        parts: Mapping[int, LossPart],
+        mode: Mode = "mixed",
+        after: Callable[[], torch.Tensor | None] | None = None,
+    ) -> torch.Tensor | None:
+        try:
+            return super().end(losses, parts, mode, after)
+        finally:
+            self._links.settled()
+
+    def tear_down(self) -> None:
+        self._wires.disconnect(self.rank)

@@ -12,6 +12,7 @@ import torch
 from ppfunc.stage import LeafSignature
 
 from ..buffers import Buffers
+from ..ties import same_bits
 from ..transport import Call, Link, Transfer
 from .network import Network, Pipe
 
@@ -128,7 +129,7 @@ class Wires:
             told = f"rank {received.peer} sends {_name(sent.tag)} {_forms(sent)} where rank {sent.peer} receives"
             source.error = destination.error = RuntimeError(f"{told} {_name(received.tag)} {_forms(received)}")
             return
-        if not all(map(_same_bits, source.tensors, source.before)):
+        if not all(map(same_bits, source.tensors, source.before)):
             source.error = RuntimeError(f"rank {received.peer} has changed {_name(sent.tag)} before it was sent; wait for it first")
         for tensor, copy in zip(source.tensors, destination.tensors, strict=True):
             copy.copy_(tensor)
@@ -143,10 +144,6 @@ def _poisoned(leaf: LeafSignature, device: torch.device) -> torch.Tensor:
     tensor = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
     tensor.reshape(-1).view(torch.uint8).fill_(0xFF)
     return tensor
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(*(t.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8) for t in (one, other)))
 
 
 def _link(rank: int, transfer: Transfer) -> Link:

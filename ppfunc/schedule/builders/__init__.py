@@ -1,28 +1,14 @@
-"""The builders of schedules: one pure function ``(ranks, microbatches, ...) -> Schedule`` each."""
-
-from __future__ import annotations
+"""The builders of schedules: pure functions ``(ranks, microbatches, ...) -> Schedule``."""
 
 from collections.abc import Callable
 
 from ..schedule import Schedule
-from .chimera import chimera
-from .data_parallel import data_parallel
-from .deepspeed_inference import deepspeed_inference
-from .deepspeed_train import deepspeed_train
-from .dualpipe import dualpipe
-from .dualpipev import dualpipev
-from .gpipe import gpipe
-from .inference import inference
-from .interleaved_one_f_one_b import interleaved_one_f_one_b
-from .interleaved_zero_bubble import interleaved_zero_bubble
-from .looped_bfs import looped_bfs
-from .one_f_one_b import one_f_one_b
-from .v_half import v_half
-from .v_min import v_min
-from .zb_h1 import zb_h1
-from .zb_h2 import zb_h2
-from .zbv import zbv
-from .zero_bubble import zero_bubble
+from .bidirectional import chimera as chimera, dualpipe as dualpipe, dualpipev as dualpipev
+from .deepspeed import data_parallel as data_parallel, deepspeed_inference as deepspeed_inference, deepspeed_train as deepspeed_train
+from .interleaved import interleaved_one_f_one_b, interleaved_zero_bubble, looped_bfs
+from .one_stage import gpipe, inference, one_f_one_b, zb_h1, zb_h2
+from .v_shape import v_half, v_min, zbv
+from .zero_bubble import zero_bubble as zero_bubble
 
 # Without zero_bubble, which depends on costs, and chimera, which is there for comparison.
 BUILDERS: dict[str, Callable[..., Schedule]] = {
@@ -43,25 +29,3 @@ BUILDERS: dict[str, Callable[..., Schedule]] = {
     "deepspeed_train": deepspeed_train,
     "deepspeed_inference": deepspeed_inference,
 }
-
-__all__ = [
-    "BUILDERS",
-    "chimera",
-    "data_parallel",
-    "deepspeed_inference",
-    "deepspeed_train",
-    "dualpipe",
-    "dualpipev",
-    "gpipe",
-    "inference",
-    "interleaved_one_f_one_b",
-    "interleaved_zero_bubble",
-    "looped_bfs",
-    "one_f_one_b",
-    "v_half",
-    "v_min",
-    "zb_h1",
-    "zb_h2",
-    "zbv",
-    "zero_bubble",
-]

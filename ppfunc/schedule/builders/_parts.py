@@ -1,16 +1,40 @@
-"""Share among builders instructions by letter and the check of their arguments."""
+"""Share among builders instructions by letter, the check of arguments, and the orders of 1F1B."""
 
-from __future__ import annotations
-
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 from ...parallel.counts import require_counts as require_counts
-from ..instruction import Instruction, Op
+from ..instruction import Instruction, Op, instructions_of
 
 F, B, I, W = (partial(Instruction, op) for op in (Op.F, Op.B, Op.I, Op.W))  # noqa: E741
+forwards_of, backwards_of = partial(instructions_of, Op.F), partial(instructions_of, Op.B)
 
 
 def require(name: str, got: object, holds: bool, expected: str, mend: str) -> None:
     """Raise ValueError with the argument's name, value, what was expected and how to mend it."""
     if not holds:
         raise ValueError(f"{name} = {got!r}, expected {expected}: {mend}")
+
+
+def alternate(forwards: Sequence[Instruction], backwards: Iterable[Sequence[Instruction]], warm_up: int) -> Iterator[Instruction]:
+    """``warm_up`` forwards, then a forward and the instructions of a backward in turn; last the backwards that are left."""
+    yield from forwards[:warm_up]
+    for k, backward in enumerate(backwards):
+        yield from forwards[warm_up + k : warm_up + k + 1]
+        yield from backward
+
+
+def delayed_weights(
+    forwards: Sequence[Instruction], backwards: Sequence[tuple[int, int]], warm_up: int, delay: int
+) -> Iterator[Instruction]:
+    """Alternate forwards and input gradients, the weight gradients some input gradients late.
+
+    Args:
+        forwards: the forwards in order.
+        backwards: ``(stage, microbatch)`` of the input gradients in order; the weight gradients follow it.
+        warm_up: forwards before the first input gradient's own.
+        delay: input gradients whose weight gradient is still to be done in the steady state.
+    """
+    late: list[list[Instruction]] = [[]] * delay + [[W(*backward)] for backward in backwards]
+    yield from alternate(forwards, [[I(*backward), *weight] for backward, weight in zip(backwards, late, strict=False)], warm_up)
+    yield from (weight for weights in late[len(backwards) :] for weight in weights)

@@ -19,7 +19,7 @@ def zero_bubble(ranks: int, microbatches: int, cap: int | None = None, costs: Co
     the problem, and equal to them where F = I = W: ``(p - 1)(F + I - W)`` of bubble with the cap
     p of 1F1B, none with ``2p - 1``. At most ``cap`` activations wait for their W.
 
-    >>> from ppfunc.schedule.formats import to_grid
+    >>> from ppfunc.schedule import to_grid
     >>> print(to_grid(zero_bubble(ranks=3, microbatches=4)), end="")
     rank 0  0F0 0F1 0F2  .   .  0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
     rank 1   .  1F0 1F1  .  1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3

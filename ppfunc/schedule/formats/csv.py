@@ -7,8 +7,8 @@ connection as ``>PEER`` and a slot as ``@SLOT``.
 
 * A cell is a step of its own, as torch runs it: the cells of one step stand in its order.
 * A blank is an idle step. Only a file of nothing but compute may have blanks.
-* The rank of a stage is the row that computes it.
-* Chains are those that the microbatches show. All stages work on all microbatches: one chain.
+* The rank of a stage is the row that computes it, most often where rows disagree: ``check`` names what is wrong.
+* Chains are those that the forwards contradict least. All stages work on all microbatches: one chain.
   Two chains, as in DualPipe, are stages ``0..p-1`` working on the first half of the microbatches and
   stages ``p..2p-1`` on the second half; k chains likewise, in k equal parts.
 * Skip connections are the edges that messages with ``>PEER`` travel.
@@ -18,25 +18,24 @@ torch divides the gradients by the number of microbatches where a ``REDUCE_GRAD`
 else: a file without that instruction gives it the sum over the microbatches.
 """
 
-from __future__ import annotations
-
 import csv
 import io
+from collections import Counter
+from collections.abc import Callable
 
 from ..errors import ScheduleError
-from ..instruction import COMMUNICATION, COMPUTE, Instruction, Op
-from ..schedule import Schedule
-from .infer import infer_layout
+from ..instruction import COMMUNICATION, COMPUTE, Instruction, Op, microbatch_of, parts_of
+from ..schedule import Chain, Schedule
 from .text import FormatError, parse_instruction
 
-_Cells = list[Instruction | None]
+_Row = list[Instruction | None]
 _ONCE = COMPUTE | COMMUNICATION
 
 
 def to_csv(schedule: Schedule) -> str:
     r"""Return the CSV text of ``schedule``: a row per rank, a cell per instruction.
 
-    >>> from ppfunc.schedule.builders import gpipe
+    >>> from ppfunc.schedule import gpipe
     >>> to_csv(gpipe(ranks=2, microbatches=2))
     '0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n'
     """
@@ -69,14 +68,14 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
     ops = {i.op for row in rows for i in row if i is not None}
     if not ops <= COMPUTE:
         _refuse_blanks(rows, min(op.value for op in ops - COMPUTE))
-    placement, chains = infer_layout(rows)
+    placement, chains = _layout(rows)
     programs = tuple(tuple(() if i is None else (i,) for i in row) for row in rows)
     return Schedule(name, placement, chains, programs, _skips(rows, len(placement)))
 
 
-def _rows(text: str) -> list[_Cells]:
+def _rows(text: str) -> list[_Row]:
     """The instructions of every row, None for a blank."""
-    rows: list[_Cells] = []
+    rows: list[_Row] = []
     seen: set[str] = set()
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     while True:
@@ -88,7 +87,7 @@ def _rows(text: str) -> list[_Cells]:
             return rows
         if not any(cells):
             raise ScheduleError(len(rows), (0, 0), None, "its row is empty: expected at least one stage in every row")
-        row: _Cells = []
+        row: _Row = []
         rows.append(row)
         for cell in cells:
             instruction = _cell(cell, rows) if cell else None
@@ -99,26 +98,26 @@ def _rows(text: str) -> list[_Cells]:
             row.append(instruction)
 
 
-def _cell(cell: str, rows: list[_Cells]) -> Instruction:
+def _cell(cell: str, rows: list[_Row]) -> Instruction:
     try:
         return parse_instruction(cell)
     except FormatError as error:
         raise FormatError(f"row {len(rows)} (rank {len(rows) - 1}), column {len(rows[-1]) + 1}: {error}") from None
 
 
-def _first(rows: list[_Cells], instruction: Instruction) -> str:
+def _first(rows: list[_Row], instruction: Instruction) -> str:
     rank = next(rank for rank, row in enumerate(rows) if instruction in row)
     return f"it is there twice, first on rank {rank}, step {rows[rank].index(instruction)}"
 
 
-def _refuse_blanks(rows: list[_Cells], token: str) -> None:
+def _refuse_blanks(rows: list[_Row], token: str) -> None:
     for rank, row in enumerate(rows):
         if None in row:
             place = f"row {rank + 1} (rank {rank}), column {row.index(None) + 1}"
             raise FormatError(f"{place}: a blank, but only files of nothing but compute may have blanks: this has {token}")
 
 
-def _skips(rows: list[_Cells], stages: int) -> tuple[tuple[int, int], ...]:
+def _skips(rows: list[_Row], stages: int) -> tuple[tuple[int, int], ...]:
     """The edges of messages that name their peer, each from its source stage."""
     edges = set()
     for rank, row in enumerate(rows):
@@ -129,3 +128,87 @@ def _skips(rows: list[_Cells], stages: int) -> tuple[tuple[int, int], ...]:
                     raise ScheduleError(rank, (position, 0), i, reason)
                 edges.add((i.stage, i.peer) if i.op in (Op.SEND_F, Op.RECV_B) else (i.peer, i.stage))
     return tuple(sorted(edges))
+
+
+def _layout(rows: list[_Row]) -> tuple[tuple[int, ...], tuple[Chain, ...]]:
+    """Infer placement and chains from the compute instructions, in linear time and trusting no number of them.
+
+    A wrong table so keeps its nearest meaning, which ``check`` can refuse with a place.
+    """
+    held = []
+    forwards: set[tuple[int, int]] = set()
+    others: set[tuple[int, int]] = set()
+    for rank, row in enumerate(rows):
+        parts = _compute(row)
+        if not parts:
+            raise ScheduleError(rank, (0, 0), row[0], "its row computes nothing: expected at least one stage in every row")
+        held.append(Counter([part.stage for part in parts]))
+        forwards.update((part.stage, microbatch_of(part)) for part in parts if part.op is Op.F)
+        others.update((part.stage, microbatch_of(part)) for part in parts if part.op is not Op.F)
+    stages = 1 + max(map(max, held))
+    placement = _placement(rows, held, stages)
+    return placement, _chains(rows, stages, _microbatches(forwards or others), forwards)
+
+
+def _compute(row: _Row) -> list[Instruction]:
+    return [part for i in row if i is not None and i.op in COMPUTE for part in parts_of(i)]
+
+
+def _refuse(rows: list[_Row], wrong: Callable[[Instruction], bool], reason: str) -> None:
+    """Raise the error for the first compute instruction that is ``wrong``."""
+    for rank, row in enumerate(rows):
+        for position, instruction in enumerate(row):
+            for part in _compute([instruction]):
+                if wrong(part):
+                    raise ScheduleError(rank, (position, 0), instruction, f"stage or microbatch out of range: {reason}")
+
+
+def _placement(rows: list[_Row], held: list[Counter[int]], stages: int) -> tuple[int, ...]:
+    owners: dict[int, tuple[int, int]] = {}  # how often, then the rank, negative: the lowest of equals
+    for rank, counts in enumerate(held):
+        for stage, often in counts.items():
+            owners[stage] = max(owners.get(stage, (0, 0)), (often, -rank))
+    gap = next((stage for stage in range(stages) if stage not in owners), None)
+    if gap is not None:
+        _refuse(rows, lambda part: part.stage > gap, f"no rank computes stage {gap}, but stages have no gaps")
+    return tuple(-owners[stage][1] for stage in range(stages))
+
+
+def _microbatches(computed: set[tuple[int, int]]) -> int:
+    """The number of microbatches for which least is missing below it and least stands out of range above it.
+
+    Each microbatch is expected in as many stages as most are; of equals the largest number.
+    """
+    stages_of = Counter(microbatch for _, microbatch in computed)
+    usual = max((often, stages) for stages, often in Counter(stages_of.values()).items())[1]
+    best, least, below = 1, usual, 0
+    for microbatch in sorted(stages_of):
+        below += stages_of[microbatch]
+        wrong = usual * (microbatch + 1) - 2 * below  # what is missing and what is above, but for a constant
+        if wrong <= least:
+            best, least = microbatch + 1, wrong
+    return best
+
+
+def _chains(rows: list[_Row], stages: int, microbatches: int, forwards: set[tuple[int, int]]) -> tuple[Chain, ...]:
+    """The division into equal chains that the forwards contradict least.
+
+    With k chains, chain j holds stages ``j*S/k`` to ``(j+1)*S/k - 1`` and the j-th of k equal
+    ranges of microbatches; k is 1 unless another one leaves fewer forwards missing or out of place.
+    """
+    # Beyond this many missing forwards it is no schedule at all, and a proof would walk them all.
+    too_many = 2 * len(forwards) + 1000
+    best, least = 1, stages * microbatches - len(forwards)
+    for count in range(2, stages + 1) if least else ():
+        length, share = stages // count, microbatches // count
+        divides = stages == length * count and microbatches == share * count
+        if divides and stages * share - len(forwards) < min(least, too_many):
+            outside = sum(stage // length != microbatch // share for stage, microbatch in forwards)
+            missing = stages * share - (len(forwards) - outside)
+            if outside + missing < least:
+                best, least = count, outside + missing
+    if least > too_many:
+        reason = f"{stages} stages with {microbatches} microbatches need far more than the {len(forwards)} forwards there are"
+        _refuse(rows, lambda part: part.microbatch == microbatches - 1, reason)
+    length, share = stages // best, microbatches // best
+    return tuple(Chain(tuple(range(j * length, (j + 1) * length)), range(j * share, (j + 1) * share)) for j in range(best))

@@ -1,7 +1,5 @@
 """Read a schedule from a file of either form, CSV or JSON, whatever the file may hold."""
 
-from __future__ import annotations
-
 from os import PathLike
 from pathlib import Path
 
@@ -22,6 +20,8 @@ def read_schedule(path: str | PathLike[str]) -> Schedule:
         ScheduleError: its numbers of stages and microbatches cannot be those of any schedule.
     """
     text = _text(Path(path))
+    if text.startswith("rank 0"):
+        raise FormatError(f"{path}: a grid or a list of steps, which only people read: expected CSV or JSON (ppfunc show --format)")
     return from_json(text) if text.lstrip().startswith("{") else from_csv(text, Path(path).stem)
 
 

@@ -6,14 +6,21 @@ other one stands step by step, the instructions of a step joined by ``+``, so th
 so does one that cannot run, which has no times.
 """
 
-from __future__ import annotations
+from typing import NamedTuple
 
 from ..costs import Costs
 from ..errors import ScheduleError
-from ..instruction import COMPUTE, Op
+from ..instruction import COMPUTE, Instruction, Op
 from ..schedule import Schedule
-from ..simulate import simulate
-from .bars import Bar, compute_bars
+from ..simulate import Timeline, simulate
+
+
+class Bar(NamedTuple):
+    """One instruction in time."""
+
+    instruction: Instruction
+    start: float
+    end: float
 
 
 def to_grid(schedule: Schedule) -> str:
@@ -22,7 +29,7 @@ def to_grid(schedule: Schedule) -> str:
     Every compute instruction takes one unit; but where backwards are split in their two parts or
     overlapped, a whole one takes two units and a pair three.
 
-    >>> from ppfunc.schedule.builders import gpipe, zb_h1
+    >>> from ppfunc.schedule import gpipe, zb_h1
     >>> print(to_grid(gpipe(ranks=2, microbatches=3)), end="")
     rank 0  0F0 0F1 0F2  .   .  0B0 0B1 0B2
     rank 1   .  1F0 1F1 1F2 1B0 1B1 1B2  .
@@ -67,3 +74,15 @@ def _in_steps(rows: list[list[str]]) -> str:
 def _labelled(lines: list[str]) -> str:
     margin = len(f"rank {len(lines) - 1}")
     return "".join(f"{f'rank {rank}'.ljust(margin)}  {line}".rstrip() + "\n" for rank, line in enumerate(lines))
+
+
+def compute_bars(schedule: Schedule, timeline: Timeline) -> list[list[Bar]]:
+    """Return the compute instructions of every rank, in order, as ``timeline`` places them."""
+    return [
+        [
+            Bar(instruction, float(start), float(end))
+            for instruction, start, end in zip(schedule.instructions(rank), starts, ends, strict=True)
+            if instruction.op in COMPUTE
+        ]
+        for rank, (starts, ends) in enumerate(zip(timeline.starts, timeline.ends, strict=True))
+    ]

@@ -9,14 +9,12 @@ The document is one object; steps are lists of instructions in the grammar of :m
 ``microbatches`` is the half-open range of the chain; ``placement[s]`` is the rank of stage ``s``.
 """
 
-from __future__ import annotations
-
 import json
 import reprlib
 from typing import Any
 
 from ..instruction import Instruction
-from ..schedule import Chain, Program, Schedule
+from ..schedule import Chain, Schedule
 from .text import FormatError, parse_instruction, shortened
 
 FORMAT = "ppfunc.schedule"
@@ -27,19 +25,18 @@ _KEYS = ("format", "version", "name", "placement", "chains", "skips", "programs"
 def to_json(schedule: Schedule) -> str:
     """Return the JSON text of ``schedule``, one line per rank.
 
-    >>> from ppfunc.schedule.builders import gpipe
+    >>> from ppfunc.schedule import gpipe
     >>> schedule = gpipe(ranks=2, microbatches=2)
     >>> from_json(to_json(schedule)) == schedule
     True
     """
-    chains = [{"stages": list(c.stages), "microbatches": _bounds(c)} for c in schedule.chains]
     head = {
         "format": FORMAT,
         "version": VERSION,
         "name": schedule.name,
-        "placement": list(schedule.placement),
-        "chains": chains,
-        "skips": [list(edge) for edge in schedule.skips],
+        "placement": schedule.placement,
+        "chains": [{"stages": c.stages, "microbatches": _bounds(c)} for c in schedule.chains],
+        "skips": schedule.skips,
     }
     programs = ",\n".join(json.dumps([[str(i) for i in step] for step in program], separators=(",", ":")) for program in schedule.programs)
     return f'{json.dumps(head)[:-1]}, "programs": [\n{programs}\n]}}\n'
@@ -67,10 +64,13 @@ def from_json(text: str) -> Schedule:
     _header(document)
     return Schedule(
         _text("$.name", document["name"]),
-        tuple(_integers("$.placement", document["placement"])),
-        tuple(_chain(f"$.chains[{n}]", c) for n, c in enumerate(_list("$.chains", document["chains"]))),
-        tuple(_program(f"$.programs[{n}]", p) for n, p in enumerate(_list("$.programs", document["programs"]))),
-        tuple(_pair(f"$.skips[{n}]", e) for n, e in enumerate(_list("$.skips", document["skips"]))),
+        tuple(_number(*rank) for rank in _items("$.placement", document["placement"])),
+        tuple(_chain(*chain) for chain in _items("$.chains", document["chains"])),
+        tuple(
+            tuple(tuple(_instruction(*i) for i in _items(*step)) for step in _items(*program))
+            for program in _items("$.programs", document["programs"])
+        ),
+        tuple(_pair(*skip) for skip in _items("$.skips", document["skips"])),
     )
 
 
@@ -110,10 +110,11 @@ def _object(path: str, value: Any, keys: tuple[str, ...]) -> None:
             raise FormatError(f"{path}: unknown key {shortened(key)}: expected the keys {', '.join(keys)}")
 
 
-def _list(path: str, value: Any) -> list[Any]:
+def _items(path: str, value: Any) -> list[tuple[str, Any]]:
+    """The items of a list, each behind its own path."""
     if not isinstance(value, list):
         raise _wrong(path, value, "a list")
-    return value
+    return [(f"{path}[{n}]", item) for n, item in enumerate(value)]
 
 
 def _text(path: str, value: Any) -> str:
@@ -122,15 +123,14 @@ def _text(path: str, value: Any) -> str:
     return value
 
 
-def _integers(path: str, value: Any) -> list[int]:
-    for n, number in enumerate(_list(path, value)):
-        if type(number) is not int or number < 0:
-            raise _wrong(f"{path}[{n}]", number, "a whole number from 0")
+def _number(path: str, value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise _wrong(path, value, "a whole number from 0")
     return value
 
 
 def _pair(path: str, value: Any) -> tuple[int, int]:
-    numbers = _integers(path, value)
+    numbers = [_number(*item) for item in _items(path, value)]
     if len(numbers) != 2:
         raise _wrong(path, value, "a list of two numbers")
     return numbers[0], numbers[1]
@@ -138,15 +138,8 @@ def _pair(path: str, value: Any) -> tuple[int, int]:
 
 def _chain(path: str, value: Any) -> Chain:
     _object(path, value, ("stages", "microbatches"))
-    start, stop = _pair(f"{path}.microbatches", value["microbatches"])
-    return Chain(tuple(_integers(f"{path}.stages", value["stages"])), range(start, stop))
-
-
-def _program(path: str, value: Any) -> Program:
-    return tuple(
-        tuple(_instruction(f"{path}[{s}][{i}]", text) for i, text in enumerate(_list(f"{path}[{s}]", step)))
-        for s, step in enumerate(_list(path, value))
-    )
+    walked = range(*_pair(f"{path}.microbatches", value["microbatches"]))
+    return Chain(tuple(_number(*stage) for stage in _items(f"{path}.stages", value["stages"])), walked)
 
 
 def _instruction(path: str, value: Any) -> Instruction:

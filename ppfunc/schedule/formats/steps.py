@@ -6,8 +6,6 @@ names its microbatch, ``ForwardPass(micro_batch_id=3)``. What belongs to a whole
 parentheses, ``OptimizerStep()``. An operation that DeepSpeed has no name for keeps its token, ``0W3``.
 """
 
-from __future__ import annotations
-
 from ..instruction import WHOLE_STAGE, Instruction, Op
 from ..schedule import Schedule
 
@@ -28,7 +26,7 @@ NAMES = {
 def to_steps(schedule: Schedule) -> str:
     """Return the streams of ``schedule`` in DeepSpeed's names.
 
-    >>> from ppfunc.schedule.builders import gpipe
+    >>> from ppfunc.schedule import gpipe
     >>> print(to_steps(gpipe(ranks=1, microbatches=1)), end="")
     rank 0
     ForwardPass(micro_batch_id=0)

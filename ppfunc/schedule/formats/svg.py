@@ -5,8 +5,6 @@ is the strongest), the number the microbatch; an overlapped pair is a bar of two
 above. At the right: how much of the time a rank is idle, and its peak of live activations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from html import escape
 from math import floor, log10
@@ -15,7 +13,7 @@ from typing import NamedTuple
 from ..instruction import Op, parts_of
 from ..schedule import Schedule
 from ..simulate import Timeline, simulate
-from .bars import Bar, compute_bars
+from .grid import Bar, compute_bars
 
 _KINDS = {Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient"}
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76.0, 168.0, 104.0, 44.0
@@ -58,7 +56,7 @@ def to_svg(schedule: Schedule, timeline: Timeline | None = None) -> str:
     Args:
         schedule: the one to draw; messages, loads and reductions take no space.
         timeline: start and end of every instruction, simulated or measured (see
-            :func:`ppfunc.schedule.simulate.measure`); by default simulated with the default costs.
+            :func:`ppfunc.schedule.simulate.timeline_of`); by default simulated with the default costs.
     """
     timeline = simulate(schedule) if timeline is None else timeline
     rows, makespan = compute_bars(schedule, timeline), float(timeline.makespan)
@@ -91,11 +89,14 @@ def _scale(rows: list[list[Bar]], makespan: float) -> _Scale:
 
 
 def _heading(schedule: Schedule, timeline: Timeline) -> Iterator[str]:
-    counts = ((schedule.ranks, "rank"), (schedule.stages, "stage"), (schedule.microbatches, "microbatch"))
-    facts = [f"{n} {word}{('es' if word.endswith('h') else 's') * (n != 1)}" for n, word in counts]
-    facts += [f"makespan {_time(timeline.makespan)}", f"bubble {float(timeline.bubble):.1%}"]
-    facts += [f"bubble of the span {float(timeline.span_bubble):.1%}"]
-    facts += [f"peak activations {_n(max(timeline.peak_activations, default=0))}"]
+    counts = ((schedule.ranks, "rank", "s"), (schedule.stages, "stage", "s"), (schedule.microbatches, "microbatch", "es"))
+    facts = [
+        *(f"{n} {word}{plural * (n != 1)}" for n, word, plural in counts),
+        f"makespan {_time(timeline.makespan)}",
+        f"bubble {float(timeline.bubble):.1%}",
+        f"bubble of the span {float(timeline.span_bubble):.1%}",
+        f"peak activations {_n(max(timeline.peak_activations, default=0))}",
+    ]
     yield _text("ink h", _LEFT, 34, schedule.name)
     yield _text("soft", _LEFT, 56, " · ".join(facts))
 

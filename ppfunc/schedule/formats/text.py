@@ -11,8 +11,6 @@ of a message along a skip connection, ``@SLOT`` the buffer that holds the value.
 decimal, without sign or leading zeros; there are no blanks.
 """
 
-from __future__ import annotations
-
 import re
 
 from ..instruction import COMMUNICATION, WHOLE_STAGE, Instruction, Op, overlap

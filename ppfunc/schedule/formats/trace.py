@@ -4,8 +4,6 @@ One track per rank, one slice per instruction that takes time, one arrow per mes
 the instruction that makes the value to the start of the one that consumes it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +11,7 @@ from typing import Any
 from ..instruction import Op, parts_of
 from ..schedule import Schedule
 from ..simulate import Timeline, simulate
-from .bars import Bar, compute_bars
+from .grid import Bar, compute_bars
 
 _TraceEvent = dict[str, Any]
 _Place = tuple[int, float, float]
@@ -25,7 +23,7 @@ def to_trace(schedule: Schedule, timeline: Timeline | None = None, *, microsecon
     Args:
         schedule: the one that ran, or would run.
         timeline: start and end of every instruction, simulated or measured (see
-            :func:`ppfunc.schedule.simulate.measure`); by default simulated with the default costs.
+            :func:`ppfunc.schedule.simulate.timeline_of`); by default simulated with the default costs.
         microseconds: how long one unit of the timeline is in the trace; 1e6 for seconds.
     """
     rows = compute_bars(schedule, simulate(schedule) if timeline is None else timeline)
@@ -70,7 +68,11 @@ def _arrows(schedule: Schedule, rows: list[list[Bar]], microseconds: float) -> I
         ):
             for microbatch in made.keys() & used.keys():
                 number += 1
-                yield from _arrow(number, name, made[microbatch], used[microbatch], microseconds)
+                shared = {"pid": 0, "id": number, "name": name, "cat": "message"}
+                (rank, start, end), (taker, taken, _) = made[microbatch], used[microbatch]
+                # A thousandth before the end: at the very end the arrow would begin at the next slice.
+                yield {"ph": "s", "tid": rank, "ts": (end - (end - start) / 1000) * microseconds, **shared}
+                yield {"ph": "f", "bp": "e", "tid": taker, "ts": taken * microseconds, **shared}
 
 
 def _places(rows: list[list[Bar]], ops: tuple[Op, ...]) -> dict[int, dict[int | None, _Place]]:
@@ -82,11 +84,3 @@ def _places(rows: list[list[Bar]], ops: tuple[Op, ...]) -> dict[int, dict[int | 
                 if part.op in ops:
                     places.setdefault(part.stage, {})[part.microbatch] = (rank, bar.start, bar.end)
     return places
-
-
-def _arrow(number: int, name: str, made: _Place, used: _Place, microseconds: float) -> Iterator[_TraceEvent]:
-    shared = {"pid": 0, "id": number, "name": name, "cat": "message"}
-    # A thousandth before the end: at the very end the arrow would begin at the next slice.
-    leaves = made[2] - (made[2] - made[1]) / 1000
-    yield {"ph": "s", "tid": made[0], "ts": leaves * microseconds, **shared}
-    yield {"ph": "f", "bp": "e", "tid": used[0], "ts": used[1] * microseconds, **shared}

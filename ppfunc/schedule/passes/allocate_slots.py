@@ -1,50 +1,35 @@
 """Give every microbatch a buffer for the time in which its stage needs one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from math import inf
 from typing import NamedTuple
 
-from ..dataflow import dataflow
+from ..dataflow import dataflow, find_routes
 from ..instruction import COMMUNICATION, WHOLE_STAGE, Instruction, Op
 from ..proof.buffers import Holder, uses
 from ..proof.order import check_order
 from ..proof.queues import check_queues
-from ..proof.routes import find_routes
 from ..proof.structure import check_structure
 from ..proof.traffic import traffic
 from ..schedule import Program, Schedule
-from .remove_slots import remove_slots
+from .remove import remove_slots
 
 
 class Range(NamedTuple):
-    """From the first to the last use of a slot by one holder; ranges sort by their begin.
+    """From the first to the last use of a slot by one holder; ranges sort by their begin."""
 
-    Args:
-        begin: number of the first use among those of the rank.
-        end: number of the last use.
-        step: step of the first use.
-        holder: stage, microbatch, and how often it has been offloaded.
-    """
-
-    begin: int
-    end: int
-    step: int
-    holder: Holder
+    begin: int  # number of the first use among those of the rank
+    end: int  # number of the last use
+    step: int  # step of the first use
+    holder: Holder  # stage, microbatch, and how often it has been offloaded
 
 
 class Moments(NamedTuple):
-    """The moments of messages in one run of the schedule.
+    """The moments of messages in one run of the schedule."""
 
-    Args:
-        latest: per rank and step, the last moment at which the step may have begun.
-        sends: per rank and holder, ``(step, moment of completion)`` of the sends.
-    """
-
-    latest: list[list[float]]
-    sends: list[dict[Holder, list[tuple[int, int]]]]
+    latest: list[list[float]]  # per rank and step, the last moment at which the step may have begun
+    sends: list[dict[Holder, list[tuple[int, int]]]]  # per rank and holder, (step, completion) of the sends
 
 
 def allocate_slots(schedule: Schedule) -> Schedule:

@@ -1,10 +1,8 @@
 """Put all steps of all ranks in one order."""
 
-from __future__ import annotations
-
 from collections import deque
 
-from ..dataflow import PRODUCT, Dataflow, dataflow
+from ..dataflow import Dataflow, consumed, dataflow, products
 from ..errors import ScheduleError, cycle_text, schedule_error
 from ..instruction import COMPUTE
 from ..proof.structure import check_structure
@@ -47,22 +45,15 @@ def linearize(schedule: Schedule) -> tuple[tuple[int, int], ...]:
     return tuple(order)
 
 
-def _try(step: Step, flow: Dataflow, there: set[int]) -> tuple[int | None, list[int]]:
+def _try(step: Step, flow: Dataflow, there: set[int]) -> tuple[int | None, set[int]]:
     """The value that a step waits for, or None and the values that it computes."""
-    made: list[int] = []
+    made: set[int] = set()
     for instruction in step:
-        if instruction.op not in COMPUTE:
-            continue
-        fresh = []
-        for op, stage, microbatch, *_ in instruction.parts or (instruction,):
-            assert microbatch is not None
-            output, product = flow.output(stage, microbatch), PRODUCT[op]
-            for distance, _ in flow.needs[op][stage]:
-                if output + distance not in there and output + distance not in made:
-                    return output + distance, []
-            if product is not None:
-                fresh.append(output + product)
-        made += fresh
+        if instruction.op in COMPUTE:
+            for value, *_ in consumed(flow, instruction):
+                if value not in there and value not in made:
+                    return value, made
+            made.update(products(flow, instruction))
     return None, made
 
 

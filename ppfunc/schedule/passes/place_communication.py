@@ -1,19 +1,16 @@
 """Place the messages of a compute-only schedule."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate, repeat
 from math import inf
 
 from ..collector import collector_paused
-from ..dataflow import PRODUCT, Dataflow, dataflow
+from ..dataflow import PRODUCT, Dataflow, EdgeFlow, dataflow, edge_flows
 from ..earliest import EarliestTimes, earliest
-from ..instruction import COMMUNICATION, COMPUTE, Instruction, Op
+from ..instruction import COMMUNICATION, COMPUTE, Instruction, Op, instructions_of
 from ..schedule import Program, Schedule, Step
-from .remove_slots import remove_slots
+from .remove import remove_slots
 
 # Any positive durations give a valid order; these are the usual proportions.
 _DURATION = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1}
@@ -56,7 +53,7 @@ def place_communication(schedule: Schedule, *, lookahead: int = 0) -> Schedule:
     postings: list[list[Posting]] = [[] for _ in schedule.programs]
     early = [_earlier(program, lookahead) if lookahead else None for program in schedule.programs]
     for (low, high), edges in _pairs(schedule).items():
-        messages = sorted(m for edge, ms in edges for m in _along(edge, ms, schedule, flow, times.done, where))
+        messages = sorted(message for edge in edges for message in _along(schedule, flow, edge, times.done, where))
         gaps = {rank: _gaps(messages, rank, early[rank]) for rank in (low, high)}
         for rank, other in ((low, high), (high, low)):
             postings[rank] += _posted(messages, rank, other, gaps, before[other], lookahead > 0)
@@ -84,50 +81,34 @@ def _indices(schedule: Schedule, flow: Dataflow, times: EarliestTimes) -> tuple[
     return where, before
 
 
-def _pairs(schedule: Schedule) -> dict[tuple[int, int], list[tuple[tuple[int, int], range]]]:
-    """Between each two ranks, lower one first: the edges and the microbatches that travel them."""
-    pairs: dict[tuple[int, int], list[tuple[tuple[int, int], range]]] = {}
-    walks = {stage: chain.microbatches for chain in schedule.chains for stage in chain.stages}
-    for a, b in schedule.crossing_edges:
-        ranks = schedule.placement[a], schedule.placement[b]
-        pairs.setdefault((min(ranks), max(ranks)), []).append(((a, b), walks[a]))
+def _pairs(schedule: Schedule) -> dict[tuple[int, int], list[EdgeFlow]]:
+    """The edges between each two ranks, lower one first."""
+    pairs: dict[tuple[int, int], list[EdgeFlow]] = {}
+    for edge in edge_flows(schedule):
+        low, high = sorted((schedule.placement[edge.source], schedule.placement[edge.target]))
+        if low != high:
+            pairs.setdefault((low, high), []).append(edge)
     return pairs
 
 
-def _along(
-    edge: tuple[int, int],
-    microbatches: range,
-    schedule: Schedule,
-    flow: Dataflow,
-    done: dict[int, int],
-    where: dict[int, int],
-) -> Iterable[Message]:
-    """Both messages of every microbatch along one edge, those that have a consumer."""
-    home, skip = schedule.placement, edge in schedule.skips
-    ends = (edge, edge[::-1])
-    for (a, b), product, send, receive in zip(ends, (0, 1), (Op.SEND_F, Op.SEND_B), (Op.RECV_F, Op.RECV_B), strict=True):
-        to, back = (b, a) if skip else (None, None)
-        distance = flow.output(b, 0) - flow.output(a, 0)
-        walk = (flow.output(a, m) + product for m in microbatches)
-        made = [value for value in walk if value in where and value + distance in where]
-        used = [value + distance for value in made]
-        numbers = [value // 2 % flow.microbatches for value in made]
-        yield from zip(
-            map(done.__getitem__, made),
-            repeat(home[a]),
-            [value * len(home) + b for value in made],
-            map(done.__getitem__, used),
-            [where[value] + 1 for value in made],
-            map(where.__getitem__, used),
-            _messages(send, a, numbers, to),
-            _messages(receive, b, numbers, back),
-        )
-
-
-def _messages(op: Op, stage: int, microbatches: Iterable[int], peer: int | None) -> Iterable[Instruction]:
-    """The same message for many microbatches; ``Instruction(...)`` takes three times as long."""
-    fields = zip(repeat(op), repeat(stage), microbatches, repeat(peer), repeat(None), repeat(()))
-    return map(partial(tuple.__new__, Instruction), fields)
+def _along(schedule: Schedule, flow: Dataflow, edge: EdgeFlow, done: dict[int, int], where: dict[int, int]) -> Iterable[Message]:
+    """The messages of all microbatches along one edge that have a consumer."""
+    a, b, op, send, receive, far, near = edge
+    first, distance = flow.output(a, 0) + (PRODUCT[op] or 0), flow.output(b, 0) - flow.output(a, 0)
+    walk = next(chain.microbatches for chain in schedule.chains if a in chain.stages)
+    numbers = [m for m in walk if first + 2 * m in where and first + 2 * m + distance in where]
+    made = [first + 2 * m for m in numbers]
+    used = [value + distance for value in made]
+    return zip(
+        map(done.__getitem__, made),
+        repeat(schedule.placement[a]),
+        [value * len(schedule.placement) + b for value in made],
+        map(done.__getitem__, used),
+        [where[value] + 1 for value in made],
+        map(where.__getitem__, used),
+        instructions_of(send, a, numbers, far),
+        instructions_of(receive, b, numbers, near),
+    )
 
 
 def _earlier(program: Program, lookahead: int) -> list[int]:

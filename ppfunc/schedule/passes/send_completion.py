@@ -5,15 +5,12 @@ earlier than it posted the receive of the first. Waiting then cannot block on an
 wire, so the tensors are let go early and no deadlock is added, whatever the schedule.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
+from collections.abc import Iterator
 
+from ..dataflow import Dataflow, Routes, dataflow, find_routes, message_number
 from ..instruction import COMMUNICATION, SENDS, Instruction, Op
 from ..schedule import Schedule
-
-# A send and its receive have in common: whether it goes forward, source stage, target stage, microbatch.
-_MessageName = tuple[bool, int, int, int | None]
 
 
 def send_completion(schedule: Schedule, rank: int) -> dict[int, list[Instruction]]:
@@ -35,18 +32,19 @@ def send_completion(schedule: Schedule, rank: int) -> dict[int, list[Instruction
     {2: ['0SEND_F0'], 3: ['0SEND_F1']}
     """
     last = len(schedule.programs[rank]) - 1
-    posted: dict[int, list[tuple[int, Instruction, _MessageName]]] = {}  # by peer: own step, send, message
-    answers: dict[int, list[tuple[_MessageName, int]]] = {}  # by peer: message, own step that consumes it
+    flow = dataflow(schedule)
+    routes = find_routes(schedule, flow)
+    posted: dict[int, list[tuple[int, Instruction, int]]] = {}  # by peer: own step, send, message
+    answers: dict[int, list[tuple[int, int]]] = {}  # by peer: message, own step that consumes it
     consumed = _consumption(schedule, rank)
-    for step, instruction, peer, message in _messages(schedule, rank):
+    for step, instruction, peer, message in _messages(schedule, flow, routes, rank):
         if instruction[0] in SENDS:
             posted.setdefault(peer, []).append((step, instruction, message))
         else:
-            forward, _, stage, microbatch = message
-            answers.setdefault(peer, []).append((message, consumed[forward, stage, microbatch]))
+            answers.setdefault(peer, []).append((message, consumed[instruction[0] is Op.RECV_F, instruction[1], instruction[2]]))
     points: dict[int, list[Instruction]] = {}
     for peer, sends in posted.items():
-        there = {message: step for step, _, other, message in _messages(schedule, peer) if other == rank}
+        there = {message: step for step, _, other, message in _messages(schedule, flow, routes, peer) if other == rank}
         known = sorted((there[message], step) for message, step in answers.get(peer, ()))
         earliest = [last] * (len(known) + 1)
         for n in range(len(known) - 1, -1, -1):
@@ -57,23 +55,13 @@ def send_completion(schedule: Schedule, rank: int) -> dict[int, list[Instruction
     return points
 
 
-def _messages(schedule: Schedule, rank: int) -> list[tuple[int, Instruction, int, _MessageName]]:
-    """The communications of a rank: step, instruction, the rank at the other end, the message."""
-    ends: dict[tuple[Op, int, int | None], tuple[int, tuple[bool, int, int]]] = {}
-    found = []
+def _messages(schedule: Schedule, flow: Dataflow, routes: Routes, rank: int) -> Iterator[tuple[int, Instruction, int, int]]:
+    """The communications of a rank: step, instruction, the rank at the other end, the number of the message."""
     for step, instructions in enumerate(schedule.programs[rank]):
         for instruction in instructions:
-            op, stage, microbatch, peer, _, _ = instruction
-            if op not in COMMUNICATION:
-                continue
-            if (op, stage, peer) not in ends:
-                other = schedule.other_end(instruction)
-                assert other is not None
-                edge = (stage, other) if op in SENDS else (other, stage)
-                ends[op, stage, peer] = (schedule.placement[other], (op in (Op.SEND_F, Op.RECV_F), *edge))
-            far, along = ends[op, stage, peer]
-            found.append((step, instruction, far, (*along, microbatch)))
-    return found
+            if instruction[0] in COMMUNICATION:
+                route = routes[instruction[0], instruction[1], instruction[3]]
+                yield step, instruction, route.other, message_number(schedule, flow, route, instruction)
 
 
 def _consumption(schedule: Schedule, rank: int) -> dict[tuple[bool, int, int | None], int]:

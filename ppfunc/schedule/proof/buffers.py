@@ -1,15 +1,14 @@
 """Prove the use of memory: live activations, residuals that are away, slots that are overwritten."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
-from itertools import accumulate, islice, repeat
+from itertools import accumulate, chain, islice, repeat
+from operator import itemgetter
 
-from ..errors import schedule_error
+from ..errors import fault_at, schedule_error
 from ..instruction import COMPUTE, WHOLE_STAGE, Instruction, Op, parts_of
 from ..schedule import Program, Schedule
-from .order import in_order
+from .order import in_order, walk
 
 Holder = tuple[int, int | None, int]  # stage, microbatch, how often it has been offloaded
 
@@ -31,8 +30,10 @@ def check_activations(schedule: Schedule, limit: int | None) -> tuple[int, ...]:
         ScheduleError: at the first F or FETCH that goes beyond the limit.
     """
     peaks = []
+    pairs = Op.OVERLAP_F_B in schedule.ops
     for rank, program in enumerate(schedule.programs):
-        ops = [part[0] for step in program for i in step for part in i[5] or (i,)]
+        flat = chain.from_iterable(program)
+        ops = (part[0] for i in flat for part in i[5] or (i,)) if pairs else map(itemgetter(0), flat)
         changes = map(_LIVE.get, ops, repeat(0))
         live = list(changes if schedule.forward_only else accumulate(changes))
         peaks.append(max(0, max(live, default=0)))
@@ -57,14 +58,12 @@ def check_offloads(schedule: Schedule) -> None:
     """
     if not schedule.ops & {Op.OFFLOAD, Op.FETCH}:
         return
-    for rank, program in enumerate(schedule.programs):
-        state: dict[tuple[int, int | None], str] = {}
-        for step, instructions in enumerate(program):
-            for place, instruction in in_order(instructions):
-                for part in instruction.parts or (instruction,):
-                    fault = _move(state, part)
-                    if fault:
-                        raise schedule_error(schedule, rank, (step, place), fault)
+    state: dict[tuple[int, int | None], str] = {}
+    for position, instruction in walk(schedule):
+        for part in parts_of(instruction):
+            fault = _move(state, part)
+            if fault:
+                raise fault_at(schedule, position, fault)
 
 
 def _move(state: dict[tuple[int, int | None], str], part: Instruction) -> str:
@@ -123,7 +122,7 @@ def uses(program: Program) -> Iterator[tuple[int, int, Instruction, Holder]]:
     for step, instructions in enumerate(program):
         for place, instruction in in_order(instructions):
             if instruction.op not in WHOLE_STAGE:
-                for part in instruction.parts or (instruction,):
+                for part in parts_of(instruction):
                     pair = (part.stage, part.microbatch)
                     # An output on its way stays where it was computed.
                     yield step, place, part, (*pair, 0 if part.op is Op.SEND_F else moved[pair])

@@ -13,53 +13,37 @@ Between two ranks with one queue each way round, let a message have the step in 
 So a rank only ever waits for another to begin a step, and one run over these waits decides.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, chain, compress, count, repeat
 from math import inf
 from operator import le, lt
 from typing import NamedTuple
 
-from ..instruction import COMMUNICATION, COMPUTE, Instruction, Op
+from ..dataflow import edge_flows
+from ..instruction import COMMUNICATION, COMPUTE, TAIL, Instruction, Op
 from ..schedule import Program, Schedule
 
 Column = list[int]
 Kind = tuple[Op, int, int | None]
 Wait = tuple[int, int, int]  # step of the consumer, the other rank, the step that this one has to begin
 
-_TAIL = frozenset({Op.REDUCE_TIED, Op.REDUCE_GRAD, Op.STEP})
-
 
 class Columns(NamedTuple):
-    """The program of one rank by kind.
+    """The program of one rank by kind."""
 
-    Args:
-        at: per ``(op, stage, peer)``, the positions in the program by microbatch; those of B and I together under B.
-        step: the step of each position.
-    """
-
-    at: dict[Kind, Column]
-    step: Column
+    at: dict[Kind, Column]  # positions in the program by microbatch, per (op, stage, peer); those of I under B
+    step: Column  # the step of each position
 
 
 class EdgeColumns(NamedTuple):
-    """The messages along one edge in one direction, by microbatch.
+    """The messages along one edge in one direction, by microbatch."""
 
-    Args:
-        source: the sending rank.
-        target: the receiving rank.
-        sent: positions of the sends in the program of ``source``.
-        received: positions of the receives in the program of ``target``.
-        consumed: positions of what consumes them there.
-    """
-
-    source: int
-    target: int
-    sent: Column
-    received: Column
-    consumed: Column
+    source: int  # the sending rank
+    target: int  # the receiving rank
+    sent: Column  # positions of the sends in the program of ``source``
+    received: Column  # positions of the receives in the program of ``target``
+    consumed: Column  # positions of what consumes them there
 
 
 def prove_columns(schedule: Schedule) -> bool | None:
@@ -68,27 +52,33 @@ def prove_columns(schedule: Schedule) -> bool | None:
     Args:
         schedule: well formed, with communication.
     """
-    if not schedule.ops <= COMPUTE | COMMUNICATION | _TAIL or schedule.has_slots:
+    if not schedule.ops <= {*COMPUTE, *COMMUNICATION, *TAIL} or schedule.has_slots:
         return None
-    ranks = []
-    for rank in range(schedule.ranks):
-        columns = _columns(schedule, rank)
-        if columns is None:
-            return None
-        ranks.append(columns)
-    links = _links(schedule, ranks)
-    if links is None or sum(len(link.sent) for link in links) * 2 != _messages(ranks):
-        return None
-    waits = _waits(links, [columns.step for columns in ranks])
-    if waits is None or not _ends(waits):
+    try:
+        ranks = [_columns(schedule, rank) for rank in range(schedule.ranks)]
+        links = _links(schedule, ranks)
+        ends = sum(len(column) for columns in ranks for (op, _, _), column in columns.at.items() if op in COMMUNICATION)
+        _require(sum(len(link.sent) for link in links) * 2 == ends)
+        waits = _waits(links, [columns.step for columns in ranks])
+        _require(_ends(waits))
+    except _UnprovedError:
         return None
     summed = schedule.replicas if Op.REDUCE_TIED in schedule.ops else ()
     aligned = all(len({len(schedule.programs[schedule.placement[s]]) for s in group}) == 1 for group in summed)
     return aligned and all(awaited <= step for todo in waits for step, _, awaited in todo)
 
 
-def _columns(schedule: Schedule, rank: int) -> Columns | None:
-    """The columns of one rank, None where an instruction is missing, doubled, or in an order that is not the usual one."""
+class _UnprovedError(Exception):
+    """Something is wrong, or not as usual: the other proofs decide."""
+
+
+def _require(holds: bool) -> None:
+    if not holds:
+        raise _UnprovedError
+
+
+def _columns(schedule: Schedule, rank: int) -> Columns:
+    """The columns of one rank, which has everything once and in the usual order."""
     program = schedule.programs[rank]
     found: dict[Kind, dict[int | None, int]] = defaultdict(dict)
     flat = list(chain.from_iterable(program))
@@ -100,13 +90,10 @@ def _columns(schedule: Schedule, rank: int) -> Columns | None:
                 found[part[0], part[1], None][part[2]] = position
         else:
             found[op, stage, peer][microbatch] = position
-    if sum(map(len, found.values())) != len(flat) + pairs or not _in_phases(program, flat):
-        return None
-    whole = [found.pop(kind) for kind in list(found) if kind[0] in _TAIL]
-    if sum(map(len, whole)) != (sum(i[0] in _TAIL for i in program[-1]) if program else 0):
-        return None
-    at = _complete(schedule, found)
-    return None if at is None else Columns(at, list(chain.from_iterable(map(repeat, count(), map(len, program)))))
+    _require(sum(map(len, found.values())) == len(flat) + pairs and _in_phases(program, flat))
+    whole = [found.pop(kind) for kind in list(found) if kind[0] in TAIL]
+    _require(sum(map(len, whole)) == (sum(i[0] in TAIL for i in program[-1]) if program else 0))
+    return Columns(_complete(schedule, found), list(chain.from_iterable(map(repeat, count(), map(len, program)))))
 
 
 def _in_phases(program: Program, flat: Sequence[Instruction]) -> bool:
@@ -116,75 +103,59 @@ def _in_phases(program: Program, flat: Sequence[Instruction]) -> bool:
     if not starts.issuperset(compress(count(1), map(lt, talks, talks[1:]))):
         return False
     tail = [i[0] for i in program[-1]] if program else []
-    if not _TAIL.intersection(tail):
+    if set(tail).isdisjoint(TAIL):
         return True
-    return _TAIL.issuperset(tail) and Op.REDUCE_TIED not in tail[tail.count(Op.REDUCE_TIED) :]
+    return set(tail) <= set(TAIL) and Op.REDUCE_TIED not in tail[tail.count(Op.REDUCE_TIED) :]
 
 
-def _complete(schedule: Schedule, found: dict[Kind, dict[int | None, int]]) -> dict[Kind, Column] | None:
-    """The column of each kind, None unless each has every microbatch of its chain once, and W follows its I."""
+def _complete(schedule: Schedule, found: dict[Kind, dict[int | None, int]]) -> dict[Kind, Column]:
+    """The column of each kind, which has every microbatch of its chain once; W follows its I."""
     for op, stage, _ in [kind for kind in found if kind[0] is Op.I]:
         gradients, weights = found.pop((op, stage, None)), found.pop((Op.W, stage, None), {})
-        if len(weights) != len(gradients) or not all(place < weights.get(m, -1) for m, place in gradients.items()):
-            return None
+        _require(len(weights) == len(gradients) and all(place < weights.get(m, -1) for m, place in gradients.items()))
         whole = found.get((Op.B, stage, None), {})
-        if not whole.keys().isdisjoint(gradients):
-            return None
+        _require(whole.keys().isdisjoint(gradients))
         found[Op.B, stage, None] = whole | gradients
     walks = {stage: c.microbatches for c in schedule.chains for stage in c.stages}
     at: dict[Kind, Column] = {}
     for kind, places in found.items():
         walk = walks[kind[1]]
-        if kind[0] is Op.W or len(places) != walk.stop - walk.start:
-            return None
+        _require(kind[0] is not Op.W and len(places) == walk.stop - walk.start)
         at[kind] = [places[m] for m in walk]
     return at
 
 
-def _messages(ranks: Sequence[Columns]) -> int:
-    return sum(len(column) for columns in ranks for (op, _, _), column in columns.at.items() if op in COMMUNICATION)
+def _require_before(first: Column, second: Column) -> None:
+    """Neither column is empty, and everything in the first comes before the same microbatch in the second."""
+    _require(0 < len(first) == len(second) and all(map(lt, first, second)))
 
 
-def _before(first: Column, second: Column) -> bool:
-    """Whether everything in the first column comes before the same microbatch in the second."""
-    return all(map(lt, first, second))
-
-
-def _links(schedule: Schedule, ranks: Sequence[Columns]) -> list[EdgeColumns] | None:
-    """The messages of all edges, None where something is used or sent before it is there."""
+def _links(schedule: Schedule, ranks: Sequence[Columns]) -> list[EdgeColumns]:
+    """The messages of all edges; nothing is used or sent before it is there."""
     home = schedule.placement
     at = [ranks[rank].at for rank in home]  # by stage
     backward = not schedule.forward_only
     for stage in range(schedule.stages):
-        forward, gradient = at[stage].get((Op.F, stage, None)), at[stage].get((Op.B, stage, None))
-        if forward is None or (backward and (gradient is None or not _before(forward, gradient))):
-            return None
+        _require((Op.F, stage, None) in at[stage])
+        if backward:
+            _require_before(at[stage][Op.F, stage, None], at[stage].get((Op.B, stage, None), []))
     links = []
-    for a, b, op, send, receive, peers in _flows(schedule):
+    for a, b, op, send, receive, far, near in edge_flows(schedule):
+        if op is Op.B and not backward:
+            continue
         made, used = at[a][op, a, None], at[b][op, b, None]
         if home[a] == home[b]:
-            if not _before(made, used):
-                return None
-            continue
-        sent, received = at[a].get((send, a, peers[0])), at[b].get((receive, b, peers[1]))
-        if sent is None or received is None or not (_before(made, sent) and _before(received, used)):
-            return None
-        links.append(EdgeColumns(home[a], home[b], sent, received, used))
+            _require_before(made, used)
+        else:
+            sent, received = at[a].get((send, a, far), []), at[b].get((receive, b, near), [])
+            _require_before(made, sent)
+            _require_before(received, used)
+            links.append(EdgeColumns(home[a], home[b], sent, received, used))
     return links
 
 
-def _flows(schedule: Schedule) -> Iterator[tuple[int, int, Op, Op, Op, tuple[int | None, int | None]]]:
-    """Every edge there and, with a backward, back: source, target, what makes and uses, what sends and receives, the peers named."""
-    skips = frozenset(schedule.skips)
-    for a, b in schedule.edges:
-        far, near = (b, a) if (a, b) in skips else (None, None)
-        yield a, b, Op.F, Op.SEND_F, Op.RECV_F, (far, near)
-        if not schedule.forward_only:
-            yield b, a, Op.B, Op.SEND_B, Op.RECV_B, (near, far)
-
-
-def _waits(links: Sequence[EdgeColumns], step: Sequence[Column]) -> list[list[Wait]] | None:
-    """Per rank, in order, the steps that it waits for other ranks to begin; None where two ends disagree on an order."""
+def _waits(links: Sequence[EdgeColumns], step: Sequence[Column]) -> list[list[Wait]]:
+    """Per rank, in order, the steps that it waits for other ranks to begin; both ends agree on the order of messages."""
     between: dict[tuple[int, int], list[EdgeColumns]] = defaultdict(list)
     for link in links:
         between[min(link[:2]), max(link[:2])].append(link)
@@ -193,16 +164,14 @@ def _waits(links: Sequence[EdgeColumns], step: Sequence[Column]) -> list[list[Wa
         for source in (low, high):
             stream = sorted(pair for link in both if link.source == source for pair in zip(link.sent, link.received, strict=True))
             received = [there for _, there in stream]
-            if not all(map(lt, received, received[1:])):
-                return None
+            _require(all(map(lt, received, received[1:])))
         posted: list[tuple[int, int]] = []  # steps on the lower and on the higher rank
         for source, target, sent, received, _ in both:
             ends = _of(step[source], sent), _of(step[target], received)
             posted += zip(*(ends if source == low else ends[::-1]), strict=True)
         posted.sort()
         highs = [there for _, there in posted]
-        if not all(map(le, highs, highs[1:])):
-            return None
+        _require(all(map(le, highs, highs[1:])))
         # Of messages in one batch the last one stays: that of the latest step at the other end.
         complete = {high: {there: here for here, there in posted}, low: dict(posted)}
         for source, target, _, received, consumed in both:

@@ -1,33 +1,23 @@
 """Prove the order of each rank on its own: inputs before uses, everything once, nothing missing."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from ..dataflow import PRODUCT, Dataflow
-from ..errors import ScheduleError, last_place, schedule_error
-from ..instruction import COMMUNICATION, COMPUTE, SENDS, Instruction, Op
+from ..dataflow import PRODUCT, Dataflow, Routes, message_number
+from ..errors import ScheduleError, fault_at, last_place, schedule_error
+from ..instruction import COMMUNICATION, COMPUTE, SENDS, Instruction, Op, parts_of
 from ..schedule import Schedule, Step
-from .routes import Routes, message_number, no_route
 
 Position = tuple[int, int, int]  # rank, step, place
 
 
 class OrderRecord(NamedTuple):
-    """The position of everything that happens. A message is numbered ``value * S + stage that consumes it``.
+    """The position of everything that happens. A message is numbered ``value * S + stage that consumes it``."""
 
-    Args:
-        made: position of the instruction that makes each value.
-        weights: position of the weight gradient, by the number of the input gradient that it follows.
-        sends: position of each message's send.
-        receives: position of each message's receive.
-    """
-
-    made: dict[int, Position]
-    weights: dict[int, Position]
-    sends: dict[int, Position]
-    receives: dict[int, Position]
+    made: dict[int, Position]  # position of the instruction that makes each value
+    weights: dict[int, Position]  # position of the weight gradient, by the number of the input gradient that it follows
+    sends: dict[int, Position]  # position of each message's send
+    receives: dict[int, Position]  # position of each message's receive
 
 
 def in_order(step: Step) -> Iterable[tuple[int, Instruction]]:
@@ -47,6 +37,14 @@ def in_order(step: Step) -> Iterable[tuple[int, Instruction]]:
 _PHASE = {**dict.fromkeys(COMMUNICATION, 0), Op.LOAD: 1}
 
 
+def walk(schedule: Schedule) -> Iterator[tuple[Position, Instruction]]:
+    """Iterate over all instructions and their positions, those of a step in the order of its meaning."""
+    for rank, program in enumerate(schedule.programs):
+        for step, instructions in enumerate(program):
+            for place, instruction in in_order(instructions):
+                yield (rank, step, place), instruction
+
+
 def check_order(schedule: Schedule, flow: Dataflow, routes: Routes) -> OrderRecord:
     """Walk through each program and refuse faults that no other rank can mend.
 
@@ -59,43 +57,45 @@ def check_order(schedule: Schedule, flow: Dataflow, routes: Routes) -> OrderReco
     """
     record = OrderRecord({}, {}, {}, {})
     lowered = bool(schedule.ops & COMMUNICATION)
-    for rank, program in enumerate(schedule.programs):
-        for step, instructions in enumerate(program):
-            for place, instruction in in_order(instructions):
-                op = instruction[0]
-                if op in COMPUTE:
-                    for part in instruction[5] or (instruction,):
-                        fault = _compute(schedule, flow, record, part, lowered)
-                        if fault:
-                            raise schedule_error(schedule, rank, (step, place), fault)
-                    _enter(schedule, flow, record, instruction, (rank, step, place))
-                elif op in COMMUNICATION:
-                    fault = _message(schedule, flow, routes, record, instruction, (rank, step, place))
-                    if fault:
-                        raise schedule_error(schedule, rank, (step, place), fault)
+    for position, instruction in walk(schedule):
+        fault = ""
+        if instruction[0] in COMPUTE:
+            fault = _compute(schedule, flow, record, instruction, position, lowered)
+        elif instruction[0] in COMMUNICATION:
+            fault = _message(schedule, flow, routes, record, instruction, position)
+        if fault:
+            raise fault_at(schedule, position, fault)
     _check_complete(schedule, flow, routes, record)
     return record
 
 
-def _compute(schedule: Schedule, flow: Dataflow, record: OrderRecord, part: Instruction, lowered: bool) -> str:
-    """The fault of computing this here in words, empty where there is none."""
-    op, stage, microbatch, *_ = part
-    assert microbatch is not None
-    output = 2 * (stage * flow.microbatches + microbatch)
-    rank, home = schedule.placement[stage], schedule.placement
-    for distance, origin in flow.needs[op][stage]:
-        value = output + distance
-        if home[origin] == rank:
-            if value not in record.made:
-                return f"it needs {flow.name(value)}, which this rank has not computed before"
-        elif lowered and value * len(home) + stage not in record.receives:
-            return f"it needs {flow.name(value)}, but its receive has not been posted before"
-    product = PRODUCT[op]
-    if product is None:
-        return _weight_fault(schedule, record, output + 1)
-    if output + product in record.made:
-        rank, step, place = record.made[output + product]
-        return f"{flow.name(output + product)} is computed twice, first at step {step}, place {place}"
+def _compute(schedule: Schedule, flow: Dataflow, record: OrderRecord, instruction: Instruction, position: Position, lowered: bool) -> str:
+    """Record a compute instruction; returns its fault in words, empty where there is none."""
+    home = schedule.placement
+    entered: list[tuple[dict[int, Position], int]] = []
+    for op, stage, microbatch, *_ in instruction[5] or (instruction,):
+        assert microbatch is not None
+        output = 2 * (stage * flow.microbatches + microbatch)
+        for distance, origin in flow.needs[op][stage]:
+            value = output + distance
+            if home[origin] == position[0]:
+                if value not in record.made:
+                    return f"it needs {flow.name(value)}, which this rank has not computed before"
+            elif lowered and value * len(home) + stage not in record.receives:
+                return f"it needs {flow.name(value)}, but its receive has not been posted before"
+        product = PRODUCT[op]
+        if product is None:
+            fault = _weight_fault(schedule, record, output + 1)
+            if fault:
+                return fault
+            entered.append((record.weights, output + 1))
+        elif output + product in record.made:
+            _, step, place = record.made[output + product]
+            return f"{flow.name(output + product)} is computed twice, first at step {step}, place {place}"
+        else:
+            entered.append((record.made, output + product))
+    for record_of, value in entered:
+        record_of[value] = position
     return ""
 
 
@@ -109,21 +109,11 @@ def _weight_fault(schedule: Schedule, record: OrderRecord, gradient: int) -> str
     return ""
 
 
-def _enter(schedule: Schedule, flow: Dataflow, record: OrderRecord, instruction: Instruction, position: Position) -> None:
-    for op, stage, microbatch, *_ in instruction[5] or (instruction,):
-        assert microbatch is not None
-        output, product = 2 * (stage * flow.microbatches + microbatch), PRODUCT[op]
-        if product is None:
-            record.weights[output + 1] = position
-        else:
-            record.made[output + product] = position
-
-
 def _message(schedule: Schedule, flow: Dataflow, routes: Routes, record: OrderRecord, instruction: Instruction, position: Position) -> str:
     """Record one end of a message; returns its fault in words, empty where there is none."""
     route = routes.get((instruction[0], instruction[1], instruction[3]))
     if route is None:
-        return no_route(schedule, instruction)
+        return _no_route(schedule, instruction)
     message = message_number(schedule, flow, route, instruction)
     sending = instruction[0] in SENDS
     ends = record.sends if sending else record.receives
@@ -137,6 +127,17 @@ def _message(schedule: Schedule, flow: Dataflow, routes: Routes, record: OrderRe
     return ""
 
 
+def _no_route(schedule: Schedule, instruction: Instruction) -> str:
+    """Say why a message that has no route cannot exist."""
+    stage, other = instruction.stage, schedule.other_end(instruction)
+    if instruction.peer is None and other is None:
+        end = "last" if instruction.op in (Op.SEND_F, Op.RECV_B) else "first"
+        return f"stage {stage} is the {end} of its chain, so there is no stage for the other end of this message"
+    if instruction.peer is None:
+        return f"stages {stage} and {other} are both on rank {schedule.placement[stage]}: no message passes between them"
+    return f"no skip connection that leaves the rank joins stages {stage} and {instruction.peer!r:.40} in this direction"
+
+
 def _check_complete(schedule: Schedule, flow: Dataflow, routes: Routes, record: OrderRecord) -> None:
     """Every stage has computed everything for every microbatch of its chain, and every message has two ends."""
     per_stage = 1 if schedule.forward_only else 2
@@ -145,18 +146,15 @@ def _check_complete(schedule: Schedule, flow: Dataflow, routes: Routes, record: 
     if len(record.made) != expected:
         raise _missing(schedule, flow, record, per_stage)
     for value, (rank, step, place) in record.made.items():
-        if value % 2 and value not in record.weights and _is_input_gradient(schedule.programs[rank][step][place]):
+        if value % 2 and value not in record.weights and parts_of(schedule.programs[rank][step][place])[-1].op is Op.I:
             raise schedule_error(schedule, rank, (step, place), "its weight gradient W is missing: after I there must be one W")
     for ends, others, verb in ((record.sends, record.receives, "receives"), (record.receives, record.sends, "sends")):
-        for message, (rank, step, place) in ends.items():
+        for message, position in ends.items():
             if message not in others:
+                rank, step, place = position
                 instruction = schedule.programs[rank][step][place]
                 other = routes[instruction.op, instruction.stage, instruction.peer].other
-                raise schedule_error(schedule, rank, (step, place), f"rank {other}, at the other end, never {verb} this message")
-
-
-def _is_input_gradient(instruction: Instruction) -> bool:
-    return instruction.parts[1].op is Op.I if instruction.parts else instruction.op is Op.I
+                raise fault_at(schedule, position, f"rank {other}, at the other end, never {verb} this message")
 
 
 def _missing(schedule: Schedule, flow: Dataflow, record: OrderRecord, per_stage: int) -> ScheduleError:

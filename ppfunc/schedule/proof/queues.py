@@ -7,8 +7,6 @@ is buffered: this is a rendezvous, and a batch counts as received only as a whol
 per pair of ranks at each end, or one per rank. What ends here also ends without the queues.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from typing import NamedTuple
 
@@ -20,21 +18,13 @@ from .traffic import Traffic
 
 
 class QueueState(NamedTuple):
-    """The state of a run.
+    """The state of a run."""
 
-    Args:
-        at: per rank, the index of its next event.
-        posted: per queue, the batches that are posted and not complete, the head first.
-        pending: per batch, how many of its messages have not moved; -1 before it is posted.
-        clocks: per rank, the number of each event in the order in which all events happened.
-        complete: per batch, the number of the event with which its last message moved.
-    """
-
-    at: list[int]
-    posted: list[deque[int]]
-    pending: list[int]
-    clocks: list[list[int]]
-    complete: list[int]
+    at: list[int]  # per rank, the index of its next event
+    posted: list[deque[int]]  # per queue, the batches that are posted and not complete, the head first
+    pending: list[int]  # per batch, how many of its messages have not moved; -1 before it is posted
+    clocks: list[list[int]]  # per rank, the number of each event in the order in which all events happened
+    complete: list[int]  # per batch, the number of the event with which its last message moved
 
 
 def check_queues(schedule: Schedule, flow: Dataflow, record: OrderRecord, found: Traffic) -> QueueState:
@@ -55,10 +45,30 @@ def run(found: Traffic) -> QueueState:
     """Run all ranks, a step of each in turn, until nothing moves any more."""
     queues, ranks, batches = 1 + max(found.queue, default=-1), len(found.events), len(found.owner)
     state = QueueState([0] * ranks, [deque() for _ in range(queues)], [-1] * batches, [[] for _ in range(ranks)], [0] * batches)
+    pending = state.pending
     arrived: dict[int, int] = {}
     ready = deque(range(ranks))
     waiting: dict[int, int] = {}
     clock = 0
+
+    def arrive(batch: int) -> None:
+        """A batch comes to the head of its queue: move what can move, and so on from there."""
+        heads = [batch]
+        while heads:
+            for message in found.messages[heads.pop()]:
+                arrived[message] = arrived.get(message, 0) + 1
+                ends = found.ends[message] if arrived[message] == len(found.ends[message]) else ()
+                for end in ends:
+                    pending[end] -= 1
+                    if not pending[end]:
+                        state.complete[end] = clock
+                        line = state.posted[found.queue[end]]
+                        line.popleft()
+                        if line:
+                            heads.append(line[0])
+                        if end in waiting:
+                            ready.append(waiting.pop(end))
+
     while ready:
         rank = ready.popleft()
         events, clocks = found.events[rank], state.clocks[rank]
@@ -74,47 +84,16 @@ def run(found: Traffic) -> QueueState:
             if place < 0:
                 line = state.posted[found.queue[batch]]
                 line.append(batch)
-                state.pending[batch] = len(found.messages[batch])
+                pending[batch] = len(found.messages[batch])
                 if line[0] == batch:
-                    _arrive(found, state, arrived, batch, waiting, ready, clock)
-            elif state.pending[batch]:
+                    arrive(batch)
+            elif pending[batch]:
                 waiting[batch] = rank
                 break
             clocks.append(clock)
             at += 1
         state.at[rank] = at
     return state
-
-
-def _arrive(
-    found: Traffic,
-    state: QueueState,
-    arrived: dict[int, int],
-    batch: int,
-    waiting: dict[int, int],
-    ready: deque[int],
-    clock: int,
-) -> None:
-    """A batch comes to the head of its queue: move what can move, and so on from there."""
-    heads = [batch]
-    pending = state.pending
-    while heads:
-        for message in found.messages[heads.pop()]:
-            count = arrived.get(message, 0) + 1
-            arrived[message] = count
-            ends = found.ends[message]
-            if count < len(ends):
-                continue
-            for end in ends:
-                pending[end] -= 1
-                if not pending[end]:
-                    state.complete[end] = clock
-                    line = state.posted[found.queue[end]]
-                    line.popleft()
-                    if line:
-                        heads.append(line[0])
-                    if end in waiting:
-                        ready.append(waiting.pop(end))
 
 
 def _check_streams(schedule: Schedule, flow: Dataflow, record: OrderRecord) -> None:
@@ -164,8 +143,10 @@ def _deadlock(schedule: Schedule, flow: Dataflow, found: Traffic, state: QueueSt
         message, rank, batch, why = _blocker(found, state, wanted)
         sentences.append(f"{sentence}{describe(schedule, flow, message)}, {why}")
     cycle = sentences[seen[rank, batch] :]
-    rank, position = _first_wait(found, state, list(seen)[seen[rank, batch] :])
-    return schedule_error(schedule, rank, position, "deadlock: " + cycle_text(cycle))
+    # The place to mark is a wait of the circle, or else a batch of it.
+    rank, batch = min(list(seen)[seen[rank, batch] :], key=lambda node: node[1] is not None)
+    _, step, place = found.events[rank][state.at[rank]] if batch is None else (batch, found.step[batch], 0)
+    return schedule_error(schedule, rank, (step, place), "deadlock: " + cycle_text(cycle))
 
 
 def _blocker(found: Traffic, state: QueueState, batch: int) -> tuple[int, int, int | None, str]:
@@ -187,14 +168,3 @@ def _blocker(found: Traffic, state: QueueState, batch: int) -> tuple[int, int, i
 def _both_at_head(found: Traffic, state: QueueState, message: int) -> bool:
     """Whether a message has moved: all its ends are, or were, at the head of their queues."""
     return all(state.pending[e] == 0 or (state.pending[e] > 0 and state.posted[found.queue[e]][0] == e) for e in found.ends[message])
-
-
-def _first_wait(found: Traffic, state: QueueState, nodes: list[tuple[int, int | None]]) -> tuple[int, tuple[int, int]]:
-    """The rank and position to mark: a wait of the circle, or else a batch of it."""
-    for rank, batch in nodes:
-        if batch is None:
-            _, step, place = found.events[rank][state.at[rank]]
-            return rank, (step, place)
-    rank, batch = nodes[0]
-    assert batch is not None
-    return rank, (found.step[batch], 0)

@@ -1,7 +1,5 @@
 """Prove that a schedule is well formed: the right types, numbers in range, stages on their ranks."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any, TypeGuard
 
@@ -20,8 +18,7 @@ def check_structure(schedule: Schedule) -> None:
             length, an instruction out of range or on a rank that does not hold its stage.
     """
     require_schedule(schedule)
-    _check_programs_exist(schedule)
-    _check_placement(schedule)
+    _check_fields(schedule)
     ranges = _check_chains(schedule)
     _check_skips(schedule)
     for rank, program in enumerate(schedule.programs):
@@ -46,7 +43,7 @@ def _is_number(value: Any) -> TypeGuard[int]:
     return type(value) is int and value >= 0
 
 
-def _check_programs_exist(schedule: Schedule) -> None:
+def _check_fields(schedule: Schedule) -> None:
     for field in ("placement", "chains", "programs", "skips"):
         value = getattr(schedule, field)
         if type(value) is not tuple:
@@ -56,15 +53,11 @@ def _check_programs_exist(schedule: Schedule) -> None:
     for rank, program in enumerate(schedule.programs):
         if type(program) is not tuple:
             raise _plain(f"the program is a {type(program).__name__}, expected a tuple of steps", rank)
-
-
-def _check_placement(schedule: Schedule) -> None:
     if not schedule.placement:
         raise _plain("the schedule has no stage: expected a placement with at least one")
-    ranks = len(schedule.programs)
     for stage, rank in enumerate(schedule.placement):
-        if not _is_number(rank) or rank >= ranks:
-            raise _plain(f"stage {stage} is placed on rank {rank!r}, expected a rank from 0 to {ranks - 1}")
+        if not _is_number(rank) or rank >= schedule.ranks:
+            raise _plain(f"stage {stage} is placed on rank {rank!r}, expected a rank from 0 to {schedule.ranks - 1}")
 
 
 def _check_chains(schedule: Schedule) -> Ranges:

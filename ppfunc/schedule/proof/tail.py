@@ -1,13 +1,9 @@
 """Prove the frame of the compute: loads before it, reductions and the optimizer step after it."""
 
-from __future__ import annotations
-
-from ..errors import last_place, schedule_error
-from ..instruction import COMPUTE, Op
+from ..errors import fault_at, last_place, schedule_error
+from ..instruction import COMPUTE, TAIL, Op, parts_of
 from ..schedule import Schedule
-from .order import Position, in_order
-
-_TAIL = (Op.REDUCE_TIED, Op.REDUCE_GRAD, Op.STEP)
+from .order import Position, walk
 
 
 def check_loads(schedule: Schedule) -> None:
@@ -21,28 +17,20 @@ def check_loads(schedule: Schedule) -> None:
     if Op.LOAD not in schedule.ops:
         return
     first, last = ({c.stages[end] for c in schedule.chains} for end in (0, -1))
+    parts = [(position, part) for position, instruction in walk(schedule) for part in parts_of(instruction)]
+    targets = any(part.op is Op.LOAD and part.stage in last - first for _, part in parts)
+    loading = first | last if targets else first
     loads: set[tuple[int, int | None]] = set()
-    loading = first | last if _loads_any(schedule, last - first) else first
-    for rank, program in enumerate(schedule.programs):
-        for step, instructions in enumerate(program):
-            for place, instruction in in_order(instructions):
-                for part in instruction.parts or (instruction,):
-                    key = (part.stage, part.microbatch)
-                    fault = ""
-                    if part.op is Op.LOAD:
-                        if part.stage not in loading:
-                            fault = "only the first and the last stage of a chain load"
-                        elif key in loads:
-                            fault = "this microbatch is loaded twice"
-                        loads.add(key)
-                    elif part.op is Op.F and part.stage in loading and key not in loads:
-                        fault = "its LOAD is missing or comes later, but other microbatches are loaded"
-                    if fault:
-                        raise schedule_error(schedule, rank, (step, place), fault)
-
-
-def _loads_any(schedule: Schedule, stages: set[int]) -> bool:
-    return any(i.op is Op.LOAD and i.stage in stages for p in schedule.programs for step in p for i in step)
+    for position, part in parts:
+        key = (part.stage, part.microbatch)
+        if part.op is Op.LOAD:
+            if part.stage not in loading:
+                raise fault_at(schedule, position, "only the first and the last stage of a chain load")
+            if key in loads:
+                raise fault_at(schedule, position, "this microbatch is loaded twice")
+            loads.add(key)
+        elif part.op is Op.F and part.stage in loading and key not in loads:
+            raise fault_at(schedule, position, "its LOAD is missing or comes later, but other microbatches are loaded")
 
 
 def check_tail(schedule: Schedule) -> None:
@@ -52,34 +40,27 @@ def check_tail(schedule: Schedule) -> None:
         ScheduleError: one that is missing, doubled, early or out of order, or without a backward
             to follow; replicas of a stage that are stepped but never summed.
     """
-    present = [op for op in _TAIL if op in schedule.ops]
+    present = [op for op in TAIL if op in schedule.ops]
     if not present:
         return
     found: dict[tuple[Op, int], Position] = {}
     last: dict[int, Position] = {}
-    for rank, program in enumerate(schedule.programs):
-        for step, instructions in enumerate(program):
-            for place, instruction in enumerate(instructions):
-                op, stage = instruction.op, instruction.stage
-                if op in _TAIL:
-                    if (op, stage) in found:
-                        raise schedule_error(schedule, rank, (step, place), f"stage {stage} has {op} twice, expected it once")
-                    _check_after(schedule, found, op, stage, (rank, step, place))
-                    found[op, stage] = (rank, step, place)
-                elif op in COMPUTE:
-                    for part in instruction.parts or (instruction,):
-                        last[part.stage] = (rank, step, place)
+    for position, instruction in walk(schedule):
+        op, stage = instruction.op, instruction.stage
+        if op in COMPUTE:
+            last |= dict.fromkeys((part.stage for part in parts_of(instruction)), position)
+        elif op in TAIL:
+            if (op, stage) in found:
+                raise fault_at(schedule, position, f"stage {stage} has {op} twice, expected it once")
+            for later in TAIL[TAIL.index(op) + 1 :]:
+                if (later, stage) in found:
+                    raise fault_at(schedule, position, f"{op} comes after {later}, expected it before")
+            found[op, stage] = position
     _check_all_stages(schedule, present, found)
     for (op, stage), position in found.items():
         if schedule.forward_only or last[stage] > position:
             reason = "the schedule has no backward" if schedule.forward_only else f"stage {stage} still computes after it"
-            raise schedule_error(schedule, position[0], position[1:], f"{reason}, expected {op} after all backward work")
-
-
-def _check_after(schedule: Schedule, found: dict, op: Op, stage: int, position: Position) -> None:
-    for later in _TAIL[_TAIL.index(op) + 1 :]:
-        if (later, stage) in found:
-            raise schedule_error(schedule, position[0], position[1:], f"{op} comes after {later}, expected it before")
+            raise fault_at(schedule, position, f"{reason}, expected {op} after all backward work")
 
 
 def _check_all_stages(schedule: Schedule, present: list[Op], found: dict[tuple[Op, int], Position]) -> None:
@@ -90,6 +71,5 @@ def _check_all_stages(schedule: Schedule, present: list[Op], found: dict[tuple[O
                 raise schedule_error(schedule, rank, last_place(schedule, rank), reason)
     replicas = len(schedule.chains[0].stages) == 1 and Op.REDUCE_GRAD in present
     if Op.STEP in present and schedule.replicas and Op.REDUCE_TIED not in present and not replicas:
-        rank, step, place = found[Op.STEP, schedule.replicas[0][0]]
         reason = f"stages {schedule.replicas[0]} are replicas, but their gradients are never summed: expected REDUCE_TIED before STEP"
-        raise schedule_error(schedule, rank, (step, place), reason)
+        raise fault_at(schedule, found[Op.STEP, schedule.replicas[0][0]], reason)

@@ -1,37 +1,25 @@
 """List the batches that ranks post and wait for: a schedule without its arithmetic."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from typing import NamedTuple
 
-from ..dataflow import Dataflow
-from ..instruction import COMMUNICATION, COMPUTE, RECEIVES, Instruction, Op
+from ..dataflow import Dataflow, Routes, message_number
+from ..instruction import COMMUNICATION, COMPUTE, RECEIVES, TAIL, Instruction, Op, microbatch_of, parts_of
 from ..schedule import Schedule
 from .order import in_order
-from .routes import Routes, message_number
 
 Event = tuple[int, int, int]  # batch, step, place; the place is -1 where the batch is posted
 
 
 class Traffic(NamedTuple):
-    """The batches of a schedule, numbered, and what each rank does with them.
+    """The batches of a schedule, numbered, and what each rank does with them."""
 
-    Args:
-        owner: rank of each batch.
-        step: step of each batch in the program of its rank.
-        queue: number of the queue that each batch is in.
-        messages: the messages of each batch; negative numbers are sums over replicas.
-        ends: the batches that each message is in; it moves once all of them are at the head.
-        events: per rank, in order, the batches that it posts and those that it waits for.
-    """
-
-    owner: list[int]
-    step: list[int]
-    queue: list[int]
-    messages: list[list[int]]
-    ends: dict[int, list[int]]
-    events: list[list[Event]]
+    owner: list[int]  # rank of each batch
+    step: list[int]  # step of each batch in the program of its rank
+    queue: list[int]  # number of the queue that each batch is in
+    messages: list[list[int]]  # the messages of each batch; negative numbers are sums over replicas
+    ends: dict[int, list[int]]  # the batches that each message is in; it moves once all of them are at the head
+    events: list[list[Event]]  # per rank, in order, the batches that it posts and those that it waits for
 
 
 def traffic(schedule: Schedule, flow: Dataflow, routes: Routes, queue: str) -> Traffic:
@@ -43,35 +31,39 @@ def traffic(schedule: Schedule, flow: Dataflow, routes: Routes, queue: str) -> T
     for rank, program in enumerate(schedule.programs):
         buffers: dict[tuple[int, int], _Buffer] = {}
         sums: dict[int, int] = {}
+        events = found.events[rank]
         for step, instructions in enumerate(program):
             batches: dict[Hashable, int] = {}
-            begin = len(found.events[rank])
+            begin = len(events)
             for place, instruction in in_order(instructions):
-                op = instruction[0]
+                op, stage = instruction[:2]
                 if slotted:
                     _take_buffers(found, begin, buffers, instruction, (rank, step, place))
                 if op in COMMUNICATION:
-                    route = routes[op, instruction[1], instruction[3]]
+                    route = routes[op, stage, instruction[3]]
                     key = (rank, route[2]) if queue == "pair" else rank
-                    batch = batches.get(key)
-                    if batch is None:
-                        batch = batches[key] = _open(found, rank, step, queues.setdefault(key, len(queues)))
+                    if key not in batches:
+                        batches[key] = _open(found, rank, step, queues.setdefault(key, len(queues)))
                     message = message_number(schedule, flow, route, instruction)
-                    _join(found, batch, message)
+                    _join(found, batches[key], message)
                     if op in RECEIVES:
-                        received[message] = batch
+                        received[message] = batches[key]
                     elif instruction[4] is not None:
-                        buffers[instruction[1], instruction[4]].sends.append(batch)
+                        buffers[stage, instruction[4]].sends.append(batches[key])
                 elif op in COMPUTE:
-                    _await_inputs(flow, remote, found.events[rank], received, instruction, (step, place))
-                elif op in _TAIL:
-                    _reduce(schedule, found, queues, sums, instruction, (rank, step, place))
-        last = len(program) - 1
-        found.events[rank] += ((batch, last, 0) for batch in sums.values())
+                    for part in parts_of(instruction):
+                        for distance in remote[part[0]][part[1]]:
+                            message = (flow.output(part[1], microbatch_of(part)) + distance) * schedule.stages + part[1]
+                            events.append((received[message], step, place))
+                # A sum over replicas is begun by REDUCE_TIED and waited for before what follows it, or at the end.
+                elif op is Op.REDUCE_TIED:
+                    for group in (g for g, stages in enumerate(schedule.replicas) if stage in stages):
+                        sums[stage] = _open(found, rank, step, queues.setdefault(("sum", stage), len(queues)))
+                        _join(found, sums[stage], -1 - group)
+                elif op in TAIL and stage in sums:
+                    events.append((sums.pop(stage), step, place))
+        events += ((batch, len(program) - 1, 0) for batch in sums.values())
     return found
-
-
-_TAIL = frozenset({Op.REDUCE_TIED, Op.REDUCE_GRAD, Op.STEP})
 
 
 class _Buffer(NamedTuple):
@@ -94,28 +86,7 @@ def _open(found: Traffic, rank: int, step: int, queue: int) -> int:
 
 def _join(found: Traffic, batch: int, message: int) -> None:
     found.messages[batch].append(message)
-    ends = found.ends.get(message)
-    if ends is None:
-        found.ends[message] = [batch]
-    else:
-        ends.append(batch)
-
-
-def _await_inputs(
-    flow: Dataflow,
-    remote: dict[Op, list[tuple[int, ...]]],
-    events: list[Event],
-    received: dict[int, int],
-    instruction: Instruction,
-    position: tuple[int, int],
-) -> None:
-    for op, stage, microbatch, *_ in instruction[5] or (instruction,):
-        distances = remote[op][stage]
-        if distances:
-            assert microbatch is not None
-            output = 2 * (stage * flow.microbatches + microbatch)
-            for distance in distances:
-                events.append((received[(output + distance) * len(flow.sources) + stage], *position))
+    found.ends.setdefault(message, []).append(batch)
 
 
 def _remote(schedule: Schedule, flow: Dataflow) -> dict[Op, list[tuple[int, ...]]]:
@@ -152,24 +123,3 @@ def _take_buffers(
         if held.late and part[0] in COMPUTE:
             events += ((batch, step, place) for batch in held.late)
             held.late.clear()
-
-
-def _reduce(
-    schedule: Schedule,
-    found: Traffic,
-    queues: dict[Hashable, int],
-    sums: dict[int, int],
-    instruction: Instruction,
-    position: tuple[int, int, int],
-) -> None:
-    """A sum over replicas is begun by REDUCE_TIED and waited for before what follows it, or at the end."""
-    rank, step, place = position
-    stage = instruction.stage
-    if instruction.op is not Op.REDUCE_TIED:
-        if stage in sums:
-            found.events[rank].append((sums.pop(stage), step, place))
-        return
-    group = next((g for g, stages in enumerate(schedule.replicas) if stage in stages), None)
-    if group is not None:
-        sums[stage] = _open(found, rank, step, queues.setdefault(("sum", stage), len(queues)))
-        _join(found, sums[stage], -1 - group)

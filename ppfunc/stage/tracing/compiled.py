@@ -29,28 +29,22 @@ def without_onednn() -> Iterator[None]:
 
 
 def compiled(part: Part, constants: dict[str, torch.Tensor]) -> tuple[Callable[..., Any], tuple[Node, ...], tuple[Node, ...]]:
-    """Compile the body of a part as one function.
+    """Compile the body of a part as one function; with it, the nodes of its arguments and those of its results.
 
     The shapes of a trace are fixed, so nothing is checked at a call: no guards, no dispatch.
-
-    Returns:
-        the function, the nodes of its arguments, the nodes of its results.
     """
     body = set(part.body)
     inputs = tuple(dict.fromkeys(a for n in part.body for a in n.all_input_nodes if a not in body and a.op != "get_attr"))
     outputs = tuple(dict.fromkeys(n for results in part.results for n in results if n in body))
-    module = _module(part, inputs, outputs, constants)
+    assert all(map(is_tensor, outputs))
     with FakeTensorMode():  # one for all: the arguments may come from two traces
         examples = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in (n.meta["val"] for n in inputs)]
-    return _compile(module, examples), inputs, outputs
-
-
-def _compile(module: GraphModule, examples: list[torch.Tensor]) -> Callable[..., Any]:
     compile_fx, decompositions, lowerings, make_fallback = inductor()
     deterministic = {op: f for op, f in decompositions.items() if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ())}
-    for op in {node.target for node in module.graph.nodes} & decompositions.keys() - deterministic.keys() - lowerings.keys():
+    for op in {node.target for node in part.body} & decompositions.keys() - deterministic.keys() - lowerings.keys():
         make_fallback(op, warn=False, override_decomp=True)  # left to itself, inductor refuses to where CI is set
-    return compile_fx(module, examples, config_patches=_OPTIONS, decompositions=deterministic)
+    module = _module(part, inputs, outputs, constants)
+    return compile_fx(module, examples, config_patches=_OPTIONS, decompositions=deterministic), inputs, outputs
 
 
 def _module(part: Part, inputs: tuple[Node, ...], outputs: tuple[Node, ...], constants: dict[str, torch.Tensor]) -> GraphModule:
@@ -62,5 +56,4 @@ def _module(part: Part, inputs: tuple[Node, ...], outputs: tuple[Node, ...], con
         copies[node] = graph.node_copy(node, copies.__getitem__)
         copies[node].meta = {}  # of the mode of its trace
     graph.output(tuple(copies[n] for n in outputs))
-    assert all(map(is_tensor, outputs))
     return GraphModule({name: constants[name] for name in map(constant_name, used)}, graph)

@@ -13,28 +13,15 @@ from .operators import ancestors, base, is_call, is_dense, is_element, is_random
 
 
 class Part(NamedTuple):
-    """A stretch of straight-line code.
-
-    Args:
-        arguments: its arguments, each a tuple of nodes.
-        body: the calls, in order.
-        results: what it returns, each a tuple of nodes (``None`` for no gradient).
-    """
+    """A stretch of straight-line code."""
 
     arguments: tuple[Nodes, ...]
-    body: Nodes
-    results: tuple[Maybe, ...]
+    body: Nodes  # the calls, in order
+    results: tuple[Maybe, ...]  # None for no gradient
 
 
 class Parts(NamedTuple):
-    """The programs of a stage as parts of its joint trace.
-
-    Args:
-        forward: ``(params, x, extras) -> (outputs, residuals)``.
-        backward: ``(residuals, gy) -> (gparams, gx)``.
-        backward_input: ``(residuals, gy) -> (gx, rest)``.
-        backward_weight: ``(rest,) -> (gparams,)``.
-    """
+    """The programs of a stage as parts of its joint trace: the fields of :class:`~ppfunc.stage.program.FlatProgram`."""
 
     forward: Part
     backward: Part
@@ -43,7 +30,6 @@ class Parts(NamedTuple):
 
     @property
     def residuals(self) -> Nodes:
-        """The values that the forward keeps for the backward."""
         return self.backward.arguments[0]
 
 
@@ -54,34 +40,24 @@ def cut(joint: Joint, again: Iterable[Node] = ()) -> Parts:
     * I: of the rest, what the gradient of ``x`` depends on.
     * W: the remainder, which only gradients of parameters depend on.
 
-    ``backward`` is I and W as one, in the order of the trace: hence bitwise the same.
-
-    Args:
-        joint: the trace.
-        again: operators of F whose results are not kept. Where the backward needs them they are
-            computed once more, by I if it needs them, else by W.
+    ``backward`` is I and W as one, in the order of the trace: hence bitwise the same. Of ``again``, operators of F, no result
+    is kept: where the backward needs them they are computed once more, by I if it needs them, else by W.
     """
+    calls, early = set(filter(is_call, joint.graph.nodes)), early_nodes(joint)
     free = parameter_views(joint)
-    early = early_nodes(joint)
-    calls = {n for n in joint.graph.nodes if is_call(n)}
     late = (calls - early) | set(again) | free
-    whole = _closure([*joint.gparams, *joint.gx], late)
-    inputs = _closure(joint.gx, late)
+    gradients = [*joint.gparams, *joint.gx]
+    whole, inputs = _closure(gradients, late), _closure(joint.gx, late)
     weights = _closure(joint.gparams, late - (inputs - free))
-    residuals = tuple(n for n in _needed(whole, [*joint.gparams, *joint.gx]) if n not in joint.gy)
+    residuals = tuple(n for n in _needed(whole, gradients) if n not in joint.gy)
     rest = _needed(weights, joint.gparams)
-    order = {n: i for i, n in enumerate(joint.graph.nodes)}
 
     def part(arguments: tuple[Nodes, ...], body: set[Node], results: tuple[Maybe, ...]) -> Part:
-        first = body - early
-        return Part(arguments, tuple(_in_order(body, first, results, order)), results)
+        return Part(arguments, tuple(_in_order(body, body - early, results)), results)
 
+    forward = tuple(n for n in joint.graph.nodes if n in early & calls)
     return Parts(
-        Part(
-            (joint.params, joint.x, joint.extras),
-            tuple(n for n in joint.graph.nodes if n in early & calls),
-            (joint.outputs, residuals),
-        ),
+        Part((joint.params, joint.x, joint.extras), forward, (joint.outputs, residuals)),
         part((residuals, joint.gy), whole, (joint.gparams, joint.gx)),
         part((residuals, joint.gy), inputs, (joint.gx, rest)),
         part((rest,), weights, (joint.gparams,)),
@@ -100,23 +76,9 @@ def parameter_views(joint: Joint) -> set[Node]:
     return {n for n in joint.graph.nodes if is_call(n) and base(n) is not None and root(n) in params}
 
 
-def demands(joint: Joint) -> Nodes:
-    """The results of F, and the arguments, that the backward needs as things stand."""
-    late = {n for n in joint.graph.nodes if is_call(n)} - early_nodes(joint)
-    results = [*joint.gparams, *joint.gx]
-    return tuple(n for n in _needed(_closure(results, late), results) if n not in joint.gy)
-
-
 def _closure(results: Iterable[Node | None], inside: set[Node]) -> set[Node]:
     """Nodes in ``inside`` reachable backwards from ``results``, plus all outputs of multi-output operators."""
-    seen: set[Node] = set()
-    todo = [n for n in results if n in inside]
-    while todo:
-        node = todo.pop()
-        if node not in seen:
-            seen.add(node)
-            todo.extend(a for a in node.all_input_nodes if a in inside)
-    return _with_elements(seen)
+    return _with_elements(ancestors([n for n in results if n in inside], inside))
 
 
 def _with_elements(nodes: set[Node]) -> set[Node]:
@@ -129,28 +91,23 @@ def _needed(body: set[Node], results: Iterable[Node | None]) -> Nodes:
     return tuple(sorted({n for n in used if n not in body and n.op != "get_attr"}))
 
 
-def _in_order(body: set[Node], first: set[Node], results: tuple[Maybe, ...], order: dict[Node, int]) -> Iterator[Node]:
+def _in_order(body: set[Node], first: set[Node], results: tuple[Maybe, ...]) -> Iterator[Node]:
     """The calls of ``first`` in the order of the trace, every other one right before it is needed."""
     done: set[Node] = set()
 
     def visit(node: Node) -> Iterator[Node]:
         if node in body and node not in done:
             done.add(node)
-            for argument in sorted(node.all_input_nodes, key=order.__getitem__):
+            for argument in sorted(node.all_input_nodes):
                 yield from visit(argument)
             yield node
 
-    wanted = [n for nodes in results for n in nodes if n is not None]
-    for node in [*sorted(first, key=order.__getitem__), *wanted]:
+    for node in [*sorted(first), *(n for nodes in results for n in nodes if n is not None)]:
         yield from visit(node)
 
 
 def residual_bytes(joint: Joint, residuals: Nodes, name: str) -> int:
-    """Bytes of the storages of ``residuals``, each counted once, those of parameters not at all.
-
-    Raises:
-        StageError: a sparse tensor is among them.
-    """
+    """Bytes of the storages of ``residuals``, each counted once, those of parameters not at all; a sparse tensor is refused."""
     owners = set(map(root, residuals)) - set(joint.params)
     if not all(map(is_dense, owners)):
         reason = "its backward needs a sparse tensor that its forward makes, whose size is not known without values"

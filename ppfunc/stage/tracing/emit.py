@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import math
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,36 +20,21 @@ _writing = threading.RLock()  # one thread at a time
 
 
 class Recipe(NamedTuple):
-    """All that a function is made of.
-
-    Args:
-        part: what to compute.
-        names: names of the arguments.
-        constants: the tensors of ``get_attr`` nodes.
-        title: name of the function, and of its place in a traceback.
-        settle: names of the arguments whose tensors may come with any strides.
-        compile: whether the body is one function compiled by inductor.
-    """
+    """All that a function is made of."""
 
     part: Part
-    names: tuple[str, ...]
-    constants: dict[str, torch.Tensor]
-    title: str
-    settle: tuple[str, ...] = ()
-    compile: bool = False
-
-
-def emit(recipe: Recipe) -> TracedFunction:
-    """Make a function of a part of a trace. Every value is let go right after its last use.
-
-    Returns:
-        The function, which carries its ``recipe``; its docstring is its source.
-    """
-    return TracedFunction(recipe)
+    names: tuple[str, ...]  # of the arguments
+    constants: dict[str, torch.Tensor]  # of ``get_attr`` nodes
+    title: str  # name of the function, and of its place in a traceback
+    settle: tuple[str, ...] = ()  # names of the arguments whose tensors may come with any strides
+    compile: bool = False  # whether the body is one function compiled by inductor
 
 
 class TracedFunction:
-    """A function of a program. It owns its code, written at the first call: who never calls W does not pay for it."""
+    """A function made of a part of a trace, whose docstring is its source. Every value is let go right after its last use.
+
+    It owns its code, written at the first call: who never calls W does not pay for it.
+    """
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -72,8 +57,10 @@ class TracedFunction:
         return self._function
 
 
+emit = TracedFunction
+
+
 def _write(recipe: Recipe) -> Callable[..., Any]:
-    """Write the function and make it."""
     part, title, writer = recipe.part, recipe.title, _Writer(recipe.part, recipe.constants)
     writer.unpack(recipe.names, recipe.settle)
     if recipe.compile and part.body:
@@ -97,51 +84,42 @@ class _Writer:
         self.lines: list[str] = []
         self.objects: dict[str, Any] = {}
         self.known: dict[int, str] = {}
-        self.names: dict[Node, str] = {}
-        self.last = _last_uses(part)
+        self.last: dict[Node, Node | None] = {a: n for n in part.body for a in n.all_input_nodes}  # the call that uses a value last
+        self.last.update((n, None) for results in part.results for n in results if n is not None)  # what is returned stays
 
     def unpack(self, names: tuple[str, ...], settle: tuple[str, ...]) -> None:
         for name, nodes in zip(names, self.part.arguments, strict=True):
-            used = [self.bind(n) if n in self.last else "_" for n in nodes]
-            if any(n in self.last for n in nodes):
-                self.lines.append(f"{', '.join(used)}, = {name}")
+            used = [n for n in nodes if n in self.last]
+            if used:
+                self.lines.append(f"{', '.join(self.target(n) for n in nodes)}, = {name}")
             self.lines.append(f"del {name}")
-            if name in settle:
-                for node in nodes:
-                    if node in self.last:
-                        lazy = ".resolve_conj()" if node.meta["val"].is_complex() else ""
-                        self.lines.append(f"{self.names[node]} = {self.names[node]}{lazy}.contiguous()")
+            for node in used if name in settle else ():
+                lazy = ".resolve_conj()" if node.meta["val"].is_complex() else ""
+                self.lines.append(f"{node.name} = {node.name}{lazy}.contiguous()")
 
-    def bind(self, node: Node) -> str:
-        self.names[node] = node.name
-        return node.name
+    def target(self, node: Node | None) -> str:
+        return node.name if node in self.last else "_"
 
     def call(self, node: Node) -> None:
         if is_element(node):
             return
-        text = self.expression(node)
-        elements = {n.args[1]: n for n in node.users if is_element(n) and n in self.last}
-        if any(map(is_element, node.users)):
-            count = len(node.meta["val"])
-            target = ", ".join(self.bind(elements[i]) if i in elements else "_" for i in range(count)) + ","
-        else:
-            target = self.bind(node) if node in self.last else "_"
-        self.lines.append(f"{target} = {text}")
-        gone = [self.names[n] for n in dict.fromkeys(node.all_input_nodes) if self.last.get(n) is node and n.op != "get_attr"]
-        if "_" in target.split(", ") or target in ("_", "_,"):
+        text, targets, end = self.expression(node), [self.target(node)], ""
+        if elements := {n.args[1]: n for n in node.users if is_element(n)}:
+            targets, end = [self.target(elements.get(i)) for i in range(len(node.meta["val"]))], ","
+        self.lines.append(f"{', '.join(targets)}{end} = {text}")
+        gone = [n.name for n in dict.fromkeys(node.all_input_nodes) if self.last.get(n) is node and n.op != "get_attr"]
+        if "_" in targets:
             gone.append("_")
         if gone:
             self.lines.append(f"del {', '.join(gone)}")
 
     def call_compiled(self, function: Callable[..., Any], inputs: tuple[Node, ...], outputs: tuple[Node, ...]) -> None:
-        given = ", ".join(self.names[n] for n in inputs)
-        taken = "".join(self.bind(n) + ", " for n in outputs)
+        given, taken = ", ".join(n.name for n in inputs), "".join(f"{n.name}, " for n in outputs)
         self.lines.append(f"{taken}= {self.object(function, 'op')}({given})")
 
     def expression(self, node: Node) -> str:
         """The call as source."""
-        how = find_call(node)
-        args = arguments(node)
+        how, args = find_call(node), arguments(node)
         given = [self.value(a) for a in args]
         if how.spread:
             given[-1:] = map(self.value, args[-1])
@@ -153,9 +131,7 @@ class _Writer:
     def value(self, value: Any) -> str:
         """An argument as source."""
         if isinstance(value, Node):
-            if value.op == "get_attr":
-                return self.object(self.constants[constant_name(value)], "const")
-            return self.names[value]
+            return self.object(self.constants[constant_name(value)], "const") if value.op == "get_attr" else value.name
         if isinstance(value, (list, tuple)):
             return f"({''.join(self.value(v) + ', ' for v in value)})"
         plain = value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value))
@@ -169,20 +145,5 @@ class _Writer:
         return self.known[id(value)]
 
     def source(self, title: str, names: tuple[str, ...]) -> str:
-        results = [self.tuple(nodes) for nodes in self.part.results]
-        body = [*self.lines, f"return {', '.join(results)}"]
+        body = [*self.lines, f"return {', '.join(map(self.value, self.part.results))}"]
         return f"def {title.split()[-1]}({', '.join(names)}):\n" + "".join(f"    {line}\n" for line in body)
-
-    def tuple(self, nodes: Iterable[Node | None]) -> str:
-        return f"({''.join(('None' if n is None else self.value(n)) + ', ' for n in nodes)})"
-
-
-def _last_uses(part: Part) -> dict[Node, Node | None]:
-    """By which call every value is used last; ``None`` for what is returned."""
-    last: dict[Node, Node | None] = {}
-    for node in part.body:
-        for argument in node.all_input_nodes:
-            last[argument] = node
-    for results in part.results:
-        last.update((n, None) for n in results if n is not None)
-    return last

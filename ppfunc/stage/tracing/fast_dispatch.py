@@ -22,17 +22,11 @@ _MOST_FOUND = 10_000
 
 
 class OperatorCall(NamedTuple):
-    """How a program calls an operator.
+    """How a program calls an operator."""
 
-    Args:
-        function: a function of all arguments, if ``method`` is empty.
-        method: a method of the first argument.
-        spread: whether the last argument, a list of numbers, is given as that many arguments.
-    """
-
-    function: Callable[..., Any] | None
-    method: str = ""
-    spread: bool = False
+    function: Callable[..., Any] | None  # of all arguments, if there is no method
+    method: str = ""  # of the first argument
+    spread: bool = False  # whether the last argument, a list of numbers, is given as that many arguments
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.function is not None:

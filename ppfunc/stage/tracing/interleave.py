@@ -14,13 +14,10 @@ from .operators import constant_name
 
 
 def interleave(first: Recipe, second: Recipe) -> Recipe:
-    """The recipe of a function that takes the arguments of both and returns the results of both.
+    """The recipe of a function that takes the arguments of both and returns the results of both; they share no name.
 
-    Equivalent to: ``lambda *a: (*first(*a[:n]), *second(*a[n:]))``, the operators of each in their
-    order and spread over those of the other.
-
-    Args:
-        first, second: of functions that share no name of an argument.
+    Equivalent to ``lambda *a: (*first(*a[:n]), *second(*a[n:]))``, the operators of each in their order and spread over those
+    of the other.
     """
     both = Graph()
     constants: dict[str, torch.Tensor] = {}

@@ -11,9 +11,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..abstract import Outline, without_values
-from ..contiguous import contiguous
-from ..differentiable import DifferentiableStage
-from ..errors import StageError
+from ..differentiable import DifferentiableStage, contiguous
+from ..errors import StageError, first_line
 from ..example import Example, Leaves
 from ..program import Gradients
 from .operators import is_mutable, is_random
@@ -25,26 +24,17 @@ Results = tuple[Leaves, Gradients, Gradients]  # outputs, gradients of the param
 
 
 class Joint(NamedTuple):
-    """Forward and backward in one graph without side effects.
+    """Forward and backward in one graph without side effects."""
 
-    Args:
-        graph: the operators in the order in which they were called.
-        constants: the tensors that ``get_attr`` nodes name.
-        params, x, extras, gy: the nodes of the arguments.
-        outputs: the leaves of ``y``, then those of the auxiliary output.
-        gparams: one entry per differentiable parameter, ``None`` without dependence.
-        gx: one entry per leaf of ``x`` that wants a gradient.
-    """
-
-    graph: Graph
-    constants: dict[str, torch.Tensor]
+    graph: Graph  # the operators in the order in which they were called
+    constants: dict[str, torch.Tensor]  # that ``get_attr`` nodes name
     params: Nodes
     x: Nodes
     extras: Nodes
     gy: Nodes
-    outputs: Nodes
-    gparams: Maybe
-    gx: Maybe
+    outputs: Nodes  # the leaves of ``y``, then those of the auxiliary output
+    gparams: Maybe  # one per differentiable parameter, None without dependence
+    gx: Maybe  # one per leaf of ``x`` that wants a gradient
 
     @property
     def results(self) -> list[Node]:
@@ -54,11 +44,7 @@ class Joint(NamedTuple):
 
 
 def trace(stage: DifferentiableStage, example: Example, known: Outline, name: str) -> Joint:
-    """Trace ``stage`` and its gradient by ``torch.autograd.grad`` under fake tensors.
-
-    Raises:
-        StageError: what the stage does cannot be traced, or its backward draws random numbers.
-    """
+    """Trace ``stage`` and its gradient by ``torch.autograd.grad`` under fake tensors; refuse what cannot be traced."""
     # Looking for anomalies asks for values.
     with without_values(), torch.autograd.set_detect_anomaly(False):
         params, x, extras = example.make()
@@ -81,17 +67,11 @@ def _record(fn: Callable[..., Results], groups: tuple[Leaves, ...], name: str) -
     except StageError:
         raise
     except Exception as error:
-        first = (str(error).splitlines() or [""])[0]
-        place = record.place_of(str(error))
-        reason = f"it runs, but its gradient cannot be traced ({type(error).__name__}: {first}{place})"
+        reason = f"it runs, but its gradient cannot be traced ({first_line(error)}{record.place_of(str(error))})"
         raise StageError(name, reason, "use the eager engine") from error
-
-    def maybe(gradients: Gradients) -> Maybe:
-        return tuple(None if t is None else record.node(t) for t in gradients)
-
-    outputs, gparams, gx = results
-    params, x, extras, gy, y = (tuple(map(record.node, leaves)) for leaves in (*groups, outputs))
-    return Joint(record.graph, record.constants, params, x, extras, gy, y, maybe(gparams), maybe(gx))
+    params, x, extras, gy, y = (tuple(map(record.node, leaves)) for leaves in (*groups, results[0]))
+    gparams, gx = (tuple(None if t is None else record.node(t) for t in gradients) for gradients in results[1:])
+    return Joint(record.graph, record.constants, params, x, extras, gy, y, gparams, gx)
 
 
 def _joint(stage: DifferentiableStage, record: Record, params: Leaves, x: Leaves, extras: Leaves, gy: Leaves) -> Results:
@@ -124,8 +104,4 @@ def _require_pure(joint: Joint, known: Outline, name: str) -> None:
         if is_mutable(node):
             raise StageError(name, f"the effect of {node.target} cannot be removed from its trace", "use the functional engine")
     if sum(map(is_random, joint.graph.nodes)) > known.draws:
-        raise StageError(
-            name,
-            "its backward draws random numbers, which would not repeat those of its forward",
-            "use the eager engine",
-        )
+        raise StageError(name, "its backward draws random numbers, which would not repeat those of its forward", "use the eager engine")

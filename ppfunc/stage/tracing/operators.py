@@ -48,12 +48,10 @@ def is_dense(node: Node) -> bool:
 
 
 def is_random(node: Node) -> bool:
-    """Whether the node draws random numbers."""
     return isinstance(node.target, OpOverload) and draws(node.target, node.args, node.kwargs)
 
 
 def is_mutable(node: Node) -> bool:
-    """Whether the node writes into one of its arguments."""
     return isinstance(node.target, OpOverload) and schema(node.target).is_mutable
 
 
@@ -90,13 +88,13 @@ def layout(node: Node) -> Any:
     return (t.dtype, tuple(t.shape), t.stride(), t.storage_offset(), t.is_conj(), t.is_neg())
 
 
-def ancestors(nodes: Iterable[Node | None]) -> set[Node]:
-    """The nodes and all that they depend on."""
+def ancestors(nodes: Iterable[Node | None], inside: set[Node] | None = None) -> set[Node]:
+    """The nodes and all that they depend on, without leaving ``inside``."""
     seen: set[Node] = set()
     todo = [n for n in nodes if n is not None]
     while todo:
         node = todo.pop()
         if node not in seen:
             seen.add(node)
-            todo.extend(node.all_input_nodes)
+            todo += node.all_input_nodes if inside is None else [n for n in node.all_input_nodes if n in inside]
     return seen

@@ -3,46 +3,32 @@
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from .._torch import FakeTensor, OpOverload, TorchDispatchMode, device_of, schema
-from ..abstract import is_of_a_library
-from ..errors import StageError
-from ..purity import NoValuesError
-from .decompositions import DECOMPOSITIONS, HIDDEN
+from ..errors import StageError, place_of_call
+from ..purity import NoValuesError, tensors_in
+from ..signature import differentiable
 from .operators import ELEMENT
 
 aten = torch.ops.aten
 _TRACED = {torch.Tensor, torch.nn.Parameter, FakeTensor}
 _ENTRY = str(Path(__file__).with_name("joint.py"))
+_HIDDEN = {aten.miopen_batch_norm.default}  # writes into its arguments in secret, and has no other form
 _WITHOUT_DERIVATIVE = "torch::autograd::WarnNotImplemented"  # name of the backward of operators that no derivative is registered for
-
-
-class _Doubtful(NamedTuple):
-    """A call of an operator that may cut the gradient without saying so: its results, each with its history before the call."""
-
-    node: Node
-    results: list[tuple[torch.Tensor, Any]]
 
 
 class Record(TorchDispatchMode):
     """A graph of the operators that are called within it, below autograd and the transforms of torch.func.
 
-    Args:
-        stage: how errors call the stage.
-        inputs: tensors without values and the names of their nodes.
-
-    Attributes:
-        graph: the operators in the order in which they are called; ``meta["val"]`` of a node is its result without
-            values, ``meta["place"]`` the line that called it, of an operator of the forward.
-        constants: the tensors that ``get_attr`` nodes name: all that is neither an input nor made within.
+    ``graph`` has them in the order in which they are called: ``meta["val"]`` of a node is its result without values,
+    ``meta["place"]`` the line that called it, of an operator of the forward. ``constants`` are the tensors that ``get_attr``
+    nodes name: all that is neither one of ``inputs``, which have the names of their nodes, nor made within.
     """
 
     supports_higher_order_operators = True
@@ -52,7 +38,8 @@ class Record(TorchDispatchMode):
         self.stage, self.graph = stage, Graph()
         self.constants: dict[str, torch.Tensor] = {}
         self._nodes: dict[int, tuple[Node, torch.Tensor]] = {}  # by identity, which the tensor keeps while it is here
-        self._doubtful: list[_Doubtful] = []
+        # Calls of operators that may cut the gradient without saying so, with their results and the histories before the call.
+        self._doubtful: list[tuple[Node, list[tuple[Any, Any]]]] = []
         self._in_forward = True
         for tensor, name in inputs:
             self._know(tensor, self.graph.placeholder(name))
@@ -72,21 +59,19 @@ class Record(TorchDispatchMode):
         if not _TRACED.issuperset(types):
             return NotImplemented  # a subclass comes down to operators on plain tensors by itself
         if not isinstance(func, OpOverload):
-            raise StageError(self.stage, f"it uses {func}, an operator on functions{_place()}", "use the functional engine")
+            raise StageError(self.stage, f"it uses {func}, an operator on functions{place_of_call(_ENTRY)}", "use the functional engine")
         if func.namespace == "prim":
             # Autograd asks for the device of each gradient, more often than it calls operators.
             return device_of(args[0]) if func is torch.ops.prim.device.default and types else func(*args, **kwargs)
         if func.namespace == "c10d":
-            raise StageError(
-                self.stage,
-                f"it uses the collective {func}{_place()}, which writes in place and is not traced",
-                "use torch.distributed._functional_collectives, or the eager engine",
-            )
-        if func in HIDDEN:
-            raise StageError(self.stage, f"its operator {func}{_place()} writes into its arguments in secret", "use the functional engine")
+            reason = f"it uses the collective {func}{place_of_call(_ENTRY)}, which writes in place and is not traced"
+            raise StageError(self.stage, reason, "use torch.distributed._functional_collectives, or the eager engine")
+        if func in _HIDDEN:
+            reason = f"its operator {func}{place_of_call(_ENTRY)} writes into its arguments in secret"
+            raise StageError(self.stage, reason, "use the functional engine")
         with self:
-            if func in DECOMPOSITIONS:
-                return DECOMPOSITIONS[func](*args, **kwargs)
+            if func in _DECOMPOSITIONS:
+                return _DECOMPOSITIONS[func](*args, **kwargs)
             if (made := func.decompose(*args, **kwargs)) is not NotImplemented:
                 return made
         return self._call(aten.lift_fresh_copy.default if func is aten.lift_fresh.default else func, args, kwargs)
@@ -98,7 +83,7 @@ class Record(TorchDispatchMode):
         made = func(*args, **kwargs)
         node = self.graph.create_node("call_function", func, given, named, _name(func))
         if self._in_forward:
-            node.meta["place"] = _place()
+            node.meta["place"] = place_of_call(_ENTRY)
         if isinstance(made, torch.Tensor):
             self._know(made, node)
         else:
@@ -107,30 +92,27 @@ class Record(TorchDispatchMode):
                 if isinstance(part, torch.Tensor):
                     self._know(part, self.graph.create_node("call_function", ELEMENT, (node, index)))
         if histories is not None:
-            results = [t for t in _tensors(made) if t.is_floating_point() or t.is_complex()]
-            self._doubtful.append(_Doubtful(node, histories + [(t, None) for t in results]))
+            self._doubtful.append((node, histories + [(t, None) for t in tensors_in(made) if differentiable(t.dtype)]))
         return made
 
-    def _histories(self, func: OpOverload, args: Any, kwargs: Any) -> list[tuple[torch.Tensor, Any]] | None:
+    def _histories(self, func: OpOverload, args: Any, kwargs: Any) -> list[tuple[Any, Any]] | None:
         """The tensors that an operator writes into, with their histories; None where it needs no derivative, or has one for certain."""
         if func.namespace == "aten" or not (self._in_forward and torch.is_grad_enabled()):
             return None
-        if not any(t.requires_grad for t in _tensors((*args, *kwargs.values()))):
+        if not any(t.requires_grad for t in tensors_in((args, kwargs))):
             return None
         given = dict(zip([a.name for a in schema(func).arguments], args, strict=False)) | kwargs
         written = [given.get(a.name) for a in schema(func).arguments if a.alias_info is not None and a.alias_info.is_write]
-        return [(t, t.grad_fn) for t in _tensors(written)]
+        return [(t, t.grad_fn) for t in tensors_in(written)]
 
     def end_of_forward(self) -> None:
         """From here on the backward is recorded. Raise if the gradient would end at an operator that has no derivative."""
         self._in_forward = False
         for node, results in self._doubtful:
-            if results and all(_has_no_derivative(t.grad_fn, before) for t, before in results):
-                raise StageError(
-                    self.stage,
-                    f"its operator {node.target}{node.meta['place']}, has no derivative, so that its gradient would be lost",
-                    "register one (torch.library.register_autograd), or detach what it is given",
-                )
+            if results and all(t.grad_fn is before or t.grad_fn.name() == _WITHOUT_DERIVATIVE for t, before in results):
+                reason = f"its operator {node.target}{node.meta['place']}, has no derivative, so that its gradient would be lost"
+                mend = "register one (torch.library.register_autograd), or detach what it is given"
+                raise StageError(self.stage, reason, mend)
 
     def place_of(self, text: str) -> str:
         """The last line that called an operator which this text names."""
@@ -151,26 +133,32 @@ class Record(TorchDispatchMode):
         return {k: self._with_nodes(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
+def _batch_norm(x: Any, w: Any, b: Any, mean: Any, var: Any, training: bool, *rest: float) -> Any:
+    """``native_batch_norm``, which updates ``mean`` and ``var`` in training, by operators whose schemas say so."""
+    if mean is None or var is None:
+        return aten._native_batch_norm_legit.no_stats(x, w, b, training, *rest)
+    if training:
+        return aten._native_batch_norm_legit.default(x, w, b, mean, var, training, *rest)
+    return aten._native_batch_norm_legit_no_training.default(x, w, b, mean, var, *rest)
+
+
+def _cudnn_batch_norm(x: Any, w: Any, b: Any, mean: Any, var: Any, training: bool, *rest: float) -> Any:
+    """``cudnn_batch_norm``, which does the same, by the kernels of torch: equal within rounding."""
+    y, *saved = _batch_norm(x, w, b, mean, var, training, *rest)
+    return (y, *(saved if training else (w.new_empty(0), w.new_empty(0))), x.new_empty(0, dtype=torch.uint8))
+
+
+def _cudnn_batch_norm_backward(x: Any, gy: Any, w: Any, mean: Any, var: Any, m: Any, invstd: Any, eps: float, _: Any) -> Any:
+    """Its gradient, which autograd asks for in training only."""
+    return aten.native_batch_norm_backward(gy, x, w, mean, var, m, invstd, True, eps, [True, True, True])
+
+
+_DECOMPOSITIONS: dict[OpOverload, Callable[..., Any]] = {
+    aten.native_batch_norm.default: _batch_norm,
+    aten.cudnn_batch_norm.default: _cudnn_batch_norm,
+    aten.cudnn_batch_norm_backward.default: _cudnn_batch_norm_backward,
+}
+
+
 def _name(operator: OpOverload) -> str:
     return schema(operator).name.split("::")[1]
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    """The tensors among the arguments or results of an operator."""
-    if isinstance(values, torch.Tensor):
-        return [values]
-    return [t for v in values for t in _tensors(v)] if isinstance(values, (list, tuple)) else []
-
-
-def _has_no_derivative(history: Any, before: Any) -> bool:
-    return history is before or history.name() == _WITHOUT_DERIVATIVE
-
-
-def _place() -> str:
-    """The innermost line of the stage, as ``", called at file:line"``, that is of no library; empty if there is none."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and is_of_a_library(frame.f_code.co_filename):
-        if frame.f_code.co_filename == _ENTRY:
-            return ""
-        frame = frame.f_back
-    return "" if frame is None else f", called at {frame.f_code.co_filename}:{frame.f_lineno}"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import optree
 import torch
@@ -12,12 +13,9 @@ from torch.utils.flop_counter import flop_registry
 
 from .._torch import OpOverload
 from ..errors import StageError
-from .cut import Parts, cut, demands, early_nodes, parameter_views, residual_bytes
+from .cut import Parts, cut, early_nodes, parameter_views, residual_bytes
 from .joint import Joint
 from .operators import arguments, base, is_call, is_dense, is_element, is_random, is_tensor, root
-
-if TYPE_CHECKING:
-    import networkx as nx
 
 Remat = Literal["none", "full"] | Callable[[OpOverload], bool] | int
 """``"none"`` keeps what the backward needs; ``"full"`` keeps the inputs alone; a predicate names the
@@ -64,25 +62,21 @@ def _repeatable(joint: Joint) -> set[Node]:
 def _within(joint: Joint, budget: int, name: str) -> Parts:
     """The cheapest cut found that keeps at most ``budget`` bytes.
 
-    For a price per byte, the set that is best to compute again is a minimum cut; the price is
-    raised until the bytes fit.
+    For a price per byte, the set that is best to compute again is a minimum cut; the price is raised until the bytes fit.
     """
     parts = cut(joint)
     if residual_bytes(joint, parts.residuals, name) <= budget:
         return parts
-    network = _Network(joint)
-    least = cut(joint, network.repeated(1e6))
+    repeated = _chooser(joint)
+    least = cut(joint, repeated(1e6))
     size = residual_bytes(joint, least.residuals, name)
     if size > budget:
-        raise StageError(
-            name,
-            f"it may keep {budget} bytes, but needs {size} with everything computed again",
-            "allow more, or split the stage",
-        )
+        reason = f"it may keep {budget} bytes, but needs {size} with everything computed again"
+        raise StageError(name, reason, "allow more, or split the stage")
     low, high, best = -6.0, 6.0, least
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        parts = cut(joint, network.repeated(10.0**middle))
+        parts = cut(joint, repeated(10.0**middle))
         if residual_bytes(joint, parts.residuals, name) <= budget:
             high, best = middle, parts
         else:
@@ -90,47 +84,37 @@ def _within(joint: Joint, budget: int, name: str) -> Parts:
     return best
 
 
-class _Network:
-    """The flow network of a forward: every node a pair of vertices.
+def _chooser(joint: Joint) -> Callable[[float], set[Node]]:
+    """A function that chooses the nodes to compute again when a kept byte costs so many units of work.
 
-    Cutting ``in -> out`` keeps the result, at the price of its bytes. Leaving ``in`` on the side of
-    the backward computes it again, at the price of its work, for which all it needs must be there.
+    In the flow network every node is a pair of vertices. Cutting ``in -> out`` keeps the result, at the price of its bytes. Leaving
+    ``in`` on the side of the backward computes it again, at the price of its work, for which all it needs must be there.
     """
+    import networkx as nx  # takes as long to import as the rest of this package
+    from networkx.algorithms.flow import boykov_kolmogorov
 
-    def __init__(self, joint: Joint) -> None:
-        self.repeatable = _repeatable(joint)
-        self.free = parameter_views(joint) | set(joint.params)
-        self.nodes = [n for n in joint.graph.nodes if n in early_nodes(joint)]
-        self.demands = demands(joint)
+    repeatable, free, early = _repeatable(joint), parameter_views(joint) | set(joint.params), early_nodes(joint)
+    nodes, demands = [n for n in joint.graph.nodes if n in early], cut(joint).residuals
 
-    def repeated(self, price: float) -> set[Node]:
-        """The nodes to compute again when a kept byte costs ``price`` units of work."""
-        import networkx as nx  # takes as long to import as the rest of this package
-        from networkx.algorithms.flow import boykov_kolmogorov
+    def kept(node: Node, price: float) -> float:
+        if node in free:
+            return 0.0
+        own = is_tensor(node) and base(node) is None and is_dense(node)
+        return price * node.meta["val"].untyped_storage().nbytes() if own else math.inf
 
+    def repeated(price: float) -> set[Node]:
         network = nx.DiGraph()
-        for position, node in enumerate(self.nodes):
+        for position, node in enumerate(nodes):
             # What is kept from the beginning is kept longest. The small difference in price also
             # lets equal layers be told apart: without it all of them are repeated, or none.
-            self._add(network, node, price * (1.1 - 0.1 * position / len(self.nodes)))
-        for node in self.demands:
-            network.add_edge((node, "out"), "backward")
+            network.add_edge((node, "in"), (node, "out"), capacity=kept(node, price * (1.1 - 0.1 * position / len(nodes))))
+            network.add_edge("forward", (node, "in"), capacity=_work(node) if node in repeatable else math.inf)
+            network.add_edges_from(((argument, "out"), (node, "in")) for argument in node.all_input_nodes)
+        network.add_edges_from(((node, "out"), "backward") for node in demands)
         _, (_, side) = nx.minimum_cut(network, "forward", "backward", flow_func=boykov_kolmogorov)
-        return {n for n in self.repeatable if (n, "in") in side}
+        return {n for n in repeatable if (n, "in") in side}
 
-    def _add(self, network: nx.DiGraph, node: Node, price: float) -> None:
-        if node in self.repeatable:
-            network.add_edge("forward", (node, "in"), capacity=_work(node))
-        else:
-            network.add_edge("forward", (node, "in"))
-        if node in self.free:
-            network.add_edge((node, "in"), (node, "out"), capacity=0.0)
-        elif is_tensor(node) and base(node) is None and is_dense(node):
-            network.add_edge((node, "in"), (node, "out"), capacity=price * node.meta["val"].untyped_storage().nbytes())
-        else:
-            network.add_edge((node, "in"), (node, "out"))
-        for argument in node.all_input_nodes:
-            network.add_edge((argument, "out"), (node, "in"))
+    return repeated
 
 
 def _work(node: Node) -> float:

@@ -3,23 +3,19 @@
 What they return is run by the same schedules, interpreter and transports as any stage.
 """
 
-from .dual import dual, dual_loss
-from .ensemble import ensemble
-from .gauss_newton import gauss_newton_loss, held_dual
-from .hessian import hessian_loss, sloping
-from .samples import clipped_sum, for_samples, per_sample, per_sample_loss, square_norms
-
-__all__ = [
-    "clipped_sum",
-    "dual",
-    "dual_loss",
-    "ensemble",
-    "for_samples",
-    "gauss_newton_loss",
-    "held_dual",
-    "hessian_loss",
-    "per_sample",
-    "per_sample_loss",
-    "sloping",
-    "square_norms",
-]
+from .dual import (
+    dual as dual,
+    dual_loss as dual_loss,
+    gauss_newton_loss as gauss_newton_loss,
+    held_dual as held_dual,
+    hessian_loss as hessian_loss,
+    sloping as sloping,
+)
+from .ensemble import ensemble as ensemble
+from .samples import (
+    clipped_sum as clipped_sum,
+    for_samples as for_samples,
+    per_sample as per_sample,
+    per_sample_loss as per_sample_loss,
+    square_norms as square_norms,
+)

@@ -1,22 +1,21 @@
-"""Carry, beside every value of a stage, its derivative along a direction: forward mode."""
+"""Carry, beside every value of a stage, its derivative along a direction; of that, products with second derivatives."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 import torch
 
 from ..output import Output, Received
-from .tangents import push
-
-Stage = Callable[..., Any]
-Loss = Callable[[Any, Any], torch.Tensor]
+from ..program import Loss, Stage
+from ..signature import flatten
+from ..tree import tree_map
+from .tangents import flatten_tangents, push, replaced
 
 
 def dual(fn: Stage) -> Stage:
-    """The stage on pairs of a value and its tangent.
+    """The stage on pairs of a value and its tangent: forward mode.
 
     Equivalent to, for any trees::
 
@@ -44,19 +43,17 @@ def dual(fn: Stage) -> Stage:
     def stage(params: Any, x: Any, *extras: Any) -> Any:
         (params, tangents), (x, tx) = params, _unzipped(x)
         y, ty = push(lambda p, a: fn(p, a, *extras), (params, x), (tangents, tx), ("params", "x"))
-        return _zipped(y, ty)
+        if not isinstance(y, Output):
+            return y, ty
+        ty = Output(None) if ty is None else ty
+        skips = None if y.skips is None else {s: (v, None if ty.skips is None else ty.skips[s]) for s, v in y.skips.items()}
+        return Output((y.y, ty.y), None if y.loss is None else _pair(y.loss, ty.loss), y.metrics, y.state, skips)
 
     return stage
 
 
 def dual_loss(loss_fn: Loss) -> Loss:
-    """The loss of what dual stages return: itself, and its derivative along the direction.
-
-    Args:
-        loss_fn: ``loss(y, target) -> scalar``.
-
-    Returns:
-        ``loss((y, ty), target) -> tensor[2]``.
+    """The loss of what dual stages return: ``loss((y, ty), target) -> tensor[2]``, itself and its derivative along the direction.
 
     >>> dual_loss(lambda y, target: (y - target) ** 2)((torch.tensor(3.0), torch.tensor(1.0)), torch.tensor(1.0))
     tensor([4., 4.])
@@ -69,8 +66,117 @@ def dual_loss(loss_fn: Loss) -> Loss:
     return loss
 
 
+def sloping(fn: Stage) -> Stage:
+    """As :func:`dual`, with an auxiliary loss of which only the derivative along the direction is differentiated."""
+    stage = dual(fn)
+
+    @wraps(fn)
+    def sloped(params: Any, x: Any, *extras: Any) -> Any:
+        out = stage(params, x, *extras)
+        return out._replace(loss=_slope_alone(out.loss)) if isinstance(out, Output) and out.loss is not None else out
+
+    return sloped
+
+
+def hessian_loss(loss_fn: Loss) -> Loss:
+    """The loss whose gradient over :func:`sloping` stages has a Hessian-vector product and the gradient of ``loss_fn``.
+
+    With ``g`` the gradient and ``H`` the Hessian of the loss, dual stages compute the slope ``<g(params), tangents>``. Its
+    gradient with respect to ``params`` is ``H tangents``; with respect to ``tangents`` it is ``g``. Returns
+    ``loss((y, ty), target) -> tensor[2]``: the loss, without a gradient, and the slope.
+
+    References:
+        Pearlmutter, Fast exact multiplication by the Hessian, 1994.
+
+    >>> loss = hessian_loss(lambda y, target: (y - target) ** 3)
+    >>> torch.func.grad(lambda y: loss(y, torch.tensor(1.0)).sum())((torch.tensor(3.0), torch.tensor(1.0)))
+    (tensor(12.), tensor(12.))
+    """
+    pair = dual_loss(loss_fn)
+    return lambda y, target: _slope_alone(pair(y, target))
+
+
+def held_dual(fn: Stage) -> Stage:
+    """As :func:`dual`, with tangents that are constants: no gradient of them is computed or travels back."""
+    stage = dual(fn)
+
+    @wraps(fn)
+    def held(params: Any, x: Any, *extras: Any) -> Any:
+        params, x = (params[0], _held(params[1])), _hold(x)
+        return _hold(stage(params, x, *extras))
+
+    return held
+
+
+def gauss_newton_loss(loss_fn: Loss) -> Loss:
+    """The loss whose gradient over :func:`held_dual` stages is the Gauss-Newton matrix of ``loss_fn`` times the tangents.
+
+    With ``J`` the Jacobian of the model and ``H`` the Hessian of the loss in the outputs ``y``, the gradient of ``<y, H ty>``,
+    in which ``H ty = H J tangents`` is a constant, is ``J' H J tangents``. Returns ``loss((y, ty), target) -> tensor[2]``: the
+    loss, without a gradient, and ``<y, H ty>``, moved to the value ``<ty, H ty>``, the curvature ``<tangents, J' H J tangents>``.
+
+    References:
+        Schraudolph, Fast curvature matrix-vector products for second-order gradient descent, 2002.
+
+    >>> loss = gauss_newton_loss(lambda y, target: (y - target) ** 3)
+    >>> torch.func.grad_and_value(lambda y: loss(y, torch.tensor(1.0))[1])((torch.tensor(3.0), torch.tensor(2.0)))
+    ((tensor(24.), tensor(0.)), tensor(48.))
+    """
+
+    def loss(y: Any, target: Any) -> torch.Tensor:
+        y, ty = y
+        leaves, treedef = flatten(y, "y")
+        tangents = flatten_tangents(y, ty, "y")
+        moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
+        if not moving:
+            value = loss_fn(y, target).detach()
+            return torch.stack([value, torch.zeros_like(value)])
+
+        def of(*moved: torch.Tensor) -> torch.Tensor:
+            return loss_fn(treedef.unflatten(replaced(leaves, moving, moved)), target)
+
+        gradient = torch.func.grad_and_value(of, tuple(range(len(moving))))
+        at, along = tuple(leaves[i].detach() for i in moving), tuple(t.detach() for t in tangents if t is not None)
+        pushed: tuple[Any, ...] = torch.func.jvp(gradient, at, along)
+        (_, value), (products, _) = pushed
+        parts = [_inner(leaves[i] - y0 + t, product) for i, y0, t, product in zip(moving, at, along, products, strict=True)]
+        return torch.stack([value, sum(parts[1:], parts[0])]).to(value.dtype)
+
+    return loss
+
+
+def _inner(a: torch.Tensor, constant: torch.Tensor) -> torch.Tensor:
+    """The real scalar product with a constant."""
+    product = a * constant.detach().conj()
+    return (product.real if product.is_complex() else product).sum()
+
+
+def _hold(pairs: Any) -> Any:
+    """Stop the gradients of the tangents that a dual stage takes or returns."""
+    if isinstance(pairs, Received):
+        return Received(_hold(pairs.x), {s: _hold(pair) for s, pair in pairs.skips.items()})
+    if isinstance(pairs, Output):
+        if pairs.loss is not None:
+            raise ValueError(
+                "got a stage with an auxiliary loss, which has no Gauss-Newton matrix; give it to the loss function of the last stage"
+            )
+        skips = None if pairs.skips is None else {s: _hold(pair) for s, pair in pairs.skips.items()}
+        return pairs._replace(y=_hold(pairs.y), skips=skips)
+    value, tangent = pairs
+    return value, _held(tangent)
+
+
+def _held(tangents: Any) -> Any:
+    return tree_map(torch.Tensor.detach, tangents)
+
+
 def _pair(value: torch.Tensor, slope: torch.Tensor | None) -> torch.Tensor:
     return torch.stack([value, torch.zeros_like(value) if slope is None else slope])
+
+
+def _slope_alone(pair: torch.Tensor) -> torch.Tensor:
+    value, slope = pair.unbind()
+    return torch.stack([value.detach(), slope])
 
 
 def _unzipped(x: Any) -> tuple[Any, Any]:
@@ -80,12 +186,3 @@ def _unzipped(x: Any) -> tuple[Any, Any]:
     (value, tangent), skips = x
     values, tangents = ({s: pair[n] for s, pair in skips.items()} for n in (0, 1))
     return Received(value, values), Received(tangent, tangents)
-
-
-def _zipped(y: Any, ty: Any) -> Any:
-    """Join the outputs of a stage and their tangents to the output of a dual stage."""
-    if not isinstance(y, Output):
-        return y, ty
-    ty = Output(None) if ty is None else ty
-    skips = None if y.skips is None else {s: (v, None if ty.skips is None else ty.skips[s]) for s, v in y.skips.items()}
-    return Output((y.y, ty.y), None if y.loss is None else _pair(y.loss, ty.loss), y.metrics, y.state, skips)

@@ -30,12 +30,7 @@ class DecomposedNorms(TorchFunctionMode):
 
 
 def _layer_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    cudnn_enable: bool = True,
+    input: Tensor, normalized_shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn_enable: bool = True
 ) -> Tensor:
     return _LAYER(input, list(normalized_shape), weight, bias, eps)[0]
 
@@ -72,9 +67,7 @@ def _instance_norm(
     if not use_input_stats:
         return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
     if running_mean is not None or running_var is not None:
-        raise NotImplementedError(
-            "instance norm that keeps running statistics has no second derivatives here; set track_running_stats=False"
-        )
+        raise NotImplementedError("instance norm with running statistics has no second derivatives here; set track_running_stats=False")
     require_spatial(input.size())
     b = len(input)
     scale, shift = (None if t is None else t.repeat(b) for t in (weight, bias))
@@ -82,16 +75,11 @@ def _instance_norm(
     return rearrange(y, "1 (b c) ... -> b c ...", b=b)
 
 
-def _of_torch(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The same with the order of arguments of ``torch.batch_norm`` and ``torch.instance_norm``."""
-    return lambda x, weight, bias, mean, var, training, momentum, eps, _: norm(x, mean, var, weight, bias, training, momentum, eps)
-
-
 _DECOMPOSED: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.layer_norm: _layer_norm,
     F.layer_norm: _layer_norm,
-    torch.batch_norm: _of_torch(_batch_norm),
+    torch.batch_norm: lambda x, weight, bias, mean, var, *rest: _batch_norm(x, mean, var, weight, bias, *rest[:3]),
     F.batch_norm: _batch_norm,
-    torch.instance_norm: _of_torch(_instance_norm),
+    torch.instance_norm: lambda x, weight, bias, mean, var, *rest: _instance_norm(x, mean, var, weight, bias, *rest[:3]),
     F.instance_norm: _instance_norm,
 }

@@ -9,27 +9,21 @@ import torch
 from einops import einsum, rearrange, reduce, repeat
 
 from ..output import Output
+from ..program import Loss, Stage
 from ..signature import differentiable
 from ..tree import tree_leaves, tree_map
-from .batched import batched
-from .dual import Loss, Stage
+from .ensemble import batched
 
 
 def per_sample(fn: Stage, *, randomness: str = "error") -> Stage:
     """The stage with parameters of its own for every sample, so that gradients do not add up over them.
 
-    Equivalent to ``torch.func.vmap(fn)``, with every sample a batch of one.
-
-    Args:
-        fn: a stage; every leaf of ``x`` and of the further arguments has a leading batch axis b.
-        randomness: as of ``torch.func.vmap``.
-
-    Returns:
-        A stage whose parameters have a leading axis b; see :func:`for_samples`.
+    Equivalent to ``torch.func.vmap(fn)``, with every sample a batch of one: parameters (see :func:`for_samples`), ``x`` and the
+    further arguments have a leading axis b. ``randomness`` is that of ``vmap``.
     """
 
     def one(params: Any, *sample: Any) -> Any:
-        out = fn(params, *tree_map(_alone, sample))
+        out = fn(params, *_alone(sample))
         if isinstance(out, Output) and (out.loss, out.metrics, out.state) != (None, None, None):
             raise ValueError(
                 "it returns an auxiliary loss, metrics or a state, of which there are none per sample; return y and skips alone"
@@ -44,15 +38,10 @@ def per_sample(fn: Stage, *, randomness: str = "error") -> Stage:
 
 
 def per_sample_loss(loss_fn: Loss) -> Loss:
-    """The losses of every sample as a batch of one: ``loss(y, target) -> tensor[b]``.
-
-    >>> loss = per_sample_loss(lambda y, target: (y - target).square().mean())
-    >>> loss(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 0.0]))
-    tensor([0., 4.])
-    """
+    """The losses of every sample as a batch of one: ``loss(y, target) -> tensor[b]``."""
 
     def one(*sample: Any) -> torch.Tensor:
-        return loss_fn(*tree_map(_alone, sample))
+        return loss_fn(*_alone(sample))
 
     def losses(y: Any, target: Any) -> torch.Tensor:
         return batched(one, (y, target), (True, True))
@@ -117,9 +106,9 @@ def clipped_sum(grads: Any, square_norms: torch.Tensor, max_norm: float) -> Any:
     return tree_map(clip, grads)
 
 
-def _alone(t: torch.Tensor) -> torch.Tensor:
+def _alone(sample: Any) -> Any:
     """A sample as a batch of one."""
-    return rearrange(t, "... -> 1 ...")
+    return tree_map(lambda t: rearrange(t, "... -> 1 ..."), sample)
 
 
 def _joined(t: torch.Tensor) -> torch.Tensor:

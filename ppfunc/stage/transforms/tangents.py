@@ -17,13 +17,9 @@ Tangents = tuple[torch.Tensor | None, ...]  # one entry per leaf, None for a zer
 
 
 def flatten_tangents(primal: Any, tangent: Any, name: str) -> Tangents:
-    """The tangents of the leaves of ``primal``, in their order.
+    """The tangents of the leaves of ``primal``, in their order; ``name`` is how errors call the tree.
 
-    Args:
-        primal: a tree of tensors.
-        tangent: the same tree of tensors with the shapes and dtypes of ``primal``; None in the place of
-            a leaf, or of everything, stands for a tangent of zero. Integer leaves have no other.
-        name: how errors call the tree.
+    None in the place of a leaf, or of everything, stands for a tangent of zero. Integer leaves have no other.
 
     Raises:
         ValueError: another structure, shape or dtype, or a tangent of an integer leaf.
@@ -57,17 +53,9 @@ def _require_tangent(leaf: torch.Tensor, tangent: Any, name: str) -> None:
 
 
 def push(fn: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, ...], names: tuple[str, ...]) -> tuple[Any, Any]:
-    """``fn(*primals)`` and its derivative along ``tangents``: :func:`torch.func.jvp` for any trees.
+    """``fn(*primals)`` and its derivative along ``tangents``, as :func:`flatten_tangents` reads them: :func:`torch.func.jvp` for any trees.
 
-    Args:
-        fn: a pure function of trees.
-        primals: its arguments.
-        tangents: one tree per argument, as :func:`flatten_tangents` reads it.
-        names: how errors call the arguments.
-
-    Returns:
-        ``(y, tangent of y)``: the second with the structure of the first, None for leaves without
-        derivative; None alone where every tangent is zero.
+    The second has the structure of the first, None for leaves without derivative; it is None alone where every tangent is zero.
     """
     leaves, treedef = tree_flatten(primals)
     given = [t for p, v, name in zip(primals, tangents, names, strict=True) for t in flatten_tangents(p, v, name)]

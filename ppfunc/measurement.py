@@ -1,0 +1,125 @@
+"""Measure stages: the seconds and bytes of their programs, as costs of schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import torch
+
+from ppfunc.pipeline import Stages, value_and_grad
+from ppfunc.runtime.arguments import RawArguments, read_arguments
+from ppfunc.runtime.compile import CompiledStep
+from ppfunc.runtime.execute import fill
+from ppfunc.schedule import Costs, Op, looped_bfs, split_backward
+from ppfunc.splitter import Split
+from ppfunc.stage import Engine, Loss, graph
+from ppfunc.stage.tree import tree_leaves
+
+__all__ = ["measure"]
+
+
+def measure(
+    stages: Stages,
+    params: Mapping[int, Any],
+    example: Any,
+    loss_fn: Loss | None = None,
+    targets: Any = None,
+    *,
+    engine: Engine = graph,
+    extras: Mapping[int, Any] | None = None,
+    state: Mapping[int, Any] | None = None,
+    repeats: int = 9,
+    memory: bool = True,
+) -> Costs:
+    """Run every stage on one microbatch in this process, alone, and take the median of several times.
+
+    ``simulate(schedule, costs)`` is then in seconds, its memory in bytes; so are ``plan`` and its cap.
+
+    Args:
+        stages: one function per stage of the model, or a split model.
+        params: ``{stage: tree}``, those of all stages.
+        example: the inputs of one microbatch.
+        loss_fn: ``loss(y, target) -> scalar``, counted in the last stage; by default the sum of what that returns.
+        targets: of one microbatch.
+        engine: whose programs are measured.
+        extras, state: ``{stage: tree}``, of one microbatch, for stages that take some.
+        repeats: how many times each is run.
+        memory: whether to count the bytes that forwards keep; without it they have those of the default costs.
+
+    Returns:
+        By stage of the model: seconds of F, B, I and W; bytes of the message to the next stage, of what a forward keeps for
+        its backward, and the share of it that is held until W. Messages
+        have no time of their own: it depends on where ranks are (``step.record`` measures it).
+
+    Raises:
+        TypeError: the engine keeps something else than tensors for a backward, whose bytes cannot be known.
+
+    >>> costs = measure([torch.mul] * 2, {0: torch.tensor(2.0), 1: torch.tensor(3.0)}, torch.ones(100), repeats=1)
+    >>> costs.bytes
+    (400, 0)
+    """
+    count = len(stages.stages if isinstance(stages, Split) else stages)
+    if loss_fn is None:
+        loss_fn, targets = _total, ()
+    raw = RawArguments(params, example, targets, extras, state, None, (0, 0))
+    arguments: dict[str, Any] = {"seed": raw.seed, "extras": extras, "state": state}
+    times: dict[tuple[Op, int], list[float]] = {}
+    whole = looped_bfs(1, 1, count)
+    for schedule in (whole, split_backward(whole)):
+        step = value_and_grad(stages, loss_fn, schedule, engine=engine, has_aux=True)
+        step(params, example, targets, **arguments)
+        for _ in range(repeats):
+            _, timeline = step.record(params, example, targets, **arguments)
+            for instruction, start, end in zip(step.schedule.instructions(0), timeline.starts[0], timeline.ends[0], strict=True):
+                times.setdefault((instruction.op, instruction.stage), []).append(end - start)
+    compiled = step.lower(params, example, targets, **arguments).compile()
+    stages_of = [compiled.lowered.stages[stage, 0] for stage in range(count)]
+    seconds = {op: tuple(median(times[op, stage]) for stage in range(count)) for op in (Op.F, Op.I, Op.W, Op.B)}
+    costs = Costs(
+        forward=seconds[Op.F],
+        backward_input=seconds[Op.I],
+        backward_weight=seconds[Op.W],
+        backward=seconds[Op.B],
+        bytes=tuple(sum(edge.signature.nbytes for edge in low.sinks[:1]) for low in stages_of),
+    )
+    if not memory:
+        return costs
+    kept, held = _residual_bytes(compiled, raw)
+    return replace(costs, activation=kept, weight_share=tuple(min(1.0, h / k) if k else 0.0 for k, h in zip(kept, held, strict=True)))
+
+
+def _total(y: Any, target: Any) -> torch.Tensor:
+    """The sum of all floating leaves."""
+    return torch.stack([leaf.sum() for leaf in tree_leaves(y) if leaf.is_floating_point()]).sum()
+
+
+def _residual_bytes(compiled: CompiledStep, raw: RawArguments) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """By stage, the bytes that a forward keeps, and those that an input gradient leaves for the weight gradient."""
+    schedule = compiled.lowered.schedule
+    arguments = read_arguments(raw, schedule, range(schedule.stages), True)
+    buffers = fill(compiled.lowered, arguments)
+    own = {t.untyped_storage().data_ptr() for leaves in arguments.params.values() for t in leaves}
+    found: dict[tuple[Op, int], int] = {}
+    with torch.no_grad():
+        for call, place in zip(compiled.calls, compiled.places, strict=True):
+            call(buffers)
+            key = place.instruction.stage, 0
+            if key in buffers.residuals:
+                found[place.instruction.op, key[0]] = _bytes_beside(buffers.residuals[key], own)
+    kept, held = (tuple(found.get((op, stage), 0) for stage in range(schedule.stages)) for op in (Op.F, Op.I))
+    return kept, held
+
+
+def _bytes_beside(tensors: Iterable[Any], own: set[int]) -> int:
+    """The bytes of tensors, each storage once, without those in ``own``."""
+    storages = {}
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(
+                f"the engine keeps a {type(tensor).__name__} for a backward, whose bytes cannot be known; measure with ppfunc.graph"
+            )
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(size for address, size in storages.items() if address not in own)

@@ -1,0 +1,154 @@
+"""Record when the calls of a step run, on one clock for all ranks, as the timeline of its schedule."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+
+import torch
+
+from ppfunc.schedule import Instruction, Schedule, parts_of
+from ppfunc.schedule.instruction import COMMUNICATION, SENDS
+from ppfunc.schedule.simulate import Timeline, timeline_of
+
+from .buffers import Buffers, Tag
+from .calls import Place
+from .compile import CompiledStep, tag_of
+from .transport import Call, ControlTransport
+
+_ROUNDS = 4  # of a handshake; the quickest one counts
+
+Interval = tuple[float, float]  # start and end, in seconds
+
+
+class Recorder:
+    """Notes the time after every call of a step: of the host, or of the stream where stages compute on CUDA."""
+
+    def __init__(self) -> None:
+        self._marks: list[float] = []
+        self._events: list[torch.cuda.Event] = []
+
+    def attach(self, compiled: CompiledStep) -> CompiledStep:
+        """The same step, whose calls are noted; it runs once."""
+        cuda = any(low.device.type == "cuda" for low in compiled.lowered.stages.values())
+        mark = self._mark_stream if cuda else self._mark_host
+        if cuda:
+            torch.cuda.synchronize()
+            self._mark_host()
+        calls = (_noted(_nothing, mark), *(_noted(call, mark) for call in compiled.calls))
+        return compiled._replace(calls=calls, places=(*compiled.places[:1], *compiled.places))
+
+    def _mark_host(self) -> None:
+        self._marks.append(time.perf_counter())
+
+    def _mark_stream(self) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._events.append(event)
+
+    def intervals(self) -> list[Interval]:
+        """Start and end of every call, by the clock of this host."""
+        marks = self._marks
+        if self._events:
+            self._events[-1].synchronize()
+            marks = [marks[0] + self._events[0].elapsed_time(event) / 1000 for event in self._events]
+        return list(pairwise(marks))
+
+
+def _noted(call: Call, mark: Callable[[], None]) -> Call:
+    def run(buffers: Buffers) -> None:
+        call(buffers)
+        mark()
+
+    return run
+
+
+def _nothing(buffers: Buffers) -> None:
+    pass
+
+
+def gather(compiled: CompiledStep, intervals: Sequence[Interval], control: ControlTransport) -> Timeline:
+    """The timeline of all ranks, from 0 on, in seconds. Collective.
+
+    A compute instruction lasts as long as its call, without what it waits for. A message lasts from its posting by the
+    sender until the receiver has waited for it, at both ends.
+
+    Args:
+        intervals: of every call of this process.
+    """
+    schedule, ranks = compiled.lowered.schedule, compiled.lowered.ranks
+    spans = {rank: _spans(schedule, rank, compiled.places, intervals) for rank in ranks}
+    offset = 0.0 if len(ranks) == schedule.ranks else _offset(control, ranks[0], schedule.ranks)
+    mine = {rank: [(a + offset, b + offset) for a, b in rows] for rank, rows in spans.items()}
+    told: dict[int, list[Interval]] = {}
+    for text in control.all_gather(json.dumps(mine)):
+        told |= {int(rank): rows for rank, rows in json.loads(text).items()}
+    return _timeline(schedule, told)
+
+
+def _spans(schedule: Schedule, rank: int, places: Sequence[Place], intervals: Sequence[Interval]) -> list[Interval]:
+    """Start and end of every instruction of a rank; of a SEND its posting, of a RECV the wait for it."""
+    at: dict[tuple[int, Instruction | None], Interval] = {}
+    waited: dict[Tag, Interval] = {}
+    for place, (start, end) in zip(places, intervals, strict=True):
+        if place.rank != rank:
+            continue
+        if place.awaited is not None:  # that of a SEND is not of interest: it has been received by then
+            waited[place.awaited] = start, end
+        else:
+            key = place.position, None if place.instruction.op in COMMUNICATION else place.instruction
+            at[key] = (at[key][0] if key in at else start), end
+    found, now = [], intervals[0][0] if intervals else 0.0
+    for position, step in enumerate(schedule.programs[rank]):
+        for instruction in step:
+            if instruction.op in SENDS:
+                span = at.get((position, None), (now, now))
+            elif instruction.op in COMMUNICATION:
+                span = waited.get(tag_of(schedule, instruction), (now, now))
+            else:
+                parts = [at[position, part] for part in (instruction, *parts_of(instruction)) if (position, part) in at]
+                span = (min(a for a, _ in parts), max(b for _, b in parts)) if parts else (now, now)
+                now = max(now, span[1])
+            found.append(span)
+    return found
+
+
+def _timeline(schedule: Schedule, spans: Mapping[int, Sequence[Interval]]) -> Timeline:
+    """All ranks together: both ends of a message have its whole time."""
+    sent: dict[Tag, Interval] = {}
+    taken: dict[Tag, Interval] = {}
+    for rank, rows in spans.items():
+        for instruction, span in zip(schedule.instructions(rank), rows, strict=True):
+            if instruction.op in COMMUNICATION:
+                (sent if instruction.op in SENDS else taken)[tag_of(schedule, instruction)] = span
+    messages = {tag: (sent[tag][0], max(sent[tag][0], taken[tag][1])) for tag in sent}
+    origin = min(start for rows in spans.values() for start, _ in rows)
+    starts, ends = [], []
+    for rank in range(schedule.ranks):
+        rows = [
+            messages[tag_of(schedule, i)] if i.op in COMMUNICATION else span
+            for i, span in zip(schedule.instructions(rank), spans[rank], strict=True)
+        ]
+        starts.append([start - origin for start, _ in rows])
+        ends.append([end - origin for _, end in rows])
+    return timeline_of(schedule, starts, ends)
+
+
+def _offset(control: ControlTransport, rank: int, ranks: int) -> float:
+    """Seconds from the clock of this host to that of rank 0. Collective."""
+    if rank == 0:
+        for peer in range(1, ranks):
+            for _ in range(_ROUNDS):
+                control.recv_text(peer)
+                control.send_text(peer, repr(time.perf_counter()))
+        return 0.0
+    rounds = []
+    for _ in range(_ROUNDS):
+        before = time.perf_counter()
+        control.send_text(0, "")
+        theirs = float(control.recv_text(0))
+        after = time.perf_counter()
+        rounds.append((after - before, theirs - (before + after) / 2))
+    return min(rounds)[1]

@@ -1,0 +1,206 @@
+"""Parameters that several stages hold: replicas of a stage in a second chain, and weights that the caller has tied.
+
+They are one parameter in several places. Its values are the same everywhere, which is checked at every step, and
+its gradient is the sum over all places, the same at each of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import sha256
+from typing import NamedTuple
+
+import torch
+from optree import treespec_paths
+
+from ppfunc.schedule import Schedule
+from ppfunc.stage import LeafSignature, Signature
+
+from .buffers import Leaves
+from .errors import AgreementError
+from .functorch import transformed
+from .transport import Link
+
+TiedPlaces = Mapping[str, Sequence[tuple[int, str]]] | None
+"""By name, the places of each tied parameter, as callers write them."""
+
+Tied = tuple[tuple[str, tuple[tuple[int, str], ...]], ...]
+"""By name, in order, the places of each tied parameter: (stage of the model, name of the leaf)."""
+
+
+def read_tied(tied: TiedPlaces, schedule: Schedule, parts: Sequence[str] = ("",)) -> Tied:
+    """Tied parameters as the caller gives them.
+
+    Args:
+        parts: where the parameters are among those of a transformed stage: the keys before the name of each leaf.
+
+    Raises:
+        TypeError, ValueError: something else than a mapping of places, or a place that does not exist or comes twice.
+    """
+    if not isinstance(tied or {}, Mapping):
+        raise TypeError(f"tied: got {type(tied).__name__}, expected {{name: [(stage, name of a leaf), ...]}}")
+    found: list[tuple[str, tuple[tuple[int, str], ...]]] = []
+    taken: set[tuple[int, str]] = set()
+    for name, places in sorted((tied or {}).items()):
+        if not isinstance(places, Sequence) or not all(isinstance(p, tuple | list) and [*map(type, p)] == [int, str] for p in places):
+            raise TypeError(f"tied[{name!r}]: got {places!r}, expected places, such as [(0, 'wte.weight'), (3, 'lm_head.weight')]")
+        if len(places) < 2:
+            raise ValueError(f"tied[{name!r}]: got {places!r}, expected at least two places")
+        for place in ((stage, leaf) for stage, leaf in places):
+            if place in taken:
+                raise ValueError(f"tied[{name!r}]: the place {place} is named twice")
+            if place[0] not in schedule.model_stages:
+                stages = sorted(set(schedule.model_stages))
+                raise ValueError(f"tied[{name!r}]: the place {place} has a stage that does not exist; the stages are {stages}")
+            taken.add(place)
+        for part in parts:
+            moved = tuple((stage, ".".join(filter(None, (part, leaf)))) for stage, leaf in places)
+            found.append((f"{name} {part}" if part else name, moved))
+    return tuple(found)
+
+
+def require_declared(params: Mapping[int, Leaves], signatures: Mapping[int, Signature], tied: Tied, primal: str) -> None:
+    """Raise ValueError where parameters of two stages share memory and are not tied: each would get a part of the gradient.
+
+    Args:
+        primal: how the names of parameters proper begin.
+    """
+    places = {(k, leaf): name for name, group in tied for k, leaf in group}
+    seen: dict[tuple[int, int], tuple[int, str, str | None]] = {}
+    for stage, leaves in params.items():
+        for leaf, named in zip(leaves, leaf_names(signatures[stage]), strict=True):
+            if not named.startswith(primal) or transformed(leaf) or not leaf.numel() or not leaf.is_floating_point():
+                continue
+            other, its_name, its_group = seen.setdefault((leaf.data_ptr(), leaf.numel()), (stage, named, places.get((stage, named))))
+            if other != stage and (its_group is None or its_group != places.get((stage, named))):
+                raise ValueError(
+                    f"params[{other}] {its_name!r} and params[{stage}] {named!r} are one tensor; "
+                    f"declare it, tied={{'name': [({other}, {its_name!r}), ({stage}, {named!r})]}}, to get the sum of both gradients "
+                    f"at each, or give each stage a copy of its own"
+                )
+
+
+class SharedLeaf(NamedTuple):
+    """One leaf that several stages hold.
+
+    Args:
+        name: for errors.
+        holders: (stage of the schedule, number of the leaf in its parameters), ascending; the number is None for
+            a stage that this process does not hold.
+    """
+
+    name: str
+    holders: tuple[tuple[int, int | None], ...]
+
+
+def shared_leaves(schedule: Schedule, params: Mapping[int, Signature], tied: Tied) -> list[SharedLeaf]:
+    """The leaves of this process's parameters that more than one stage of the schedule holds, or one stage twice.
+
+    Two processes list those that both hold in one order.
+
+    Args:
+        params: signatures of the parameters of this process, by stage of the model.
+
+    Raises:
+        ValueError: a tied parameter has no such leaf, or leaves of other shapes or dtypes.
+    """
+    found = []
+    for name, places in tied:
+        numbers = {(k, leaf): leaf_number(params[k], leaf, f"tied[{name!r}]: params[{k}]") for k, leaf in places if k in params}
+        forms = {str(params[k].leaves[n]): f"{leaf!r} of stage {k}" for (k, leaf), n in numbers.items()}
+        if len(forms) > 1:
+            told = ", ".join(f"{place} is {form}" for form, place in forms.items())
+            raise ValueError(f"tied[{name!r}]: {told}; tied parameters have one shape and dtype")
+        stages = ((s, k, leaf) for s, model in enumerate(schedule.model_stages) for k, leaf in places if k == model)
+        if numbers:
+            found.append(SharedLeaf(f"tied[{name!r}]", tuple((s, numbers.get((k, leaf))) for s, k, leaf in stages)))
+    taken = {holder for leaf in found for holder in leaf.holders}
+    for group in schedule.replicas:
+        model = schedule.model_stages[group[0]]
+        for n, path in enumerate(params[model].paths if model in params and len(group) > 1 else ()):
+            if (group[0], n) not in taken:
+                found.append(SharedLeaf(f"params[{model}]{path}", tuple((stage, n) for stage in group)))
+    return found
+
+
+def leaf_number(signature: Signature, name: str, tree: str) -> int:
+    """The number of the leaf whose keys, joined by dots, are ``name``.
+
+    Raises:
+        ValueError: there is none.
+
+    >>> leaf_number(Signature.of({"head": {"weight": torch.zeros(1)}, "wte.weight": torch.zeros(1)}), "head.weight", "params")
+    0
+    """
+    names = leaf_names(signature)
+    if name not in names:
+        raise ValueError(f"{tree} has no leaf {name!r}; it has {', '.join(map(repr, names[:20]))}{', ...' if len(names) > 20 else ''}")
+    return names.index(name)
+
+
+def leaf_names(signature: Signature) -> list[str]:
+    """The keys on the way to each leaf, joined by dots."""
+    return [".".join(map(str, path)) for path in treespec_paths(signature.treedef)]
+
+
+def links_of_shared(schedule: Schedule, tied: Tied) -> Iterator[Link]:
+    """Where the messages of sums travel between ranks."""
+    home, model = schedule.placement, schedule.model_stages
+    groups = [*schedule.replicas]
+    groups += [tuple(s for s, k in enumerate(model) if k in {k for k, _ in places}) for _, places in tied]
+    yield from (Link("R", home[a], home[b]) for group in groups for a in group for b in group if home[a] != home[b])
+
+
+def shared_forms(schedule: Schedule, params: Mapping[int, Signature], tied: Tied) -> dict[str, str]:
+    """The forms, by name, of what this process holds and others hold too."""
+    home, model = schedule.placement, schedule.model_stages
+    groups = [group for group in schedule.replicas if len({home[stage] for stage in group}) > 1]
+    forms = {f"the parameters of stage {k}": params[k].to_json() for k in (model[group[0]] for group in groups) if k in params}
+    for name, places in tied:
+        for k, leaf in places:
+            if k in params:
+                forms[f"the tied parameters {name!r}"] = str(params[k].leaves[leaf_number(params[k], leaf, f"params[{k}]")])
+    return forms
+
+
+def require_same_forms(told: Sequence[Mapping[str, str]]) -> None:
+    """Raise AgreementError where ranks hold one parameter in different forms.
+
+    Args:
+        told: by rank, what :func:`shared_forms` gives there.
+    """
+    first: dict[str, tuple[int, str]] = {}
+    for rank, forms in enumerate(told):
+        for name, form in forms.items():
+            other, known = first.setdefault(name, (rank, form))
+            if form != known:
+                raise AgreementError(
+                    f"{name} differ between the processes that hold them: rank {other} has {_shown(known)}, "
+                    f"rank {rank} has {_shown(form)}; give all the same"
+                )
+
+
+def _shown(form: str) -> str:
+    return str(Signature.from_json(form)) if form.startswith("[") else form
+
+
+DIGEST = LeafSignature((32,), torch.uint8, False)
+"""The form of a digest."""
+
+
+def digest(leaves: Leaves) -> torch.Tensor:
+    """SHA-256 of the values, shapes and dtypes of tensors, as uint8[32] on the CPU."""
+    state = sha256()
+    for leaf in leaves:
+        host = leaf.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+        state.update(f"{host.dtype}{list(host.shape)}".encode())
+        if host.numel():
+            state.update((ctypes.c_char * (host.numel() * host.element_size())).from_address(host.data_ptr()))
+    return torch.frombuffer(bytearray(state.digest()), dtype=torch.uint8)
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype and device have the same shape and the same bits."""
+    bits = (t.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8) for t in (one, other))
+    return one.shape == other.shape and torch.equal(*bits)

@@ -1,0 +1,153 @@
+"""Schedules of several chunks per rank, dealt round the ranks: interleaved 1F1B, interleaved zero bubble, breadth first."""
+
+from ...parallel.placement import loop, stages_of
+from ..schedule import Schedule, single_chain
+from ._parts import B, F, alternate, delayed_weights, require, require_counts
+
+
+def interleaved_one_f_one_b(ranks: int, microbatches: int, chunks: int = 2, group: int | None = None) -> Schedule:
+    """1F1B over chunks: a rank runs a group of microbatches through one chunk, then the next.
+
+    Bubble time ``(p - 1)(F + B)/v`` where m is a multiple of p; ``(v - 1)p + 2(p - 1) + 1``
+    live chunk activations on rank 0.
+
+    >>> from ppfunc.schedule import to_grid
+    >>> print(to_grid(interleaved_one_f_one_b(ranks=2, microbatches=4)), end="")
+    rank 0  0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1  .  2B2  .  2B3 0B2 0B3
+    rank 1   .  1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3  .
+
+    Args:
+        ranks: number of ranks p.
+        microbatches: number of microbatches m.
+        chunks: stages per rank v; rank r holds stages r, r + p, ...
+        group: microbatches of a group N; by default m in ``max(1, m // p)`` equal groups, or
+            where m does not divide so, p, the last group being smaller, if that does not stall.
+
+    Raises:
+        ValueError: an argument below 1, or a group with which the pipeline would stall.
+
+    References:
+        Narayanan et al., Megatron-LM, SC 2021 (arXiv:2104.04473), section 2.2.
+    """
+    require_counts(ranks=ranks, microbatches=microbatches, chunks=chunks)
+    size = group_size(ranks, microbatches, chunks, group)
+    order = walk(microbatches, chunks, size)
+    warm_ups = (2 * (ranks - 1 - r) + (chunks - 1) * size for r in range(ranks))
+    programs = (
+        alternate(
+            [F(chunk * ranks + r, m) for chunk, m in order], [[B((chunks - 1 - chunk) * ranks + r, m)] for chunk, m in order], warm_up
+        )
+        for r, warm_up in enumerate(warm_ups)
+    )
+    return single_chain("interleaved_one_f_one_b", loop(ranks, chunks), microbatches, programs)
+
+
+def interleaved_zero_bubble(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
+    """Interleaved 1F1B with a shorter warm-up; weight gradients start r input gradients late.
+
+    Rank r warms up with ``p - 1 - r + (v - 1)N`` forwards, N the size of a group, and does the
+    weight gradients in the order of the input gradients. Bubble time ``(p - 1)(F + I - W)/v``
+    where ``m >= p`` divides in groups of equal size and W <= I; at most ``p + (v - 1)N`` chunk
+    activations wait for their W.
+
+    >>> from ppfunc.schedule import to_grid
+    >>> print(to_grid(interleaved_zero_bubble(ranks=2, microbatches=4)), end="")
+    rank 0  0F0 0F1 2F0 2F1  .  2I0 2W0 0F2 2I1 2W1 0F3 0I0 0W0 2F2 0I1 0W1 2F3 2I2 2W2 2I3 2W3 0I2 0W2 0I3 0W3
+    rank 1   .  1F0 1F1 3F0 3I0 3F1 3I1 3W0 1F2 1I0 3W1 1F3 1I1 1W0 3F2 3I2 1W1 3F3 3I3 3W2 1I2 3W3 1I3 1W2 1W3
+
+    Args:
+        ranks: number of ranks p.
+        microbatches: number of microbatches m.
+        chunks: stages per rank v; rank r holds stages r, r + p, ...
+
+    Raises:
+        ValueError: an argument is below 1.
+
+    References:
+        Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (arXiv:2401.10241), section 2;
+        Narayanan et al., Megatron-LM, SC 2021, section 2.2.
+    """
+    require_counts(ranks=ranks, microbatches=microbatches, chunks=chunks)
+    size = group_size(ranks, microbatches, chunks)
+    order = walk(microbatches, chunks, size)
+    programs = (
+        delayed_weights(
+            [F(chunk * ranks + r, m) for chunk, m in order],
+            [((chunks - 1 - chunk) * ranks + r, m) for chunk, m in order],
+            warm_up=ranks - 1 - r + (chunks - 1) * size,
+            delay=r,
+        )
+        for r in range(ranks)
+    )
+    return single_chain("interleaved_zero_bubble", loop(ranks, chunks), microbatches, programs)
+
+
+def looped_bfs(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
+    """All forwards chunk by chunk, then all backwards, chunks and microbatches reversed.
+
+    Bubble time ``(p - 1)(F + B)/v`` where ``m >= p``; ``m v`` live chunk activations.
+
+    >>> from ppfunc.schedule import to_grid
+    >>> print(to_grid(looped_bfs(ranks=2, microbatches=3)), end="")
+    rank 0  0F0 0F1 0F2 2F0 2F1 2F2  .   .  2B2 2B1 2B0 0B2 0B1 0B0
+    rank 1   .  1F0 1F1 1F2 3F0 3F1 3F2 3B2 3B1 3B0 1B2 1B1 1B0  .
+
+    Args:
+        ranks: number of ranks p.
+        microbatches: number of microbatches m.
+        chunks: stages per rank v; rank r holds stages r, r + p, ...
+
+    Raises:
+        ValueError: an argument is below 1.
+
+    References:
+        Lamy-Poirier, Breadth-First Pipeline Parallelism, MLSys 2023 (arXiv:2211.05953), section 4.
+    """
+    require_counts(ranks=ranks, microbatches=microbatches, chunks=chunks)
+    placement = loop(ranks, chunks)
+    forwards = ([F(s, m) for s in stages_of(placement, r) for m in range(microbatches)] for r in range(ranks))
+    programs = ([*program, *(B(f.stage, f.microbatch) for f in reversed(program))] for program in forwards)
+    return single_chain("looped_bfs", placement, microbatches, programs)
+
+
+def walk(microbatches: int, chunks: int, group: int) -> list[tuple[int, int]]:
+    """``(chunk, microbatch)`` of the k-th forward of every rank; the last group may be smaller.
+
+    >>> walk(microbatches=3, chunks=2, group=2)
+    [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (1, 2)]
+    """
+    firsts = range(0, microbatches, group)
+    return [(c, m) for g in firsts for c in range(chunks) for m in range(g, min(g + group, microbatches))]
+
+
+def group_size(ranks: int, microbatches: int, chunks: int, group: int | None = None) -> int:
+    """The number of microbatches that a rank runs through one chunk before it takes the next.
+
+    Where ``group`` is None: an even division in ``max(1, m // p)`` groups where there is one,
+    else the smallest size from p upwards that does not stall.
+
+    Raises:
+        ValueError: a size below 1, or one with which ranks would wait for each other for ever.
+    """
+    groups = max(1, microbatches // ranks)
+    if group is None and microbatches % groups == 0:
+        return microbatches // groups
+    if group is None:
+        return next(n for n in range(ranks, microbatches + 1) if not _stalls(ranks, microbatches, chunks, n))
+    require_counts(group=group)
+    moves = not _stalls(ranks, microbatches, chunks, group)
+    mend = f"pass group={microbatches}, or one that leaves no small last group"
+    require("group", group, moves, "groups that do not stall the pipeline", mend)
+    return group
+
+
+def _stalls(ranks: int, microbatches: int, chunks: int, group: int) -> bool:
+    """Whether two groups in a row are too small to bridge the way to the last rank and back.
+
+    The backward of a group on the first rank waits for forwards of the next group that are
+    ``2(p - 1)`` further on in 1F1B; these must not need the very backward that waits.
+    """
+    bridge = 2 * (ranks - 1)
+    groups, last = -(-microbatches // group), (microbatches - 1) % group + 1
+    inner = groups > 2 and 2 * group < bridge
+    return chunks > 1 and (inner or (groups > 1 and group + last < bridge and (chunks > 2 or last > 1)))

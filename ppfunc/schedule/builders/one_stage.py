@@ -1,0 +1,143 @@
+"""Schedules of one stage per rank, in a fixed pattern: GPipe, 1F1B, ZB-H1, ZB-H2, inference."""
+
+from ..schedule import Schedule, single_chain
+from ._parts import alternate, backwards_of, delayed_weights, forwards_of, require_counts
+
+
+def gpipe(ranks: int, microbatches: int) -> Schedule:
+    """All forwards, then all backwards, both in the order of the microbatches.
+
+    Bubble time ``(p - 1)(F + B)``; ``m`` live activations on every rank.
+
+    >>> from ppfunc.schedule import to_grid
+    >>> print(to_grid(gpipe(ranks=3, microbatches=4)), end="")
+    rank 0  0F0 0F1 0F2 0F3  .   .   .   .  0B0 0B1 0B2 0B3
+    rank 1   .  1F0 1F1 1F2 1F3  .   .  1B0 1B1 1B2 1B3  .
+    rank 2   .   .  2F0 2F1 2F2 2F3 2B0 2B1 2B2 2B3  .   .
+
+    Args:
+        ranks: number of ranks p, one stage each.
+        microbatches: number of microbatches m.
+
+    Raises:
+        ValueError: an argument is below 1.
+
+    References:
+        Huang et al., GPipe, NeurIPS 2019 (arXiv:1811.06965), section 2.3.
+    """
+    require_counts(ranks=ranks, microbatches=microbatches)
+    walk = range(microbatches)
+    programs = (forwards_of(r, walk) + backwards_of(r, walk) for r in range(ranks))
+    return single_chain("gpipe", range(ranks), microbatches, programs)
+
+
+def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
+    """Warm-up forwards by distance from the last rank, then forward and backward in turn.
+
+    Bubble time ``(p - 1)(F + B)``, of the makespan ``(p - 1) / (m + p - 1)``; at most
+    ``min(p - r, m)`` live activations on rank r.
+
+    >>> from ppfunc.schedule import to_grid
+    >>> print(to_grid(one_f_one_b(ranks=3, microbatches=5)), end="")
+    rank 0  0F0 0F1 0F2  .   .  0B0 0F3 0B1 0F4 0B2  .  0B3  .  0B4
+    rank 1   .  1F0 1F1  .  1B0 1F2 1B1 1F3 1B2 1F4 1B3  .  1B4  .
+    rank 2   .   .  2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 2F4 2B4  .   .
+
+    Args:
+        ranks: number of ranks p, one stage each.
+        microbatches: number of microbatches m.
+
+    Raises:
+        ValueError: an argument is below 1.
+
+    References:
+        Narayanan et al., PipeDream-flush (arXiv:2006.09503), section 2; Fan et al., DAPPLE, PPoPP 2021.
+    """
+    require_counts(ranks=ranks, microbatches=microbatches)
+    walk = range(microbatches)
+    programs = (alternate(forwards_of(r, walk), list(zip(backwards_of(r, walk))), ranks - 1 - r) for r in range(ranks))
+    return single_chain("one_f_one_b", range(ranks), microbatches, programs)
+
+
+def zb_h1(ranks: int, microbatches: int) -> Schedule:
+    """Forwards and input gradients as in 1F1B; rank r starts weight gradients after r + 1 of them.
+
+    Bubble time ``(p - 1)(F + I - W)`` where ``m >= p`` and W <= I; on every rank at most p
+    activations wait for their W.
+
+    >>> from ppfunc.schedule import to_grid
+    >>> print(to_grid(zb_h1(ranks=3, microbatches=5)), end="")
+    rank 0  0F0 0F1 0F2  .   .  0I0 0W0 0F3 0I1 0W1 0F4 0I2 0W2 0I3 0W3 0I4 0W4
+    rank 1   .  1F0 1F1  .  1I0 1F2 1I1 1W0 1F3 1I2 1W1 1F4 1I3 1W2 1I4 1W3 1W4
+    rank 2   .   .  2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2F4 2I4 2W2 2W3 2W4
+
+    Args:
+        ranks: number of ranks p, one stage each.
+        microbatches: number of microbatches m.
+
+    Raises:
+        ValueError: an argument is below 1.
+
+    References:
+        Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (arXiv:2401.10241), section 2.1.
+    """
+    require_counts(ranks=ranks, microbatches=microbatches)
+    walk = range(microbatches)
+    programs = (delayed_weights(forwards_of(r, walk), [(r, m) for m in walk], warm_up=ranks - 1 - r, delay=r) for r in range(ranks))
+    return single_chain("zb_h1", range(ranks), microbatches, programs)
+
+
+def zb_h2(ranks: int, microbatches: int) -> Schedule:
+    """Twice the warm-up of 1F1B, and weight gradients twice as late as in ZB-H1: a parallelogram.
+
+    Bubble time ``(p - 1)(F + I - 2W)`` of the span, none where F = I = W; at most ``2p - 1``
+    activations wait for their W. The ranks end one after another: the optimizer step must not
+    be a barrier, or the last rank's start is waited for.
+
+    >>> from ppfunc.schedule import to_grid
+    >>> print(to_grid(zb_h2(ranks=3, microbatches=6)), end="")
+    rank 0  0F0 0F1 0F2 0F3 0F4 0I0 0W0 0F5 0I1 0W1 0I2 0W2 0I3 0W3 0I4 0W4 0I5 0W5  .   .
+    rank 1   .  1F0 1F1 1F2 1I0 1F3 1I1 1F4 1I2 1W0 1F5 1I3 1W1 1I4 1W2 1I5 1W3 1W4 1W5  .
+    rank 2   .   .  2F0 2I0 2F1 2I1 2F2 2I2 2F3 2I3 2F4 2I4 2W0 2F5 2I5 2W1 2W2 2W3 2W4 2W5
+
+    Args:
+        ranks: number of ranks p, one stage each.
+        microbatches: number of microbatches m.
+
+    Raises:
+        ValueError: an argument is below 1.
+
+    References:
+        Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (arXiv:2401.10241), section 2.2.
+    """
+    require_counts(ranks=ranks, microbatches=microbatches)
+    walk = range(microbatches)
+    programs = (
+        delayed_weights(forwards_of(r, walk), [(r, m) for m in walk], warm_up=2 * (ranks - 1 - r), delay=2 * r) for r in range(ranks)
+    )
+    return single_chain("zb_h2", range(ranks), microbatches, programs)
+
+
+def inference(ranks: int, microbatches: int) -> Schedule:
+    """The forwards of all microbatches in order, and no backward.
+
+    Bubble time ``(p - 1)F``; nothing is kept for a backward.
+
+    >>> from ppfunc.schedule import to_grid
+    >>> print(to_grid(inference(ranks=3, microbatches=4)), end="")
+    rank 0  0F0 0F1 0F2 0F3  .   .
+    rank 1   .  1F0 1F1 1F2 1F3  .
+    rank 2   .   .  2F0 2F1 2F2 2F3
+
+    Args:
+        ranks: number of ranks p, one stage each.
+        microbatches: number of microbatches m.
+
+    Raises:
+        ValueError: an argument is below 1.
+
+    References:
+        Huang et al., GPipe, NeurIPS 2019 (arXiv:1811.06965), section 2.3.
+    """
+    require_counts(ranks=ranks, microbatches=microbatches)
+    return single_chain("inference", range(ranks), microbatches, (forwards_of(r, range(microbatches)) for r in range(ranks)))

@@ -1,0 +1,131 @@
+"""Compare a measured timeline with the one on paper: where the time of a step goes, by rank and kind of instruction."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import median
+
+from .instruction import COMPUTE, RECEIVES, Op, parts_of
+from .simulate import Timeline
+
+_KINDS = {Op.F: "F", Op.B: "B", Op.I: "I", Op.W: "W", Op.OVERLAP_F_B: "overlapped"}
+_UNEVEN = 1.1  # times as long as the others is worth a word
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison:
+    """Two timelines of one schedule side by side; ``str`` is a table and one line that says what stands out.
+
+    Args:
+        measured, simulated: the timelines. They may have different units: all figures are shares of the makespan.
+        shares: per rank, by kind of instruction (``"F"``, ``"B"``, ``"I"``, ``"W"``, ``"overlapped"``, ``"idle"``), the share of
+            the makespan as measured, and on paper.
+        waits: per rank, by message such as ``"1RECV_F"``, the share of the makespan in which the rank does nothing until
+            messages of that stage and kind are there, as measured.
+        stages: per stage, how many times as long its F and B take as those of the other stages in the median, as measured.
+        summary: one line.
+    """
+
+    measured: Timeline
+    simulated: Timeline
+    shares: tuple[dict[str, tuple[float, float]], ...]
+    waits: tuple[dict[str, float], ...]
+    stages: tuple[float, ...]
+    summary: str
+
+    def __repr__(self) -> str:
+        return f"Comparison({self.summary!r})"
+
+    def __str__(self) -> str:
+        kinds = [kind for kind in (*_KINDS.values(), "idle") if any(kind in row for row in self.shares)]
+        lines = ["rank  " + "  ".join(f"{kind:>15}" for kind in kinds), "      " + "  ".join("measured  paper" for _ in kinds)]
+        for rank, row in enumerate(self.shares):
+            cells = (row.get(kind, (0.0, 0.0)) for kind in kinds)
+            lines.append(f"{rank:4}  " + "  ".join(f"{mine:8.1%} {paper:6.1%}" for mine, paper in cells))
+        return "\n".join([*lines, self.summary])
+
+
+def compare(measured: Timeline, simulated: Timeline) -> Comparison:
+    """Say where a measured step differs from the step on paper.
+
+    Args:
+        measured: such as ``step.record(...)`` returns.
+        simulated: of the same schedule, such as ``simulate(schedule, measured.costs())``.
+
+    Raises:
+        ValueError: they are of different schedules.
+
+    >>> from ppfunc.schedule import Costs, one_f_one_b, simulate
+    >>> schedule = one_f_one_b(ranks=2, microbatches=4)
+    >>> compare(simulate(schedule, Costs(forward=[1, 2], backward=[2, 4])), simulate(schedule)).summary
+    'stage 1 is 2 times as long as the others'
+    """
+    if measured.schedule.placement != simulated.schedule.placement or list(_computed(measured)) != list(_computed(simulated)):
+        raise ValueError(f"got timelines of {measured.schedule!r} and of {simulated.schedule!r}, expected those of one schedule")
+    rows = zip(_shares(measured), _shares(simulated), strict=True)
+    shares = tuple({k: (mine.get(k, 0.0), paper.get(k, 0.0)) for k in mine.keys() | paper.keys()} for mine, paper in rows)
+    waits, stages = tuple(_waits(measured)), _times_as_long(measured)
+    return Comparison(measured, simulated, shares, waits, stages, _summary(waits, stages, shares))
+
+
+def _computed(timeline: Timeline) -> Iterator[tuple[str, ...]]:
+    """The compute instructions of every rank."""
+    schedule = timeline.schedule
+    return (tuple(str(i) for i in schedule.instructions(rank) if i.op in COMPUTE) for rank in range(schedule.ranks))
+
+
+def _shares(timeline: Timeline) -> list[dict[str, float]]:
+    rows = []
+    for rank, (starts, ends) in enumerate(zip(timeline.starts, timeline.ends, strict=True)):
+        row: dict[str, float] = defaultdict(float)
+        for instruction, start, end in zip(timeline.schedule.instructions(rank), starts, ends, strict=True):
+            if instruction.op in COMPUTE:
+                row[_KINDS[instruction.op]] += (end - start) / timeline.makespan
+        row["idle"] = timeline.idle[rank] / timeline.makespan
+        rows.append(row)
+    return rows
+
+
+def _waits(timeline: Timeline) -> Iterator[dict[str, float]]:
+    """Per rank, how long it does nothing before an instruction whose message comes last of all."""
+    schedule = timeline.schedule
+    for rank, (starts, ends) in enumerate(zip(timeline.starts, timeline.ends, strict=True)):
+        found: dict[str, float] = defaultdict(float)
+        arrivals: dict[tuple[bool, int, int | None], str] = {}
+        now = 0.0
+        for instruction, start, end in zip(schedule.instructions(rank), starts, ends, strict=True):
+            if instruction.op in RECEIVES:
+                arrivals[instruction.op is Op.RECV_F, instruction.stage, instruction.microbatch] = (
+                    f"{instruction.stage}{instruction.op.value}"
+                )
+            elif instruction.op in COMPUTE:
+                for part in parts_of(instruction):
+                    awaited = arrivals.get((part.op is Op.F, part.stage, part.microbatch)) if part.op is not Op.W else None
+                    if awaited is not None and start > now:
+                        found[awaited] += float(start - now) / float(timeline.makespan)
+                        break
+                now = end
+        yield dict(found)
+
+
+def _times_as_long(timeline: Timeline) -> tuple[float, ...]:
+    costs = timeline.costs()
+    lengths = [float(costs.of("forward", s) + costs.backward_of(s)) for s in range(timeline.schedule.stages)]
+    others = [median([*lengths[:s], *lengths[s + 1 :]] or [lengths[s]]) for s in range(len(lengths))]
+    return tuple(length / other if other else 1.0 for length, other in zip(lengths, others, strict=True))
+
+
+def _summary(waits: tuple[dict[str, float], ...], stages: tuple[float, ...], shares: tuple[dict[str, tuple[float, float]], ...]) -> str:
+    found = []
+    share, rank, name = max(((share, rank, name) for rank, row in enumerate(waits) for name, share in row.items()), default=(0.0, 0, ""))
+    if share > 0.005:
+        found.append(f"rank {rank} waits {share:.0%} of the step for {name}")
+    longest = max(range(len(stages)), key=stages.__getitem__)
+    if stages[longest] >= _UNEVEN:
+        found.append(f"stage {longest} is {stages[longest]:.3g} times as long as the others")
+    if not found:
+        mine, paper = (max(row["idle"][k] for row in shares) for k in (0, 1))
+        found.append(f"no rank waits for a message and no stage stands out; most idle is {mine:.0%}, on paper {paper:.0%}")
+    return "; ".join(found)

@@ -1,0 +1,75 @@
+"""Take instructions or slots out of a schedule."""
+
+from collections.abc import Container
+from dataclasses import replace
+
+from ..instruction import COMMUNICATION, COMPUTE, TAIL, Instruction, Op, parts_of
+from ..schedule import Schedule, Step
+
+
+def remove_communication(schedule: Schedule) -> Schedule:
+    """Cross out every SEND and RECV; a step that held nothing else is dropped.
+
+    For a compute-only schedule without idle steps it undoes ``place_communication``.
+
+    >>> from ppfunc.schedule import gpipe, place_communication
+    >>> schedule = gpipe(ranks=2, microbatches=2)
+    >>> remove_communication(place_communication(schedule)) == schedule
+    True
+    """
+    return _without(schedule, COMMUNICATION)
+
+
+def remove_tail(schedule: Schedule) -> Schedule:
+    """Cross out REDUCE_TIED, REDUCE_GRAD and STEP: undoes ``append_tail``.
+
+    >>> from ppfunc.schedule import append_tail, gpipe
+    >>> remove_tail(append_tail(gpipe(ranks=1, microbatches=1))) == gpipe(ranks=1, microbatches=1)
+    True
+    """
+    return _without(schedule, TAIL)
+
+
+def remove_slots(schedule: Schedule) -> Schedule:
+    """Return the schedule as it was before slots were allocated. Passes that add instructions begin with this.
+
+    >>> from ppfunc.schedule import allocate_slots, gpipe
+    >>> remove_slots(allocate_slots(gpipe(ranks=2, microbatches=2))) == gpipe(ranks=2, microbatches=2)
+    True
+    """
+    if not schedule.has_slots:
+        return schedule
+    return replace(schedule, programs=tuple(tuple(tuple(map(_bare, step)) for step in program) for program in schedule.programs))
+
+
+def compute_only(schedule: Schedule) -> Schedule:
+    """Keep the compute of ``schedule``, as builders write it; a step without any becomes an idle one.
+
+    >>> from ppfunc.schedule import deepspeed_train
+    >>> print(*compute_only(deepspeed_train(ranks=2, microbatches=1)).instructions(1))
+    1F0 1B0
+    """
+    programs = tuple(tuple(tuple(i for i in step if i.op in COMPUTE) for step in program) for program in schedule.programs)
+    return remove_slots(replace(schedule, programs=programs))
+
+
+def forward_only(schedule: Schedule) -> Schedule:
+    """Keep the loads and forwards in their order, without communication: the schedule for evaluation.
+
+    Equivalent to: cross out every backward, reduction and message; an overlapped pair leaves its forward.
+    """
+    programs = tuple(tuple(filter(None, map(_forwards, program))) for program in schedule.programs)
+    return replace(schedule, name=f"{schedule.name} (forward only)", programs=programs)
+
+
+def _without(schedule: Schedule, ops: Container[Op]) -> Schedule:
+    programs = ([(step, tuple(i for i in step if i.op not in ops)) for step in program] for program in schedule.programs)
+    return replace(schedule, programs=tuple(tuple(new for old, new in program if new or not old) for program in programs))
+
+
+def _bare(instruction: Instruction) -> Instruction:
+    return instruction._replace(slot=None, parts=tuple(map(_bare, instruction.parts)))
+
+
+def _forwards(step: Step) -> Step:
+    return tuple(part for i in step for part in parts_of(i) if part.op in (Op.F, Op.LOAD))

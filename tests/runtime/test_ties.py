@@ -1,0 +1,236 @@
+"""Tied parameters: one parameter in several stages, with the sum of their gradients at each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import ppfunc as pp
+from tests.models import mlp, mlp_params, normal, squared
+
+D, V, M = 4, 8, 4
+TIED = {"embedding": [(0, "table.weight"), (3, "head")]}
+SCHEDULES = {
+    "1f1b": lambda ranks: pp.one_f_one_b(4, M) if ranks == 4 else pp.looped_bfs(ranks, M, 4 // ranks),
+    "zbv": lambda ranks: pp.zbv(ranks, M),
+    "dualpipe": lambda ranks: pp.dualpipe(4, 2 * M),
+    "dualpipev": lambda ranks: pp.dualpipev(ranks, 2 * ranks),
+}
+
+
+def first(params, tokens):
+    return mlp(params["block"], params["table"]["weight"][tokens])
+
+
+def last(params, x):
+    return mlp(params["block"], x) @ params["head"].T
+
+
+def stages_of(n):
+    return [first, *[mlp] * (n - 2), last]
+
+
+def problem(n=4, m=2 * M):
+    table = normal(V, D, seed=1)
+    blocks = {s: mlp_params(D, seed=10 * s) for s in range(n)}
+    params = {s: blocks[s] for s in range(1, n - 1)}
+    params[0] = {"table": {"weight": table}, "block": blocks[0]}
+    params[n - 1] = {"head": table.clone(), "block": blocks[n - 1]}
+    tokens = torch.randint(V, (3 * m, 2), generator=torch.Generator().manual_seed(2))
+    return dict(sorted(params.items())), tokens, normal(3 * m, 2, V, seed=3)
+
+
+def whole(params, tokens, targets, microbatches):
+    """The loss and gradients of the model in one piece, whose head is the table."""
+    n = len(params)
+
+    def loss(params):
+        params = params | {n - 1: params[n - 1] | {"head": params[0]["table"]["weight"]}}
+        total = 0
+        for x, target in zip(tokens.chunk(microbatches), targets.chunk(microbatches), strict=True):
+            for fn, stage in zip(stages_of(n), params, strict=True):
+                x = fn(params[stage], x)
+            total = total + squared(x, target) / microbatches
+        return total
+
+    grads = torch.func.grad(loss)(params)
+    grads[n - 1]["head"] = grads[0]["table"]["weight"]
+    return loss(params), grads
+
+
+def leaves(grads):
+    return pp.stage.tree.tree_leaves(grads)
+
+
+def close(grads, wanted):
+    return all(torch.allclose(a, b, rtol=1e-12, atol=1e-13) for a, b in zip(leaves(grads), leaves(wanted), strict=True))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "dualpipe"])
+def test_the_gradient_is_the_sum_over_places_and_the_same_at_each(name):
+    schedule = SCHEDULES[name](4)
+    params, tokens, targets = problem()
+    loss, grads = pp.value_and_grad(stages_of(4), squared, schedule, tied=TIED)(params, tokens, targets)
+    want, wanted = whole(params, tokens, targets, schedule.microbatches)
+    torch.testing.assert_close(loss, want)
+    assert close(grads, wanted)
+    assert torch.equal(grads[0]["table"]["weight"], grads[3]["head"])
+    assert grads[0]["table"]["weight"].data_ptr() != grads[3]["head"].data_ptr()
+
+
+def test_without_it_each_place_has_its_part():
+    params, tokens, targets = problem()
+    _, grads = pp.value_and_grad(stages_of(4), squared, pp.one_f_one_b(4, M))(params, tokens, targets)
+    _, tied = pp.value_and_grad(stages_of(4), squared, pp.one_f_one_b(4, M), tied=TIED)(params, tokens, targets)
+    torch.testing.assert_close(grads[0]["table"]["weight"] + grads[3]["head"], tied[0]["table"]["weight"])
+    assert not torch.equal(grads[0]["table"]["weight"], tied[0]["table"]["weight"])
+
+
+def in_processes(rank, ranks, name):
+    schedule = SCHEDULES[name](ranks)
+    n = len(set(schedule.model_stages))
+    params, tokens, targets = problem(n)
+    tied = {"embedding": [(n - 1, "head"), (0, "table.weight")]}
+    _, wanted = whole(params, tokens, targets, schedule.microbatches)
+    held = {s: params[s] for s in schedule.model_stages_of(rank)}
+    loss, alone = pp.value_and_grad(stages_of(n), squared, schedule, tied=tied)(params, tokens, targets)
+    with pp.P2P(timeout=60) as transport:
+        step = pp.value_and_grad(stages_of(n), squared, schedule, transport, tied=tied)
+        for _ in range(2):
+            found, grads = step(held, tokens, targets)
+            assert torch.equal(found, loss)
+            assert all(torch.equal(a, b) for a, b in zip(leaves(grads), leaves({s: alone[s] for s in grads}), strict=True))
+            assert close(grads, {s: wanted[s] for s in grads})
+        if rank == schedule.placement[n - 1]:
+            held[n - 1] = held[n - 1] | {"head": held[n - 1]["head"] + 1e-9}
+        with pytest.raises(pp.AgreementError, match="differ between|has other values"):
+            step(held, tokens, targets)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipev"])
+def test_in_two_processes(two, name):
+    two(in_processes, name)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_in_four_processes(four, name):
+    four(in_processes, name)
+
+
+def test_values_that_differ_in_one_process_are_told():
+    params, tokens, targets = problem()
+    params[3]["head"][0, 0] += 1e-9
+    with pytest.raises(pp.AgreementError, match=r"tied\['embedding'\] has other values in stage 0 than in stage 3"):
+        pp.value_and_grad(stages_of(4), squared, pp.one_f_one_b(4, M), tied=TIED)(params, tokens, targets)
+    with pytest.raises(pp.AgreementError, match="has other values"):
+        pp.evaluate(stages_of(4), squared, pp.one_f_one_b(4, M), tied=TIED)(params, tokens, targets)
+
+
+def test_parameters_that_share_memory_are_declared():
+    params, tokens, targets = problem()
+    params[3]["head"] = params[0]["table"]["weight"]
+    with pytest.raises(ValueError, match=r"params\[0\] 'table.weight' and params\[3\] 'head' are one tensor; declare it"):
+        pp.value_and_grad(stages_of(4), squared, pp.one_f_one_b(4, M))(params, tokens, targets)
+    _, grads = pp.value_and_grad(stages_of(4), squared, pp.one_f_one_b(4, M), tied=TIED)(params, tokens, targets)
+    assert close(grads, whole(params, tokens, targets, M)[1])
+
+
+def test_tangents_may_be_one_tensor_and_parameters_may_not():
+    w, x = {s: normal(D, D, seed=s) for s in range(2)}, normal(3 * M, D)
+    same, apart = torch.ones(D, D, dtype=torch.float64), {s: torch.ones(D, D, dtype=torch.float64) for s in range(2)}
+    fns = [lambda p, x: torch.tanh(x @ p)] * 2
+    step = pp.hvp(fns, squared, pp.gpipe(2, M))
+    shared = step(w, {0: same, 1: same}, x, x)
+    assert all(torch.equal(a, b) for a, b in zip(leaves(shared), leaves(step(w, apart, x, x)), strict=True))
+    with pytest.raises(ValueError, match="are one tensor; declare it"):
+        pp.hvp(fns, squared, pp.gpipe(2, M))({0: w[0], 1: w[0]}, apart, x, x)
+
+
+def test_two_places_in_one_stage_and_three_in_all():
+    def doubled(params, x):
+        return x @ params["a"] + x @ params["b"]
+
+    def single(params, x):
+        return x @ params["a"]
+
+    w, x = normal(D, D), normal(3 * M, D, seed=1)
+    params = {0: {"a": w, "b": w.clone()}, 1: {"a": w.clone()}}
+    tied = {"w": [(0, "b"), (1, "a"), (0, "a")]}
+    _, grads = pp.value_and_grad([doubled, single], squared, pp.gpipe(2, M), tied=tied)(params, x, x)
+    mean = lambda w: sum(squared(x @ (2 * w) @ w, x) for x in x.chunk(M)) / M  # noqa: E731
+    want = torch.func.grad(mean)(w)
+    for found in (grads[0]["a"], grads[0]["b"], grads[1]["a"]):
+        torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-13)
+
+
+def test_gradients_of_each_microbatch_are_summed_over_places():
+    params, tokens, targets = problem()
+    _, grads = pp.value_and_grad(stages_of(4), squared, pp.one_f_one_b(4, M), tied=TIED, per_microbatch=True)(params, tokens, targets)
+    _, summed = pp.value_and_grad(stages_of(4), squared, pp.one_f_one_b(4, M), tied=TIED)(params, tokens, targets)
+    torch.testing.assert_close(grads[3]["head"].sum(0), summed[3]["head"])
+
+
+def test_second_derivatives():
+    params, tokens, targets = problem()
+    direction = {s: pp.stage.tree.tree_map(torch.ones_like, tree) for s, tree in params.items()}
+    step = pp.hvp(stages_of(4), squared, pp.one_f_one_b(4, M), tied=TIED)
+    (loss, slope), (grads, products) = step(params, direction, tokens, targets)
+    want, wanted = whole(params, tokens, targets, M)
+    torch.testing.assert_close(loss, want)
+    assert close(grads, wanted)
+
+    def moved(t):
+        shifted = {s: pp.stage.tree.tree_map(lambda p, v: p + t * v, params[s], direction[s]) for s in params}
+        return whole(shifted, tokens, targets, M)
+
+    (above, up), (below, down) = moved(1e-5), moved(-1e-5)
+    torch.testing.assert_close(slope, (above - below) / 2e-5, rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(products[3]["head"], (up[3]["head"] - down[3]["head"]) / 2e-5, rtol=1e-6, atol=1e-6)
+    assert torch.equal(products[3]["head"], products[0]["table"]["weight"])
+    assert torch.equal(pp.jvp(stages_of(4), squared, pp.one_f_one_b(4, M), tied=TIED)(params, direction, tokens, targets)[1], slope)
+
+
+@pytest.mark.parametrize(
+    ("tied", "text"),
+    [
+        ([(0, "a")], "expected {name:"),
+        ({"e": [(0, "table.weight")]}, "at least two places"),
+        ({"e": ["table.weight", "head"]}, "expected places, such as"),
+        ({"e": [(0, "table.weight"), (7, "head")]}, "does not exist; the stages are"),
+        ({"e": [(0, "table.weight"), (0, "table.weight")]}, "is named twice"),
+        ({"e": [(0, "table"), (3, "head")]}, r"has no leaf 'table'; it has .*'table.weight'"),
+        ({"e": [(0, "table.weight"), (3, "block.bias")]}, "tied parameters have one shape and dtype"),
+    ],
+)
+def test_what_cannot_be_tied_is_refused_by_name(tied, text):
+    params, tokens, targets = problem()
+    with pytest.raises((TypeError, ValueError), match=text):
+        pp.value_and_grad(stages_of(4), squared, pp.one_f_one_b(4, M), tied=tied)(params, tokens, targets)
+
+
+def forms_differ(rank, ranks):
+    params, tokens, targets = problem(2)
+    held = {rank: params[rank]}
+    if rank:
+        held[1] = held[1] | {"head": held[1]["head"].float()}
+    with pp.P2P(timeout=60) as transport:
+        step = pp.value_and_grad([first, last], squared, pp.one_f_one_b(2, M), transport, tied={"e": [(0, "table.weight"), (1, "head")]})
+        with pytest.raises(Exception, match="the tied parameters 'e' differ|differ|dtype"):
+            step(held, tokens, targets)
+
+
+def test_other_forms_in_other_processes_are_told(two):
+    two(forms_differ)
+
+
+def other_ties(rank, ranks):
+    params, tokens, targets = problem(2)
+    tied = {"e": [(0, "table.weight"), (1, "head")]} if rank else None
+    with pp.P2P(timeout=60) as transport:
+        step = pp.value_and_grad([first, last], squared, pp.one_f_one_b(2, M), transport, tied=tied)
+        with pytest.raises(pp.AgreementError):
+            step({rank: params[rank]}, tokens, targets)
+
+
+def test_ranks_tie_the_same(two):
+    two(other_ties)

@@ -1,0 +1,136 @@
+"""A split in the place of the stages: its skips and tied parameters come with it, in one process and in several."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import ppfunc as pp
+
+V, D, T, M = 11, 8, 5, 4
+
+
+class Tied(nn.Module):
+    """An embedding that is also the head, blocks that drop, and a skip from the first stage to the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.wte = nn.Embedding(V, D)
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(D, 2, 2 * D, dropout=0.2, batch_first=True) for _ in range(4))
+        self.head = nn.Linear(D, V, bias=False)
+        self.head.weight = self.wte.weight
+        self.double()
+
+    def forward(self, ids):
+        first = x = self.wte(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x + first)
+
+
+def loss_fn(y, target):
+    return nn.functional.cross_entropy(y.flatten(0, 1), target.flatten())
+
+
+def problem(m=M):
+    generator = torch.Generator().manual_seed(1)
+    ids, targets = (torch.randint(V, (2 * m, T), generator=generator) for _ in range(2))
+    model = Tied().eval()
+    return model, pp.split(model, ids[:2], at=[f"blocks.{i}" for i in (1, 2, 3)]), ids, targets
+
+
+def whole(model, ids, targets):
+    loss = loss_fn(model(ids), targets)
+    model.zero_grad()
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def worst(grads, wanted):
+    return max((g - wanted[name]).abs().max().item() for tree in grads.values() for name, g in tree.items())
+
+
+SCHEDULES = {
+    "1f1b": lambda: pp.one_f_one_b(4, M),
+    "zbv": lambda: pp.zbv(2, M),
+    "dualpipev": lambda: pp.dualpipev(2, M),
+    "dualpipe": lambda: pp.dualpipe(4, 8),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_gradients_are_those_of_the_whole_model(name):
+    schedule = SCHEDULES[name]()
+    model, parts, ids, targets = problem(schedule.microbatches)
+    assert parts.tied and parts.skips
+    loss, grads = pp.value_and_grad(parts, loss_fn, schedule)(parts.params, ids, targets)
+    want, wanted = whole(model, ids, targets)
+    torch.testing.assert_close(loss, want)
+    assert worst(grads, wanted) < 1e-14
+    assert torch.equal(grads[0]["wte.weight"], grads[3]["wte.weight"])
+    shorter = ids[:, :3].contiguous()
+    again, grads = pp.value_and_grad(parts, loss_fn, schedule)(parts.params, shorter, targets[:, :3])
+    want, wanted = whole(model, shorter, targets[:, :3])
+    torch.testing.assert_close(again, want)
+    assert worst(grads, wanted) < 1e-14
+
+
+def test_the_mode_of_the_model_is_followed_by_step_functions_that_are_there_already():
+    model, parts, ids, targets = problem()
+    step = pp.value_and_grad(parts, loss_fn, pp.one_f_one_b(4, M))
+    judged, _ = step(parts.params, ids, targets)
+    model.train()
+    with pytest.raises(ValueError, match="draws random numbers"):
+        step(parts.params, ids, targets)
+    one, _ = step(parts.params, ids, targets, seed=(0, 1))
+    other, _ = step(parts.params, ids, targets, seed=(0, 2))
+    assert len({one.item(), other.item(), judged.item()}) == 3
+    assert torch.equal(step(parts.params, ids, targets, seed=(0, 1))[0], one)
+    fresh = pp.value_and_grad(parts, loss_fn, pp.gpipe(4, M))
+    assert torch.equal(fresh(parts.params, ids, targets, seed=(0, 1))[0], one)
+    model.eval()
+    assert torch.equal(step(parts.params, ids, targets)[0], judged)
+
+
+def test_evaluation_and_second_derivatives():
+    model, parts, ids, targets = problem()
+    outputs = pp.evaluate(parts, None, pp.gpipe(4, M), return_outputs=True)(parts.params, ids)
+    torch.testing.assert_close(outputs, model(ids).detach())
+    direction = {s: {name: torch.ones_like(p) for name, p in tree.items()} for s, tree in parts.params.items()}
+    (loss, slope), (grads, _) = pp.hvp(parts, loss_fn, pp.one_f_one_b(4, M))(parts.params, direction, ids, targets)
+    want, wanted = whole(model, ids, targets)
+    torch.testing.assert_close(loss, want)
+    assert worst(grads, wanted) < 1e-12
+    torch.testing.assert_close(slope, sum(g.sum() for g in wanted.values()))
+    assert torch.equal(pp.jvp(parts, loss_fn, pp.gpipe(4, M))(parts.params, direction, ids, targets)[0], loss)
+
+
+def in_processes(rank, ranks, name):
+    schedule = SCHEDULES[name]()
+    model, parts, ids, targets = problem(schedule.microbatches)
+    want, wanted = whole(copy.deepcopy(model), ids, targets)
+    held = {s: parts.params[s] for s in schedule.model_stages_of(rank)}
+    with pp.P2P(timeout=60) as transport:
+        loss, grads = pp.value_and_grad(parts, loss_fn, schedule, transport)(held, ids, targets)
+    torch.testing.assert_close(loss, want)
+    assert worst(grads, wanted) < 1e-14
+
+
+@pytest.mark.parametrize("name", ["zbv", "dualpipev"])
+def test_in_two_processes(two, name):
+    two(in_processes, name)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "dualpipe"])
+def test_in_four_processes(four, name):
+    four(in_processes, name)
+
+
+def test_another_number_of_stages_is_refused():
+    _, parts, _, _ = problem()
+    with pytest.raises(ValueError, match="stages: got 4, the schedule 'gpipe' has 3"):
+        pp.value_and_grad(parts, loss_fn, pp.gpipe(3, M))

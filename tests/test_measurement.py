@@ -1,0 +1,59 @@
+"""Costs measured of stages."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+import ppfunc as pp
+from ppfunc.measurement import measure
+from tests.models import normal, squared
+
+D = 16
+
+
+def stage(params, x):
+    return torch.tanh(x @ params["w"])
+
+
+def slow(params, x):
+    time.sleep(0.01)
+    return stage(params, x)
+
+
+def params_of(count):
+    return {s: {"w": normal(D, D, seed=s)} for s in range(count)}
+
+
+def test_seconds_are_those_of_the_stage_and_bytes_are_exact():
+    costs = measure([stage, stage, slow], params_of(3), normal(4, D), engine=pp.functional, repeats=3, memory=False)
+    assert 0.01 <= costs.forward[2] < 0.1 and max(costs.forward[:2]) < 0.01
+    costs = measure([stage] * 3, params_of(3), normal(4, D), squared, normal(4, D), repeats=3)
+    nbytes = 4 * D * 8
+    assert costs.bytes == (nbytes, nbytes, 0)
+    assert costs.activation[0] == 2 * nbytes  # the input and the result of tanh
+    assert all(value > 0 for name in ("forward", "backward", "backward_input", "backward_weight") for value in getattr(costs, name))
+    timeline = pp.simulate(pp.one_f_one_b(3, 6), costs)
+    assert timeline.peak_activations[0] == 3 * costs.activation[0]
+
+
+def test_one_stage_and_stages_that_draw_or_have_a_state():
+    assert measure([stage], params_of(1), normal(4, D), repeats=1).bytes == (0,)
+    dropped = measure([lambda p, x: torch.dropout(stage(p, x), 0.5, True)] * 2, params_of(2), normal(4, D), repeats=1)
+    assert len(dropped.forward) == 2
+    counting = lambda p, x, n: pp.Output(stage(p, x), state=n + 1)  # noqa: E731
+    assert len(measure([counting] * 2, params_of(2), normal(4, D), state={s: torch.zeros(()) for s in range(2)}, repeats=1).forward) == 2
+
+
+def test_a_split_model_is_measured():
+    model = torch.nn.Sequential(torch.nn.Linear(D, D), torch.nn.Tanh(), torch.nn.Linear(D, D))
+    parts = pp.split(model, torch.zeros(4, D), at=["2"])
+    costs = measure(parts, parts.params, torch.zeros(4, D), repeats=1)
+    assert len(costs.forward) == 2
+
+
+def test_bytes_that_cannot_be_known_are_refused():
+    with pytest.raises(TypeError, match="whose bytes cannot be known"):
+        measure([stage] * 2, params_of(2), normal(4, D), engine=pp.functional, repeats=1)
