@@ -21,7 +21,8 @@ from ppfunc.stage.tree import tree_flatten
 
 from ._torch import enable_python_dispatcher
 from .call import CallForm
-from .record import BY_HAND, MODEL, Recording, functions_kept, without_seeding
+from .patches import functions_kept, without_seeding
+from .record import BY_HAND, MODEL, Recording
 
 
 class LeafForm(NamedTuple):
