@@ -324,11 +324,11 @@ def turn_error(model: nn.Module, parts: Split, inputs: Any) -> float:
 
 def step_error(model: nn.Module, parts: Split, inputs: Any, schedule: Any, m: int) -> float:
     """The error of a step over microbatches; with a state, none (it passes from one to the next)."""
-    step = pp.value_and_grad(list(parts.stages), lambda y, _: main_tensor(y), pp.with_skips(schedule, parts.skips), has_aux=True)
+    step = pp.value_and_grad(parts, lambda y, _: main_tensor(y), schedule, has_aux=True)
     rows = next(iter(inputs.values())).shape[0]
     _, grads = step(parts.params, inputs, torch.zeros(rows), state=parts.state, seed=(0, 0))
     each = [whole(model, {k: v[i * rows // m : (i + 1) * rows // m] for k, v in inputs.items()}, 0) for i in range(m)]
-    total = gradients(parts, grads)
+    total = {name: grad for tree in grads.values() for name, grad in tree.items()}  # each place has the sum
     want = {n: sum(e[n] for e in each) / m for n in each[0]}
     return worst(total, {n: want.get(n, torch.zeros_like(total[n])) for n in total} | want)
 
