@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from .._lazy import attach
 
 if TYPE_CHECKING:
-    from .bounds import lower_bound as lower_bound
+    from .bounds import Bound as Bound, lower_bound as lower_bound
     from .builders import (
         BUILDERS as BUILDERS,
         chimera as chimera,
@@ -82,6 +82,7 @@ if TYPE_CHECKING:
         send_completion as send_completion,
         split_backward as split_backward,
     )
+    from .planner.plan import Plan as Plan, plan as plan
     from .schedule import (
         Chain as Chain,
         Program as Program,
@@ -95,7 +96,7 @@ else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
-            "bounds": ("lower_bound",),
+            "bounds": ("Bound", "lower_bound"),
             "builders": (
                 "BUILDERS",
                 "chimera",
@@ -151,6 +152,7 @@ else:
                 "send_completion",
                 "split_backward",
             ),
+            "planner.plan": ("Plan", "plan"),
             "schedule": ("Chain", "Program", "Schedule", "Step", "elementary", "single_chain"),
             "simulate": ("Timeline", "measure", "peak_activations", "simulate"),
         },

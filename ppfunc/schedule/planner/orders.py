@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ..costs import Number
 from ..instruction import Instruction, Op, parts_of
 from ..schedule import Schedule, single_chain
-from .problem import Problem
+from .problem import Objective, Problem
 
 Word = list[int]
 Order = tuple[Word, ...]
@@ -37,7 +37,8 @@ class Direction(NamedTuple):
         local: another code of the same rank that has to come first, -1 for none.
         change: memory held after it less that before it; what it acquires is there from its start, what it releases until its end.
         cap: memory of each rank.
-        begin: per rank, the time that its first start is counted from.
+        objective: what is to be short.
+        begin: per rank, a start of its time that no order can beat.
         readers: the codes whose source it is, with their rank and latency.
         codes: per rank, how many codes it has.
     """
@@ -51,6 +52,7 @@ class Direction(NamedTuple):
     local: list[int]
     change: list[int]
     cap: list[int]
+    objective: Objective
     begin: list[Number]
     readers: list[list[tuple[int, int, Number]]]
     codes: list[int]
@@ -71,7 +73,7 @@ def directions(p: Problem) -> tuple[Direction, Direction]:
         for code, other in enumerate(source):
             if other >= 0:
                 readers[other].append((code, rank[code], latency[code]))
-        return Direction(p.ranks, p.microbatches, rank, duration, source, latency, local, change, list(p.cap), begin, readers, codes)
+        return Direction(p.ranks, p.microbatches, rank, duration, source, latency, local, change, list(p.cap), p.objective, begin, readers, codes)
 
     def forward_rows(s: int) -> Iterable[_Row]:
         yield 3 * (s - 1) if s else -1, p.down[s - 1] if s else 0, -1, p.held[s]
@@ -138,7 +140,9 @@ def evaluate(d: Direction, order: Order) -> Timing | None:
             at[rank], free[rank] = len(word), now
     if any(place < len(word) for place, word in zip(at, order, strict=True)):
         return None
-    return Timing(max(end - begin for end, begin in zip(free, d.begin, strict=True)), ends)
+    if d.objective == "makespan":
+        return Timing(max(free), ends)
+    return Timing(max(end - ends[word[0]][0] + d.duration[word[0]] for end, word in zip(free, order, strict=True)), ends)
 
 
 def fits(d: Direction, order: Order) -> bool:

@@ -15,9 +15,10 @@ from .orders import Direction, Order
 from .problem import Problem
 from .replay import Hold, Replayed, Rules, replay
 
-Progress = Callable[[float, Number, Number], None]
-"""``progress(share of the work done, best value, bound)``."""
+Progress = Callable[[float, Number, Number], bool | None]
+"""``progress(share of the work done, best value, bound)``; the search stops where it returns True."""
 _CLOSE = 1 + 1e-9
+_GIVEN, _SEEDS, _STARTS = 0.25, 0.4, 3
 _WARM, _COLD_AFTER = 0.004, 300
 
 
@@ -29,7 +30,7 @@ class Search:
         rules: the rules forwards and backwards in time.
         bound: the value that ends the search.
         operations: how many operations may be replayed.
-        progress: called whenever an order has been improved.
+        progress: called after every replay; True ends the search.
     """
 
     def __init__(
@@ -40,7 +41,10 @@ class Search:
         self.operations = operations
         self.progress = progress
         self.spent = 0
+        self.stopped = False
         self.best = Replayed(inf, ())
+        self.found = ""
+        self._trying = ""
         self._forwards, self._backwards = rules
         self._random = Random(0)
 
@@ -51,21 +55,41 @@ class Search:
 
     @property
     def over(self) -> bool:
-        """Whether the bound is met or the work is used up."""
-        return self.best.value <= self.bound * _CLOSE or self.spent >= self.operations
+        """Whether the bound is met, the work is used up, or the caller has stopped it."""
+        return self.stopped or self.best.value <= self.bound * _CLOSE or self.spent >= self.operations
 
-    def run(self, given: Iterable[Order], seeds: Iterable[Order]) -> Replayed:
-        """Improve all given orders, then seeds for 40% of the work, then the best ones by random delays."""
-        pool = [self.improve(order) for order in given if not self.over or not self.best.order]
-        for order in seeds:
-            if self.over or self.elapsed > 0.4:
+    def run(self, given: Iterable[tuple[str, Order]], seeds: Iterable[tuple[int, Order | None]]) -> None:
+        """Improve the given orders, then seeds, then delay operations of the best ones at random.
+
+        Args:
+            given: orders by name, the most promising first.
+            seeds: the work that each took, in operations, and an order if there is one.
+        """
+        pool: list[tuple[Number, str, Order]] = []
+        for name, order in given:
+            if self.over or self.elapsed > _GIVEN:
                 break
-            pool.append(self.improve(order))
-        starts = list({start.value: start for start in sorted(pool, key=lambda start: start.value)}.values())[:3]
+            pool.append(self._improved(name, order))
+        for work, seed in seeds:
+            self.spent += work
+            if self.over or self.elapsed > _SEEDS:
+                break
+            if seed:
+                pool.append(self._improved("a block", seed))
+        starts = list({start[0]: start for start in sorted(pool, key=lambda start: start[0])}.values())[:_STARTS]
         share = (1 - self.elapsed) / (2 * len(starts)) if starts else 0
         while starts and not self.over:
-            starts = [self.disturb(start, min(1.0, self.elapsed + share)) for start in starts]
-        return self.best
+            starts = [self._disturbed(*start, min(1.0, self.elapsed + share)) for start in starts]
+
+    def _improved(self, name: str, order: Order) -> tuple[Number, str, Order]:
+        self._trying = f"{name}, justified"
+        value, order = self.improve(order)
+        return value, name, order
+
+    def _disturbed(self, value: Number, name: str, order: Order, until: float) -> tuple[Number, str, Order]:
+        self._trying = f"{name}, justified and delayed at random"
+        value, order = self.disturb(Replayed(value, order), until)
+        return value, name, order
 
     def improve(self, order: Order) -> Replayed:
         """Justify an order while its value falls: backwards, forwards, backwards, forwards with weight gradients last."""
@@ -131,9 +155,9 @@ class Search:
         found = replay(direction, order, rules)
         self.spent += sum(map(len, order))
         if direction is self._forwards and found.value < self.best.value:
-            self.best = found
-        if self.progress:
-            self.progress(self.elapsed, self.best.value, self.bound)
+            self.best, self.found = found, self._trying
+        if self.progress and self.progress(self.elapsed, self.best.value, self.bound):
+            self.stopped = True
         return found
 
 
