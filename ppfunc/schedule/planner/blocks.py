@@ -2,7 +2,8 @@
 
 Every rank is a circle whose circumference is the period. A beam walks the chain of a microbatch, F of stages 0, 1, ...
 and then I of stages ..., 1, 0, and lays each operation into a free arc of its rank such that all the others of
-the rank, weight gradients too, still pack into the arcs that are left; weight gradients follow. The block repeated for
+the rank, weight gradients too, still pack into the arcs that are left, and such that what the rank holds on average,
+at best, fits in its cap; weight gradients follow. The block repeated for
 each microbatch and sorted by time is an order that cannot deadlock. Times are rounded to ticks here: only the order is used.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import accumulate
 from random import Random
 from typing import NamedTuple
 
@@ -22,13 +24,22 @@ Arc = tuple[int, int]
 _TICKS = 20_000
 _RATIOS = (1, 1.015, 1.03, 1.06, 1.1, 1.15, 1.2, 1.3, 1.45, 1.65, 2, 2.5, 3.5, 6)
 _NARROW, _WIDE, _TRIES = 4, 24, 8
-_NOISY_ROUNDS = 12
+_WORK = 8  # operations replayed in the time in which one operation is laid in one layout
+_NOISE = 0.25  # of a period, in the time by which layouts are ranked
 
 
 class _Shape(NamedTuple):
-    """The operations of one microbatch in ticks: the chain as (rank, code, ticks, latency before it), and W per rank."""
+    """The operations of one microbatch in ticks.
+
+    Args:
+        chain: (rank, code, ticks, latency before it) of each operation of the chain.
+        ends: the end of each operation of the chain where nothing else runs.
+        weights: per rank, (code, ticks) of its W.
+        work: ticks of the rank that has most.
+    """
 
     chain: list[tuple[int, int, int, int]]
+    ends: list[int]
     weights: list[list[tuple[int, int]]]
     work: int
 
@@ -43,33 +54,32 @@ class _Layout(NamedTuple):
 
 
 def block_orders(p: Problem, d: Direction) -> Iterator[tuple[int, Order | None]]:
-    """Yield ``(effort, order)`` of blocks, shortest period that fits first; None where a period gave nothing new.
+    """Yield ``(effort, order)`` of blocks without end; None instead of an order that fits no cap, or is not new.
 
-    A narrow beam climbs the periods until an order fits; wide beams then try the periods around it, at first in the
-    order of the time that the chain reaches, and then with noise in it.
+    A narrow beam climbs the periods until an order fits. Wide beams then try periods around it, exactly at first, and then
+    with noise in the order of the time that the chain reaches.
     """
     shape, draw = _shape(p), Random(0)
     seen = set()
 
-    def attempt(number: int, width: int, noise: float) -> tuple[int, Order | None]:
-        block = _block(shape, max(shape.work, round(shape.work * _RATIOS[number])), width, noise, draw)
+    def attempt(ratio: float, width: int, noise: float) -> tuple[int, Order | None]:
+        block = _block(p, shape, max(shape.work, round(shape.work * ratio)), width, noise, draw)
         order = None if block is None else _repeat(p, d, *block)
-        key = hash(tuple(map(tuple, order))) if order else 0
+        key = tuple(map(tuple, order or ()))
         new = order is not None and key not in seen and fits(d, order)
         seen.add(key)
-        return width * len(shape.chain) * 2, order if new else None
+        return width * len(shape.chain) * _WORK, order if new else None
 
-    first = 0
-    while first < len(_RATIOS):
-        effort, order = attempt(first, _NARROW, 0)
+    for first, ratio in enumerate(_RATIOS):
+        effort, order = attempt(ratio, _NARROW, 0)
         yield effort, order
         if order:
             break
-        first += 1
-    near = range(max(0, first - 3), min(len(_RATIOS), first + 3))
-    for round_ in range(_NOISY_ROUNDS):
-        for number in near:
-            yield attempt(number, _WIDE, 0.02 * round_)
+    near = _RATIOS[max(0, first - 3) : first + 3]
+    for ratio in near:
+        yield attempt(ratio, _WIDE, 0)
+    while True:
+        yield attempt(draw.uniform(near[0], near[-1]), _WIDE, draw.uniform(0, _NOISE))
 
 
 def _shape(p: Problem) -> _Shape:
@@ -81,10 +91,11 @@ def _shape(p: Problem) -> _Shape:
     chain += [(p.place[s], 3 * s + 1, ticks[1][s], round(p.up[s + 1] / tick) if s + 1 < len(stages) else 0) for s in reversed(stages)]
     weights = [[(3 * s + 2, ticks[2][s]) for s in mine] for mine in p.stages_by_rank]
     work = max(sum(ticks[k][s] for k in range(3) for s in mine) for mine in p.stages_by_rank)
-    return _Shape(chain, weights, work)
+    ends = list(accumulate(t + latency for _, _, t, latency in chain))
+    return _Shape(chain, ends, weights, work)
 
 
-def _block(shape: _Shape, period: int, width: int, noise: float, draw: Random) -> tuple[dict[int, int], int] | None:
+def _block(p: Problem, shape: _Shape, period: int, width: int, noise: float, draw: Random) -> tuple[dict[int, int], int] | None:
     """Lay out one microbatch; returns the start of every code and the period, or None where the beam runs dry."""
     rest: list[list[int]] = [[ticks for _, ticks in weights] for weights in shape.weights]
     for rank, _, ticks, _ in shape.chain:
@@ -101,7 +112,7 @@ def _block(shape: _Shape, period: int, width: int, noise: float, draw: Random) -
         beam = []
         for _, start, _, layout, others in tries:
             arcs = _cut(layout.arcs[rank], start, ticks, period)
-            if _packs(tuple(sorted(length for _, length in arcs)), others):
+            if _packs(tuple(sorted(length for _, length in arcs)), others) and _held(p, shape, (*layout.starts, start)) <= period * p.cap[rank]:
                 beam.append(_lay(layout, rank, arcs, others, start, ticks))
                 if len(beam) == width:
                     break
@@ -118,6 +129,21 @@ def _lay(layout: _Layout, rank: int, arcs: tuple[Arc, ...], others: tuple[int, .
     all_arcs = (*layout.arcs[:rank], arcs, *layout.arcs[rank + 1 :])
     all_rest = (*layout.rest[:rank], others, *layout.rest[rank + 1 :])
     return _Layout(start + ticks, all_arcs, all_rest, (*layout.starts, start))
+
+
+def _held(p: Problem, shape: _Shape, starts: tuple[int, ...]) -> int:
+    """The least that the rank of the last operation laid may hold, times the period: each activation from its F to its I and W."""
+    last = len(starts) - 1
+    rank, _, ticks, _ = shape.chain[last]
+    ahead = starts[last] + ticks - shape.ends[last]
+    held = 0
+    for code, weight in shape.weights[rank]:
+        stage = code // 3
+        back = len(shape.chain) - 1 - stage
+        begin = starts[stage] if stage <= last else shape.ends[stage] - shape.chain[stage][2] + ahead
+        end = starts[back] + shape.chain[back][2] if back <= last else shape.ends[back] + ahead
+        held += p.held[stage] * (end - begin) + p.kept[stage] * weight
+    return held
 
 
 def _without(ticks: tuple[int, ...], one: int) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 from numbers import Real
+from typing import NamedTuple
 
 from ...parallel.partition import Partition
 from ..bounds import Bound, bound_of
@@ -25,7 +26,7 @@ from ..costs import Costs, Number
 from ..schedule import Schedule
 from ..simulate import Timeline, simulate
 from .blocks import block_orders
-from .orders import Order, directions, evaluate, order_of, schedule_of
+from .orders import Order, directions, evaluate, schedule_of
 from .placements import Candidate, Style, candidates
 from .problem import Cap, Objective, Problem, problem_of
 from .repeat import extend, fewer_microbatches
@@ -133,7 +134,8 @@ def plan(
     _require_parts(costs)
     found = candidates(ranks, microbatches, costs, placement, chunks, layers, cap, objective)
     with collector_paused():
-        return _best(_fitting(found, microbatches, cap, objective), cap, effort, progress)
+        attempts = [_Attempt.of(*entry, cap, effort, progress) for entry in _fitting(found, microbatches, cap, objective)]
+        return _best(attempts, effort).plan()
 
 
 def _require_parts(costs: Costs) -> None:
@@ -160,55 +162,81 @@ def _fitting(found: list[Candidate], microbatches: int, cap: Cap, objective: Obj
     return sorted(fitting, key=lambda entry: entry[2].value)
 
 
-def _best(entries: list[tuple[Candidate, Problem, Bound]], cap: Cap, effort: float, progress: Progress | None) -> Plan:
-    """Search every candidate for a short while, then the best one for the rest."""
-    if len(entries) == 1:
-        return _plan_one(*entries[0], cap, effort, progress)
-    plans: list[tuple[Plan, Candidate, Problem]] = []
-    for candidate, p, bound in entries:
-        if not plans or bound.value < min(found.value for found, *_ in plans):
-            plans.append((_plan_one(candidate, p, bound, cap, effort / (2 * len(entries)), progress), candidate, p))
-    best, candidate, p = min(plans, key=lambda entry: entry[0].value)
-    if best.optimal:
-        return best
-    return min(best, _plan_one(candidate, p, best.bound, cap, effort / 2, progress, best), key=lambda found: found.value)
+class _Attempt(NamedTuple):
+    """The search of one candidate.
 
+    Args:
+        candidate: the placement with the costs of its stages.
+        problem: its numbers.
+        bound: the lower bound.
+        given: orders that run and fit, with their values and names, shortest first.
+        search: of the problem, or, where it has very many microbatches, of one with fewer.
+    """
 
-def _plan_one(
-    candidate: Candidate, p: Problem, bound: Bound, cap: Cap, effort: float, progress: Progress | None, known: Plan | None = None
-) -> Plan:
-    """Plan one placement, from a known plan where there is one; very many microbatches by repetition."""
-    forwards = directions(p)[0]
-    given = [(known.found, order_of(known.schedule))] if known else _given(candidate, p, cap)
-    if 3 * len(p.place) * p.microbatches > _LARGE:
+    candidate: Candidate
+    problem: Problem
+    bound: Bound
+    given: list[tuple[Number, str, Order]]
+    search: Search
+
+    @classmethod
+    def of(cls, candidate: Candidate, p: Problem, bound: Bound, cap: Cap, effort: float, progress: Progress | None) -> _Attempt:
+        given = _given(p, candidate.costs, cap)
+        if 3 * len(p.place) * p.microbatches <= _LARGE:
+            return cls(candidate, p, bound, given, _search(p, bound, given, effort, progress))
         short = p._replace(microbatches=fewer_microbatches(p))
-        found, order = _search(short, bound_of(short), _given(candidate, short, cap), effort, progress)
-        longer = extend(forwards, order, p.microbatches)
-        if longer:
-            given.append((f"{found}; {short.microbatches} microbatches, repeated to {p.microbatches}", longer))
-            effort = 0
-    found, order = _search(p, bound, given, effort, progress)
-    return _finished(candidate, p, bound, order, found)
+        return cls(candidate, p, bound, given, _search(short, bound_of(short), _given(short, candidate.costs, cap), effort, progress))
+
+    @property
+    def value(self) -> Number:
+        """The best value so far."""
+        return min(self.search.best.value, self.given[0][0])
+
+    def plan(self) -> Plan:
+        """The plan of the best order."""
+        p, forwards, search = self.problem, directions(self.problem)[0], self.search
+        found = self.given[:1]
+        m, order, name = search.problem.microbatches, search.best.order, search.found
+        if order and m < p.microbatches:
+            order = extend(forwards, order, p.microbatches) or ()
+            name += f"; {m} microbatches, repeated to {p.microbatches}"
+        timing = evaluate(forwards, order) if order else None
+        if timing:
+            found.append((timing.value, name, order))
+        _, name, order = min(found, key=lambda entry: entry[0])
+        return _finished(self.candidate, p, self.bound, order, name)
 
 
-def _given(candidate: Candidate, p: Problem, cap: Cap) -> list[tuple[str, Order]]:
-    """The orders of the builders, and one that always fits."""
-    return [*builder_orders(p, directions(p)[0], candidate.costs, cap), ("one by one", one_by_one(p))]
+def _given(p: Problem, costs: Costs, cap: Cap) -> list[tuple[Number, str, Order]]:
+    """The orders of the builders that fit, and one that always fits, shortest first."""
+    forwards = directions(p)[0]
+    orders = [*builder_orders(p, forwards, costs, cap), ("one by one", one_by_one(p))]
+    found = [(timing.value, name, order) for name, order in orders if (timing := evaluate(forwards, order))]
+    return sorted(found, key=lambda entry: entry[0])
 
 
-def _search(p: Problem, bound: Bound, given: list[tuple[str, Order]], effort: float, progress: Progress | None) -> tuple[str, Order]:
-    """Search from the given orders and from blocks; returns how the best order was found, and that order."""
+def _search(p: Problem, bound: Bound, given: list[tuple[Number, str, Order]], effort: float, progress: Progress | None) -> Search:
     rules = directions(p)
-    valued = [(timing.value, name, order) for name, order in given if (timing := evaluate(rules[0], order))]
-    valued.sort(key=lambda entry: entry[0])
-    operations = max(_OPERATIONS, _REPLAYS * 3 * len(p.place) * p.microbatches)
-    search = Search(p, rules, bound.value, int(effort * operations), progress)
-    if valued[0][0] > bound.value and effort:
-        search.run([(name, order) for _, name, order in valued], block_orders(p, rules[0]))
-    timing = evaluate(rules[0], search.best.order) if search.best.order else None
-    if timing and timing.value < valued[0][0]:
-        return search.found, search.best.order
-    return valued[0][1], valued[0][2]
+    orders = [(name, order) for _, name, order in given]
+    return Search(p, rules, bound.value, effort * _operations(p), orders, block_orders(p, rules[0]), progress)
+
+
+def _operations(p: Problem) -> int:
+    """The operations that an effort of 1 replays."""
+    return max(_OPERATIONS, _REPLAYS * 3 * len(p.place) * p.microbatches)
+
+
+def _best(attempts: list[_Attempt], effort: float) -> _Attempt:
+    """Search all candidates for a while, the better half of them for longer, and so on until one is left."""
+    rounds = (len(attempts) - 1).bit_length() + 1
+    for _ in range(rounds):
+        least = inf
+        for attempt in attempts:
+            if attempt.bound.value < least and attempt.value > attempt.bound.value:
+                attempt.search.advance(effort * _operations(attempt.search.problem) / rounds / len(attempts))
+            least = min(least, attempt.value)
+        attempts = sorted(attempts, key=lambda attempt: attempt.value)[: (len(attempts) + 1) // 2]
+    return attempts[0]
 
 
 def _finished(candidate: Candidate, p: Problem, bound: Bound, order: Order, found: str) -> Plan:

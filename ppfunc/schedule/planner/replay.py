@@ -12,7 +12,7 @@ References:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from heapq import heappop, heappush
+from heapq import heappop, heappush, heappushpop
 from math import inf
 from typing import NamedTuple
 
@@ -54,21 +54,21 @@ def replay(d: Direction, order: Order, rules: Rules = Rules()) -> Replayed:  # n
     free: list[Number] = [0] * d.ranks
     held = [0] * d.ranks
     events = [(0, rank) for rank in range(d.ranks)] + [(late, d.rank[code]) for (code, _), late in rules.hold.items()]
-    events.sort()
+    events.sort()  # a heap
     duration, change, readers, hold = d.duration, d.change, d.readers, rules.hold
-    while events:
-        now, rank = heappop(events)
+    now, rank = heappop(events)
+    while True:
         rest = rests[rank]
-        if now < free[rank] or not rest:
-            continue
-        place = _choose(d, rest, arrivals, done, held[rank], now, rules)
+        place = _choose(d, rest, arrivals, done, held[rank], now, rules) if rest and now >= free[rank] else None
         if place is None:
+            if not events:
+                break
+            now, rank = heappop(events)
             continue
         code = rest.pop(place)
         words[rank].append(code)
         held[rank] += change[code]
         free[rank] = end = now + duration[code]
-        heappush(events, (end, rank))
         number = done[code]
         for reader, reading_rank, latency in readers[code]:
             arrival = end + latency
@@ -78,6 +78,7 @@ def replay(d: Direction, order: Order, rules: Rules = Rules()) -> Replayed:  # n
             if arrival >= free[reading_rank]:  # else it looks again when it is free
                 heappush(events, (arrival, reading_rank))
         done[code] = number + 1
+        now, rank = heappushpop(events, (end, rank))
     assert not any(rests), "a replay got stuck: its order does not fit"
     return Replayed(max(end - begin for end, begin in zip(free, d.begin, strict=True)), words)
 

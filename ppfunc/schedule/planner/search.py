@@ -6,9 +6,10 @@ replayed, not in seconds, so that a search gives the same order everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from math import inf
 from random import Random
+from typing import NamedTuple
 
 from ..costs import Number
 from .orders import Direction, Order
@@ -22,6 +23,14 @@ _GIVEN, _SEEDS, _STARTS = 0.25, 0.4, 3
 _WARM, _COLD_AFTER = 0.004, 300
 
 
+class _Start(NamedTuple):
+    """An order to go on from, and the name of what it came from."""
+
+    value: Number
+    order: Order
+    name: str
+
+
 class Search:
     """Owns the work that is left and the best order so far.
 
@@ -30,11 +39,20 @@ class Search:
         rules: the rules forwards and backwards in time.
         bound: the value that ends the search.
         operations: how many operations may be replayed.
+        given: orders to start from by name, the most promising first; not empty.
+        seeds: further ones, with the work that each took; None for work without one.
         progress: called after every replay; True ends the search.
     """
 
     def __init__(
-        self, problem: Problem, rules: tuple[Direction, Direction], bound: Number, operations: int, progress: Progress | None = None
+        self,
+        problem: Problem,
+        rules: tuple[Direction, Direction],
+        bound: Number,
+        operations: float,
+        given: Iterable[tuple[str, Order]],
+        seeds: Iterable[tuple[int, Order | None]],
+        progress: Progress | None = None,
     ) -> None:
         self.problem = problem
         self.bound = bound
@@ -47,6 +65,7 @@ class Search:
         self._trying = ""
         self._forwards, self._backwards = rules
         self._random = Random(0)
+        self._steps = self._run(given, seeds)
 
     @property
     def elapsed(self) -> float:
@@ -55,41 +74,40 @@ class Search:
 
     @property
     def over(self) -> bool:
-        """Whether the bound is met, the work is used up, or the caller has stopped it."""
-        return self.stopped or self.best.value <= self.bound * _CLOSE or self.spent >= self.operations
+        """Whether the bound is met, or the caller has stopped the search."""
+        return self.stopped or self.best.value <= self.bound * _CLOSE
 
-    def run(self, given: Iterable[tuple[str, Order]], seeds: Iterable[tuple[int, Order | None]]) -> None:
-        """Improve the given orders, then seeds, then delay operations of the best ones at random.
+    def advance(self, operations: float) -> None:
+        """Go on for about so many operations."""
+        target = self.spent + operations
+        while self.spent < target and not self.over and next(self._steps, self) is None:
+            pass
 
-        Args:
-            given: orders by name, the most promising first.
-            seeds: the work that each took, in operations, and an order if there is one.
-        """
-        pool: list[tuple[Number, str, Order]] = []
+    def _run(self, given: Iterable[tuple[str, Order]], seeds: Iterable[tuple[int, Order | None]]) -> Iterator[None]:
+        """Improve the given orders, then seeds, then delay operations of the best ones at random; yields now and then."""
+        pool: list[_Start] = []
         for name, order in given:
-            if self.over or self.elapsed > _GIVEN:
+            if pool and self.elapsed > _GIVEN:
                 break
             pool.append(self._improved(name, order))
+            yield
         for work, seed in seeds:
             self.spent += work
-            if self.over or self.elapsed > _SEEDS:
-                break
             if seed:
                 pool.append(self._improved("a block", seed))
-        starts = list({start[0]: start for start in sorted(pool, key=lambda start: start[0])}.values())[:_STARTS]
-        share = (1 - self.elapsed) / (2 * len(starts)) if starts else 0
-        while starts and not self.over:
-            starts = [self._disturbed(*start, min(1.0, self.elapsed + share)) for start in starts]
+            yield
+            if self.elapsed > _SEEDS:
+                break
+        starts = list({start.value: start for start in sorted(pool, key=lambda start: start.value)}.values())[:_STARTS]
+        share = (1 - self.elapsed) / (2 * len(starts))
+        while True:
+            for number, start in enumerate(starts):
+                self._trying = f"{start.name}, justified and delayed at random"
+                starts[number] = yield from self.disturb(start, self.elapsed + share)
 
-    def _improved(self, name: str, order: Order) -> tuple[Number, str, Order]:
+    def _improved(self, name: str, order: Order) -> _Start:
         self._trying = f"{name}, justified"
-        value, order = self.improve(order)
-        return value, name, order
-
-    def _disturbed(self, value: Number, name: str, order: Order, until: float) -> tuple[Number, str, Order]:
-        self._trying = f"{name}, justified and delayed at random"
-        value, order = self.disturb(Replayed(value, order), until)
-        return value, name, order
+        return _Start(*self.improve(order), name)
 
     def improve(self, order: Order) -> Replayed:
         """Justify an order while its value falls: backwards, forwards, backwards, forwards with weight gradients last."""
@@ -107,11 +125,11 @@ class Search:
             if self.over or not best.value < before:
                 return best
 
-    def disturb(self, start: Replayed, until: float) -> Replayed:
+    def disturb(self, start: _Start, until: float) -> Generator[None, None, _Start]:
         """Delay some operations at random and justify, from one order to the next, until a share of the work is done."""
-        best = current = start
+        best = current = Replayed(start.value, start.order)
         failures = 0
-        while not self.over and self.elapsed < until:
+        while self.elapsed < until:
             found = self._neighbour(current.order)
             if found.value <= current.value * (1 + _WARM * self._random.random() * (1 - self.elapsed)):
                 current = found
@@ -120,7 +138,8 @@ class Search:
                 best, failures = current, 0
             elif failures == _COLD_AFTER:
                 current, failures = best, 0
-        return best
+            yield
+        return _Start(*best, start.name)
 
     def _neighbour(self, order: Order) -> Replayed:
         """The best of an order replayed with delays and of what two justifications make of it."""
