@@ -90,6 +90,7 @@ if TYPE_CHECKING:
         zb_h1 as zb_h1,
         zb_h2 as zb_h2,
         zbv as zbv,
+        zbv_greedy as zbv_greedy,
         zero_bubble as zero_bubble,
     )
     from .stage import (
@@ -153,6 +154,7 @@ else:
                 "zb_h1",
                 "zb_h2",
                 "zbv",
+                "zbv_greedy",
                 "zero_bubble",
             ),
             "stage": ("StageError", "eager", "functional", "graph", "split_sequential", "stage_from_module"),

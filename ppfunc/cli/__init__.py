@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from ..schedule.errors import ScheduleError
 from .parallel import add_partition, add_topology
+from .plan import add_compare, add_plan
 from .schedule import add_check, add_list, add_show, add_simulate
 
 
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ppfunc", description="Pipeline schedules, grids of processes and partitions of layers.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (add_list, add_show, add_check, add_simulate, add_topology, add_partition):
+    for add in (add_list, add_show, add_check, add_simulate, add_compare, add_plan, add_topology, add_partition):
         add(commands)
     return parser
 

@@ -28,8 +28,8 @@ FORMATS: dict[str, Callable[[Schedule], str]] = {
     "svg": to_svg,
     "trace": to_trace,
 }
-_METAVARS = {"ranks": "P", "microbatches": "M", "chunks": "V", "group": "N", "order": "source|head"}
-_OPTIONS = ("chunks", "group", "order")
+_METAVARS = {"ranks": "P", "microbatches": "M", "chunks": "V", "group": "N", "cap": "K", "order": "source|head"}
+_OPTIONS = ("chunks", "group", "cap", "order")
 
 
 def add_list(commands: Any) -> None:
@@ -76,6 +76,7 @@ def _add_builder_options(parser: argparse.ArgumentParser, required: bool) -> Non
         ("microbatches", "number of microbatches"),
         ("chunks", "stages per rank, where that is a choice"),
         ("group", "microbatches of a group (interleaved_1f1b)"),
+        ("cap", "memory of a rank in activations (zero_bubble, zbv_greedy)"),
     ):
         needed = required and name in ("ranks", "microbatches")
         parser.add_argument(f"--{name}", type=int, metavar=_METAVARS[name], required=needed, help=meaning)
@@ -101,6 +102,8 @@ def _list(arguments: argparse.Namespace) -> int:
         print(f"{name}\n    {text.splitlines()[0]}")
         meanings = dict(entry.split(": ", 1) for entry in _section(text, "Args:"))
         for parameter in inspect.signature(build).parameters.values():
+            if parameter.name == "costs":
+                continue  # the options of `simulate`
             print(f"    {_usage(parameter):<20}  {meanings.get(parameter.name, '')}".rstrip())
         for line in _section(text, "Raises:"):
             print(f"    refused: {line.removeprefix('ValueError: ')}")
@@ -180,6 +183,9 @@ def _built(arguments: argparse.Namespace) -> Schedule:
         if name not in taken:
             valid = ", ".join(f"--{p}" for p in taken)
             raise ValueError(f"{arguments.name} takes no --{name}: its options are {valid}")
+    if "costs" in taken and hasattr(arguments, "forward"):
+        costs = _costs(arguments)
+        given["costs"] = costs if costs != Costs() else None
     return build(**given)
 
 

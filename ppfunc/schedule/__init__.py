@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         zb_h1 as zb_h1,
         zb_h2 as zb_h2,
         zbv as zbv,
+        zbv_greedy as zbv_greedy,
         zero_bubble as zero_bubble,
     )
     from .check import Certificate as Certificate, check as check, is_step_atomic as is_step_atomic
@@ -116,6 +117,7 @@ else:
                 "zb_h1",
                 "zb_h2",
                 "zbv",
+                "zbv_greedy",
                 "zero_bubble",
             ),
             "check": ("Certificate", "check", "is_step_atomic"),

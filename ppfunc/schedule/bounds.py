@@ -65,11 +65,11 @@ def lower_bound(costs: Costs, placement: Sequence[int], microbatches: int, cap: 
 
 def bound_of(problem: Problem) -> Bound:
     """Return the lower bound of a problem: the best over all ranks."""
-    chain, stages, work = _Chain.of(problem), problem.stages_by_rank, problem.work
+    chain, stages, work = _Path.of(problem), problem.stages_by_rank, problem.work
     return max((bound for r in range(problem.ranks) for bound in _bounds(problem, chain, stages, r, work[r])), key=lambda bound: bound.value)
 
 
-class _Chain(NamedTuple):
+class _Path(NamedTuple):
     """Start, end and time of the operations of one microbatch, F of stages 0, 1, ... and then I of stages ..., 1, 0."""
 
     start: list[Number]
@@ -77,7 +77,7 @@ class _Chain(NamedTuple):
     length: list[Number]
 
     @classmethod
-    def of(cls, p: Problem) -> _Chain:
+    def of(cls, p: Problem) -> _Path:
         lengths = [*p.forward, *reversed(p.backward)]
         gaps = [0, *p.down[:-1], 0, *p.up[:0:-1]]
         end = list(accumulate(length + gap for length, gap in zip(lengths, gaps, strict=True)))
@@ -110,7 +110,7 @@ class _Window(NamedTuple):
     kept: list[int]
 
     @classmethod
-    def of(cls, p: Problem, chain: _Chain, stages: Sequence[int], cap: int) -> _Window:
+    def of(cls, p: Problem, chain: _Path, stages: Sequence[int], cap: int) -> _Window:
         at = [*stages, *(2 * len(p.place) - 1 - s for s in reversed(stages))]
         start, end, length = ([times[c] for c in at] for times in chain)
         weight, held, kept = ([values[s] for s in stages] for values in (p.weight, p.held, p.kept))
@@ -125,7 +125,7 @@ class _Window(NamedTuple):
         return min(c + 1, 2 * self.chunks - c)
 
 
-def _bounds(p: Problem, chain: _Chain, stages: list[list[int]], rank: int, work: Number) -> Iterator[Bound]:
+def _bounds(p: Problem, chain: _Path, stages: list[list[int]], rank: int, work: Number) -> Iterator[Bound]:
     """The bounds that follow from the windows of one rank."""
     window = _Window.of(p, chain, stages[rank], p.cap[rank])
     begin, codes = window.start[0], range(len(window.at))
@@ -145,7 +145,7 @@ def _bounds(p: Problem, chain: _Chain, stages: list[list[int]], rank: int, work:
             yield Bound(begin + start + finish[window.at[-j]] - window.start[-j], "cycle", rank)
 
 
-def _finish(p: Problem, chain: _Chain, stages: list[list[int]], first: int) -> list[Number]:
+def _finish(p: Problem, chain: _Path, stages: list[list[int]], first: int) -> list[Number]:
     """Per operation of the chain: when the last W that follows it is over, less the start of the span that it ends.
 
     A span counts from the first start of its rank. That is no later than the chain says, seen from the first start

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import given, strategies as st
 
-from ppfunc.schedule.builders import BUILDERS, chimera, zero_bubble
+from ppfunc.schedule.builders import BUILDERS, chimera
 from ppfunc.schedule.builders._interleaved import group_size
 from ppfunc.schedule.check import check
 from ppfunc.schedule.costs import Costs
@@ -26,7 +26,7 @@ from ppfunc.schedule.passes import linearize, place_communication
 from ppfunc.schedule.schedule import Schedule, elementary
 from ppfunc.schedule.simulate import simulate
 
-ALL = BUILDERS | {"zero_bubble": zero_bubble, "chimera": chimera}
+ALL = BUILDERS | {"chimera": chimera}
 
 
 class Case(NamedTuple):
@@ -57,6 +57,7 @@ PEAK = {
     "zb_h2": lambda p, m, v: min(2 * p - 1, m),
     "interleaved_zb": lambda p, m, v: min(m * v, (v - 1) * group_size(p, m, v) + p),
     "zbv": lambda p, m, v: min(2 * p, 2 * m),
+    "zbv_greedy": lambda p, m, v: min(2 * p, 2 * m),
     "v_half": lambda p, m, v: min(2 * ((p + 2) // 2), 2 * m),
     "v_min": lambda p, m, v: min(2 * ((p + 4) // 3), 2 * m),
     "dualpipe": lambda p, m, v: p + 1,

@@ -22,9 +22,10 @@ from .v_min import v_min
 from .zb_h1 import zb_h1
 from .zb_h2 import zb_h2
 from .zbv import zbv
+from .zbv_greedy import zbv_greedy
 from .zero_bubble import zero_bubble
 
-# Without zero_bubble, which depends on costs, and chimera, which is there for comparison.
+# Without chimera, which is there for comparison.
 BUILDERS: dict[str, Callable[..., Schedule]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
@@ -35,7 +36,9 @@ BUILDERS: dict[str, Callable[..., Schedule]] = {
     "zb_h1": zb_h1,
     "zb_h2": zb_h2,
     "interleaved_zb": interleaved_zero_bubble,
+    "zero_bubble": zero_bubble,
     "zbv": zbv,
+    "zbv_greedy": zbv_greedy,
     "v_half": v_half,
     "v_min": v_min,
     "dualpipe": dualpipe,
@@ -63,5 +66,6 @@ __all__ = [
     "zb_h1",
     "zb_h2",
     "zbv",
+    "zbv_greedy",
     "zero_bubble",
 ]

@@ -21,7 +21,7 @@ from .problem import Objective, Problem
 Word = list[int]
 Order = tuple[Word, ...]
 _LETTERS = (Op.F, Op.I, Op.W)
-_Row = tuple[int, Number, int, int]
+_CodeRules = tuple[int, Number, int, int]
 
 
 class Direction(NamedTuple):
@@ -67,7 +67,7 @@ def directions(p: Problem) -> tuple[Direction, Direction]:
     codes = [rank.count(r) for r in range(p.ranks)]
     early, late = _first_starts(p)
 
-    def make(rows: Iterable[_Row], begin: list[Number]) -> Direction:
+    def make(rows: Iterable[_CodeRules], begin: list[Number]) -> Direction:
         source, latency, local, change = (list(column) for column in zip(*rows, strict=True))
         readers: list[list[tuple[int, int, Number]]] = [[] for _ in rank]
         for code, other in enumerate(source):
@@ -75,12 +75,12 @@ def directions(p: Problem) -> tuple[Direction, Direction]:
                 readers[other].append((code, rank[code], latency[code]))
         return Direction(p.ranks, p.microbatches, rank, duration, source, latency, local, change, list(p.cap), p.objective, begin, readers, codes)
 
-    def forward_rows(s: int) -> Iterable[_Row]:
+    def forward_rows(s: int) -> Iterable[_CodeRules]:
         yield 3 * (s - 1) if s else -1, p.down[s - 1] if s else 0, -1, p.held[s]
         yield (3 * (s + 1) + 1, p.up[s + 1], -1, p.kept[s] - p.held[s]) if s < last else (3 * s, 0, -1, p.kept[s] - p.held[s])
         yield 3 * s + 1, 0, -1, -p.kept[s]
 
-    def backward_rows(s: int) -> Iterable[_Row]:
+    def backward_rows(s: int) -> Iterable[_CodeRules]:
         yield (3 * (s + 1), p.down[s], -1, -p.held[s]) if s < last else (3 * s + 1, 0, -1, -p.held[s])
         yield (3 * (s - 1) + 1, p.up[s], 3 * s + 2, p.held[s] - p.kept[s]) if s else (3 * s + 2, 0, -1, p.held[s] - p.kept[s])
         yield -1, 0, -1, p.kept[s]
@@ -103,7 +103,7 @@ def _first_starts(p: Problem) -> tuple[list[Number], list[Number]]:
 
 
 class Timing(NamedTuple):
-    """What a run of an order gives: its value under the objective, and the ends of every code's operations."""
+    """The value of an order under the objective, and the ends of the operations of every code."""
 
     value: Number
     ends: list[list[Number]]

@@ -54,7 +54,7 @@ def candidates(
     found = []
     for name, place in shapes.items():
         if layers is None:
-            found.append(Candidate(name, place, _shared(costs, least, len(place)).fitting(len(place))))
+            found.append(Candidate(name, place, shared_costs(costs, least, len(place)).fitting(len(place))))
         else:
             found.append(Candidate(name, place, *cut_layers(costs, layers, place, microbatches, cap, objective)))
     return found
@@ -113,7 +113,7 @@ def _chunk_counts(
     return counts
 
 
-def _shared(costs: Costs, stages: int, wanted: int) -> Costs:
+def shared_costs(costs: Costs, stages: int, wanted: int) -> Costs:
     """Costs of one of ``stages`` stages, given as one number for all, for a model that is cut into ``wanted`` stages instead."""
     if stages == wanted:
         return costs

@@ -13,7 +13,7 @@ The way of a plan, and where each part lives:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 from numbers import Real
@@ -30,8 +30,11 @@ from .orders import Order, directions, evaluate, schedule_of
 from .placements import Candidate, Style, candidates
 from .problem import Cap, Objective, Problem, problem_of
 from .repeat import extend, fewer_microbatches
-from .search import Progress, Search
+from .search import Search
 from .starts import builder_orders, one_by_one
+
+Progress = Callable[[float, Number, Number], bool | None]
+"""``progress(share of the effort, best value, its bound)``; the search stops where it returns True."""
 
 _OPERATIONS, _REPLAYS = 1_000_000, 200
 _LARGE = 100_000
@@ -125,8 +128,8 @@ def plan(
     References:
         Li and Willis 1992 for the search; Qi et al., Zero Bubble and Controllable Memory, for schedules in which W is apart.
 
-    >>> plan(ranks=4, microbatches=8, cap=4, placement="loop", objective="span")
-    Plan(loop of 1, span 24, bound 24 (work, rank 0), optimal, bubble 0.0000, memory 4)
+    >>> plan(ranks=4, microbatches=8, costs=Costs(weight_share=1), cap=4, placement="loop", objective="span")
+    Plan(loop of 1, span 27, bound 27 (work, rank 0), optimal, bubble 0.1111, memory 4)
     """
     costs = costs or Costs()
     if isinstance(effort, bool) or not isinstance(effort, Real) or not 0 < effort < inf:
@@ -134,7 +137,9 @@ def plan(
     _require_parts(costs)
     found = candidates(ranks, microbatches, costs, placement, chunks, layers, cap, objective)
     with collector_paused():
-        attempts = [_Attempt.of(*entry, cap, effort, progress) for entry in _fitting(found, microbatches, cap, objective)]
+        attempts: list[_Attempt] = []
+        stop = _reporter(attempts, effort, progress)
+        attempts += [_Attempt.of(*entry, cap, effort, stop) for entry in _fitting(found, microbatches, cap, objective)]
         return _best(attempts, effort).plan()
 
 
@@ -180,12 +185,12 @@ class _Attempt(NamedTuple):
     search: Search
 
     @classmethod
-    def of(cls, candidate: Candidate, p: Problem, bound: Bound, cap: Cap, effort: float, progress: Progress | None) -> _Attempt:
+    def of(cls, candidate: Candidate, p: Problem, bound: Bound, cap: Cap, effort: float, stop: Callable[[], bool]) -> _Attempt:
         given = _given(p, candidate.costs, cap)
         if 3 * len(p.place) * p.microbatches <= _LARGE:
-            return cls(candidate, p, bound, given, _search(p, bound, given, effort, progress))
+            return cls(candidate, p, bound, given, _search(p, bound, given, effort, stop))
         short = p._replace(microbatches=fewer_microbatches(p))
-        return cls(candidate, p, bound, given, _search(short, bound_of(short), _given(short, candidate.costs, cap), effort, progress))
+        return cls(candidate, p, bound, given, _search(short, bound_of(short), _given(short, candidate.costs, cap), effort, stop))
 
     @property
     def value(self) -> Number:
@@ -215,15 +220,33 @@ def _given(p: Problem, costs: Costs, cap: Cap) -> list[tuple[Number, str, Order]
     return sorted(found, key=lambda entry: entry[0])
 
 
-def _search(p: Problem, bound: Bound, given: list[tuple[Number, str, Order]], effort: float, progress: Progress | None) -> Search:
+def _search(p: Problem, bound: Bound, given: list[tuple[Number, str, Order]], effort: float, stop: Callable[[], bool]) -> Search:
     rules = directions(p)
     orders = [(name, order) for _, name, order in given]
-    return Search(p, rules, bound.value, effort * _operations(p), orders, block_orders(p, rules[0]), progress)
+    return Search(p, rules, bound.value, effort * _operations(p), orders, block_orders(p, rules[0]), stop)
 
 
 def _operations(p: Problem) -> int:
     """The operations that an effort of 1 replays."""
     return max(_OPERATIONS, _REPLAYS * 3 * len(p.place) * p.microbatches)
+
+
+def _reporter(attempts: list[_Attempt], effort: float, progress: Progress | None) -> Callable[[], bool]:
+    """Return what searches ask after every replay: whether the caller wants to stop, who is told how far all of them are."""
+
+    stopped = False
+
+    def stop() -> bool:
+        nonlocal stopped
+        assert progress
+        if not stopped:
+            best = min(attempts, key=lambda attempt: attempt.value)
+            budget = effort * sum(_operations(attempt.search.problem) for attempt in attempts) / len(attempts)
+            share = sum(attempt.search.spent for attempt in attempts) / budget
+            stopped = bool(progress(min(1.0, share), best.value, best.bound.value))
+        return stopped
+
+    return stop if progress else lambda: False
 
 
 def _best(attempts: list[_Attempt], effort: float) -> _Attempt:

@@ -23,7 +23,7 @@ Hold = Mapping[tuple[int, int], Number]
 """``{(code, k): time}``: how much later than it arrives the k-th operation of a code counts as ready."""
 
 
-class Rules(NamedTuple):
+class Manner(NamedTuple):
     """How a replay chooses.
 
     Args:
@@ -45,21 +45,21 @@ class Replayed(NamedTuple):
     order: Order
 
 
-def replay(d: Direction, order: Order, rules: Rules = Rules()) -> Replayed:  # noqa: B008 - a value
+def replay(d: Direction, order: Order, manner: Manner = Manner()) -> Replayed:  # noqa: B008 - a value
     """Replay ``order``, which fits its caps, in its own direction of time."""
     rests = [word[::-1] for word in order]
     words: Order = tuple([] for _ in order)
-    arrivals = _first_arrivals(d, rules.hold)
+    arrivals = _first_arrivals(d, manner.hold)
     done = [0] * len(d.rank)
     free: list[Number] = [0] * d.ranks
     held = [0] * d.ranks
-    events = [(0, rank) for rank in range(d.ranks)] + [(late, d.rank[code]) for (code, _), late in rules.hold.items()]
+    events = [(0, rank) for rank in range(d.ranks)] + [(late, d.rank[code]) for (code, _), late in manner.hold.items()]
     events.sort()  # a heap
-    duration, change, readers, hold = d.duration, d.change, d.readers, rules.hold
+    duration, change, readers, hold = d.duration, d.change, d.readers, manner.hold
     now, rank = heappop(events)
     while True:
         rest = rests[rank]
-        place = _choose(d, rest, arrivals, done, held[rank], now, rules) if rest and now >= free[rank] else None
+        place = _choose(d, rest, arrivals, done, held[rank], now, manner) if rest and now >= free[rank] else None
         if place is None:
             if not events:
                 break
@@ -90,10 +90,10 @@ def _first_arrivals(d: Direction, hold: Hold) -> list[list[Number]]:
 
 
 def _choose(
-    d: Direction, rest: Word, arrivals: list[list[Number]], done: list[int], held: int, now: Number, rules: Rules
+    d: Direction, rest: Word, arrivals: list[list[Number]], done: list[int], held: int, now: Number, manner: Manner
 ) -> int | None:
     """The place in ``rest``, whose head is its last entry, of the operation to start now; None to sleep until the next arrival."""
-    local, change, (patience, lazy, _) = d.local, d.change, rules
+    local, change, (patience, lazy, _) = d.local, d.change, manner
     code = rest[-1]
     number = done[code]
     if arrivals[code][number] <= now and not (lazy and code % 3 == 2) and (local[code] < 0 or number < done[local[code]]):

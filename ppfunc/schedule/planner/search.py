@@ -14,10 +14,8 @@ from typing import NamedTuple
 from ..costs import Number
 from .orders import Direction, Order
 from .problem import Problem
-from .replay import Hold, Replayed, Rules, replay
+from .replay import Hold, Replayed, Manner, replay
 
-Progress = Callable[[float, Number, Number], bool | None]
-"""``progress(share of the work done, best value, bound)``; the search stops where it returns True."""
 _CLOSE = 1 + 1e-9
 _GIVEN, _SEEDS, _STARTS = 0.25, 0.4, 3
 _WARM, _COLD_AFTER = 0.004, 300
@@ -41,7 +39,7 @@ class Search:
         operations: how many operations may be replayed.
         given: orders to start from by name, the most promising first; not empty.
         seeds: further ones, with the work that each took; None for work without one.
-        progress: called after every replay; True ends the search.
+        stop: asked after every replay whether to end.
     """
 
     def __init__(
@@ -52,17 +50,17 @@ class Search:
         operations: float,
         given: Iterable[tuple[str, Order]],
         seeds: Iterable[tuple[int, Order | None]],
-        progress: Progress | None = None,
+        stop: Callable[[], bool],
     ) -> None:
         self.problem = problem
         self.bound = bound
         self.operations = operations
-        self.progress = progress
         self.spent = 0
         self.stopped = False
         self.best = Replayed(inf, ())
         self.found = ""
         self._trying = ""
+        self._stop = stop
         self._forwards, self._backwards = rules
         self._random = Random(0)
         self._steps = self._run(given, seeds)
@@ -118,7 +116,7 @@ class Search:
             for patience in (0, 0.6):
                 replayed = last if not patience else best.order
                 for lazy in (False, True):
-                    turned = self._justify(replayed, Rules(patience), Rules(patience, lazy))
+                    turned = self._justify(replayed, Manner(patience), Manner(patience, lazy))
                     replayed = turned.order
                     best = min(best, turned, key=lambda r: r.value)
                 last = last if patience else replayed
@@ -144,10 +142,10 @@ class Search:
     def _neighbour(self, order: Order) -> Replayed:
         """The best of an order replayed with delays and of what two justifications make of it."""
         draw = self._random
-        found = best = self._replay(self._forwards, order, Rules(hold=self._delays()))
+        found = best = self._replay(self._forwards, order, Manner(hold=self._delays()))
         for _ in range(2):
             patience = draw.choice((0, 0, 0.3, 0.6, 1, 1.6))
-            found = self._justify(found.order, Rules(patience), Rules(patience, draw.random() < 0.3))
+            found = self._justify(found.order, Manner(patience), Manner(patience, draw.random() < 0.3))
             best = min(best, found, key=lambda r: r.value)
         return best
 
@@ -165,18 +163,17 @@ class Search:
         k, late = draw.randrange(m), mean * draw.uniform(0.1, 2)
         return {(code, k): late for code in range(codes) if draw.random() < 0.5}
 
-    def _justify(self, order: Order, back: Rules, forth: Rules) -> Replayed:
+    def _justify(self, order: Order, back: Manner, forth: Manner) -> Replayed:
         """Replay an order backwards in time, and the result forwards."""
         late = self._replay(self._backwards, _reversed(order), back)
         return self._replay(self._forwards, _reversed(late.order), forth)
 
-    def _replay(self, direction: Direction, order: Order, rules: Rules) -> Replayed:
+    def _replay(self, direction: Direction, order: Order, rules: Manner) -> Replayed:
         found = replay(direction, order, rules)
         self.spent += sum(map(len, order))
         if direction is self._forwards and found.value < self.best.value:
             self.best, self.found = found, self._trying
-        if self.progress and self.progress(self.elapsed, self.best.value, self.bound):
-            self.stopped = True
+        self.stopped = self._stop()
         return found
 
 

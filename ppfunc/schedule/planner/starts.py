@@ -9,27 +9,29 @@ from ..builders import BUILDERS
 from ..costs import Costs
 from ..schedule import Schedule
 from .orders import Direction, Order, fits, order_of
-from .problem import Problem
+from .problem import Cap, Problem
 
 
-def builder_orders(p: Problem, forwards: Direction, costs: Costs, cap: object) -> Iterator[tuple[str, Order]]:
+def builder_orders(p: Problem, forwards: Direction, costs: Costs, cap: Cap) -> Iterator[tuple[str, Order]]:
     """Yield ``(name, order)`` of every builder whose schedule has the placement of the problem and fits its caps."""
-    for name, build in BUILDERS.items():
-        schedule = _built(name, build, p, costs, cap)
+    if len(p.place) % p.ranks:
+        return
+    options = {"chunks": len(p.place) // p.ranks, "costs": costs, "cap": cap}
+    for name in BUILDERS:
+        sample = build(name, p.ranks, 1, **options)  # the placement does not depend on the number of microbatches
+        schedule = build(name, p.ranks, p.microbatches, **options) if sample is None or sample.placement == p.place else None
         if schedule and schedule.placement == p.place and len(schedule.chains) == 1 and not schedule.forward_only:
             order = order_of(schedule)
             if fits(forwards, order):
                 yield name, order
 
 
-def _built(name: str, build: object, p: Problem, costs: Costs, cap: object) -> Schedule | None:
-    """The schedule of a builder; None where it refuses these numbers."""
-    taken = inspect.signature(build).parameters  # type: ignore[arg-type]
-    offered = {"chunks": len(p.place) // p.ranks, "cap": cap, "costs": costs}
-    if "chunks" in taken and p.ranks * offered["chunks"] != len(p.place):  # type: ignore[operator]
-        return None
+def build(name: str, ranks: int, microbatches: int, **options: object) -> Schedule | None:
+    """Call a builder with those of the options that it takes; None where it refuses these numbers."""
+    builder = BUILDERS[name]
+    taken = inspect.signature(builder).parameters
     try:
-        return build(p.ranks, p.microbatches, **{k: v for k, v in offered.items() if k in taken})  # type: ignore[operator]
+        return builder(ranks, microbatches, **{option: value for option, value in options.items() if option in taken})
     except ValueError:
         return None
 
