@@ -54,6 +54,7 @@ class Direction(NamedTuple):
     cap: list[int]
     objective: Objective
     begin: list[Number]
+    release: list[Number]
     readers: list[list[tuple[int, int, Number]]]
     codes: list[int]
 
@@ -67,13 +68,13 @@ def directions(p: Problem) -> tuple[Direction, Direction]:
     codes = [rank.count(r) for r in range(p.ranks)]
     early, late = _first_starts(p)
 
-    def make(rows: Iterable[_CodeRules], begin: list[Number]) -> Direction:
+    def make(rows: Iterable[_CodeRules], begin: list[Number], release: list[Number]) -> Direction:
         source, latency, local, change = (list(column) for column in zip(*rows, strict=True))
         readers: list[list[tuple[int, int, Number]]] = [[] for _ in rank]
         for code, other in enumerate(source):
             if other >= 0:
                 readers[other].append((code, rank[code], latency[code]))
-        return Direction(p.ranks, p.microbatches, rank, duration, source, latency, local, change, list(p.cap), p.objective, begin, readers, codes)
+        return Direction(p.ranks, p.microbatches, rank, duration, source, latency, local, change, list(p.cap), p.objective, begin, release, readers, codes)
 
     def forward_rows(s: int) -> Iterable[_CodeRules]:
         yield 3 * (s - 1) if s else -1, p.down[s - 1] if s else 0, -1, p.held[s]
@@ -85,8 +86,8 @@ def directions(p: Problem) -> tuple[Direction, Direction]:
         yield (3 * (s - 1) + 1, p.up[s], 3 * s + 2, p.held[s] - p.kept[s]) if s else (3 * s + 2, 0, -1, p.held[s] - p.kept[s])
         yield -1, 0, -1, p.kept[s]
 
-    forwards = make((row for s in stages for row in forward_rows(s)), early if p.objective == "span" else [0] * p.ranks)
-    return forwards, make((row for s in stages for row in backward_rows(s)), late)
+    forwards = make((row for s in stages for row in forward_rows(s)), early if p.objective == "span" else [0] * p.ranks, [0] * p.ranks)
+    return forwards, make((row for s in stages for row in backward_rows(s)), [0] * p.ranks, late)
 
 
 def _first_starts(p: Problem) -> tuple[list[Number], list[Number]]:
@@ -99,14 +100,14 @@ def _first_starts(p: Problem) -> tuple[list[Number], list[Number]]:
             early[rank] = now
             seen.add(rank)
         now += p.forward[stage] + p.down[stage]
-    return early, [0] * p.ranks
+    return early, [max(early) - e for e in early] if p.objective == 'span' else [0] * p.ranks
 
 
 class Timing(NamedTuple):
-    """The value of an order under the objective, and the ends of the operations of every code."""
+    """The run of an order: its value under the objective, and the end of every rank."""
 
     value: Number
-    ends: list[list[Number]]
+    ends: list[Number]
 
 
 def evaluate(d: Direction, order: Order) -> Timing | None:
@@ -141,8 +142,8 @@ def evaluate(d: Direction, order: Order) -> Timing | None:
     if any(place < len(word) for place, word in zip(at, order, strict=True)):
         return None
     if d.objective == "makespan":
-        return Timing(max(free), ends)
-    return Timing(max(end - ends[word[0]][0] + d.duration[word[0]] for end, word in zip(free, order, strict=True)), ends)
+        return Timing(max(free), free)
+    return Timing(max(end - ends[word[0]][0] + d.duration[word[0]] for end, word in zip(free, order, strict=True)), free)
 
 
 def fits(d: Direction, order: Order) -> bool:

@@ -51,9 +51,9 @@ def replay(d: Direction, order: Order, manner: Manner = Manner()) -> Replayed:  
     words: Order = tuple([] for _ in order)
     arrivals = _first_arrivals(d, manner.hold)
     done = [0] * len(d.rank)
-    free: list[Number] = [0] * d.ranks
+    free: list[Number] = list(d.release)
     held = [0] * d.ranks
-    events = [(0, rank) for rank in range(d.ranks)] + [(late, d.rank[code]) for (code, _), late in manner.hold.items()]
+    events = [(d.release[rank], rank) for rank in range(d.ranks)] + [(late, d.rank[code]) for (code, _), late in manner.hold.items()]
     events.sort()  # a heap
     duration, change, readers, hold = d.duration, d.change, d.readers, manner.hold
     now, rank = heappop(events)

@@ -12,7 +12,7 @@ from random import Random
 from typing import NamedTuple
 
 from ..costs import Number
-from .orders import Direction, Order
+from .orders import Direction, Order, evaluate
 from .problem import Problem
 from .replay import Hold, Replayed, Manner, replay
 
@@ -109,7 +109,7 @@ class Search:
 
     def improve(self, order: Order) -> Replayed:
         """Justify an order while its value falls: backwards, forwards, backwards, forwards with weight gradients last."""
-        best = Replayed(inf, order)
+        best = Replayed(self._value(order), order)
         last = order
         while True:
             before = best.value
@@ -162,6 +162,12 @@ class Search:
             return {(code, k): late for k in range(first, min(m, first + draw.randint(2, max(2, m))))}
         k, late = draw.randrange(m), mean * draw.uniform(0.1, 2)
         return {(code, k): late for code in range(codes) if draw.random() < 0.5}
+
+    def _value(self, order: Order) -> Number:
+        """The value of an order as replays count it."""
+        timing = evaluate(self._forwards, order)
+        assert timing, "an order to start from deadlocks"
+        return max(end - begin for end, begin in zip(timing.ends, self._forwards.begin, strict=True))
 
     def _justify(self, order: Order, back: Manner, forth: Manner) -> Replayed:
         """Replay an order backwards in time, and the result forwards."""
