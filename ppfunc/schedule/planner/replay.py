@@ -22,6 +22,8 @@ from .orders import Direction, Order, Word
 Hold = Mapping[tuple[int, int], Number]
 """``{(code, k): time}``: how much later than it arrives the k-th operation of a code counts as ready."""
 
+NO_HOLD: Hold = {}
+
 
 class Manner(NamedTuple):
     """How a replay chooses.
@@ -35,7 +37,7 @@ class Manner(NamedTuple):
 
     patience: float = 0
     lazy: bool = False
-    hold: Hold = {}
+    hold: Hold = NO_HOLD
 
 
 class Replayed(NamedTuple):

@@ -14,10 +14,11 @@ from typing import NamedTuple
 from ..costs import Number
 from .orders import Direction, Order, evaluate
 from .problem import Problem
-from .replay import Hold, Replayed, Manner, replay
+from .replay import NO_HOLD, Hold, Manner, Replayed, replay
 
 _CLOSE = 1 + 1e-9
 _GIVEN, _SEEDS, _STARTS = 0.25, 0.4, 3
+_PATIENCE = 0.2, 1.2
 _WARM, _COLD_AFTER = 0.004, 300
 
 
@@ -140,12 +141,17 @@ class Search:
         return _Start(*best, start.name)
 
     def _neighbour(self, order: Order) -> Replayed:
-        """The best of an order replayed with delays and of what two justifications make of it."""
-        draw = self._random
-        found = best = self._replay(self._forwards, order, Manner(hold=self._delays()))
+        """The best of an order replayed with delays and of two justifications of that.
+
+        Ranks are a little patient in all of these: without any patience hardly an order survives a replay.
+        """
+
+        def manner(hold: Hold = NO_HOLD) -> Manner:
+            return Manner(self._random.uniform(*_PATIENCE), hold=hold)
+
+        found = best = self._replay(self._forwards, order, manner(self._delays()))
         for _ in range(2):
-            patience = draw.choice((0, 0, 0.3, 0.6, 1, 1.6))
-            found = self._justify(found.order, Manner(patience), Manner(patience, draw.random() < 0.3))
+            found = self._justify(found.order, manner(), manner())
             best = min(best, found, key=lambda r: r.value)
         return best
 
