@@ -66,7 +66,9 @@ def lower_bound(costs: Costs, placement: Sequence[int], microbatches: int, cap: 
 def bound_of(problem: Problem) -> Bound:
     """Return the lower bound of a problem: the best over all ranks."""
     chain, stages, work = _Path.of(problem), problem.stages_by_rank, problem.work
-    return max((bound for r in range(problem.ranks) for bound in _bounds(problem, chain, stages, r, work[r])), key=lambda bound: bound.value)
+    return max(
+        (bound for r in range(problem.ranks) for bound in _bounds(problem, chain, stages, r, work[r])), key=lambda bound: bound.value
+    )
 
 
 class _Path(NamedTuple):

@@ -15,7 +15,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-
 from ppfunc.schedule import Costs, Plan, lower_bound, plan, simulate, zero_bubble
 from ppfunc.schedule.planner.placements import wave
 
@@ -81,13 +80,17 @@ def optimal() -> None:
             what = f"1.5B times, V, p 8, cap {cap}, m {m}"
             planned(what, 2, lambda f: f.optimal, "optimal", 8, m, costs(SMALL, 2), cap=cap, placement="v")
     options = {"cap": 34, "placement": "v"}
-    planned("5 5 3.75 .4 per chunk, V, p 32, cap 34, m 128", 15, lambda f: f.optimal, "optimal", 32, 128, costs((5, 5, 3.75, 0.4)), **options)
+    planned(
+        "5 5 3.75 .4 per chunk, V, p 32, cap 34, m 128", 15, lambda f: f.optimal, "optimal", 32, 128, costs((5, 5, 3.75, 0.4)), **options
+    )
 
 
 def low() -> None:
     """Little memory, and an expensive head."""
     good = "span bubble .245"
-    planned("1.5B times, V, p 8, cap 8, m 24", 5, lambda f: f.timeline.span_bubble <= 0.245, good, 8, 24, costs(SMALL, 2), cap=8, placement="v")
+    planned(
+        "1.5B times, V, p 8, cap 8, m 24", 5, lambda f: f.timeline.span_bubble <= 0.245, good, 8, 24, costs(SMALL, 2), cap=8, placement="v"
+    )
     f, i, w = ([0.3 * x, *[x] * 14, 2 * x] for x in (5, 5, 3.75))
     uneven = Costs(f, i, w, communication=0.4, weight_share=1)
     for objective in ("makespan", "span"):

@@ -108,7 +108,9 @@ def test_compare_shows_the_plan_beside_all_builders_shortest_first(run):
 def test_ctrl_c_returns_the_best_so_far():
     command = "plan --ranks 8 --microbatches 24 --cap 8 --placement v --weight-share 1 --backward-weight 0.5 --effort 1000 --json".split()
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    with subprocess.Popen([sys.executable, "-m", "ppfunc", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+    with subprocess.Popen(
+        [sys.executable, "-m", "ppfunc", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    ) as process:
         time.sleep(3)
         assert process.poll() is None
         process.send_signal(signal.SIGINT)

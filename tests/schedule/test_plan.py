@@ -33,12 +33,16 @@ def real(chunks: int, **more: object) -> Costs:
 def problems(draw):
     """Costs, placement, microbatches, cap and objective of a small problem that can be solved."""
     ranks, m = draw(st.integers(1, 4)), draw(st.integers(1, 8))
-    place = draw(st.sampled_from([loop(ranks), loop(ranks, 2), wave(ranks, 2), wave(ranks, 3), (*loop(ranks), 0), (*wave(ranks, 2), ranks - 1)]))
+    place = draw(
+        st.sampled_from([loop(ranks), loop(ranks, 2), wave(ranks, 2), wave(ranks, 3), (*loop(ranks), 0), (*wave(ranks, 2), ranks - 1)])
+    )
     times = st.one_of(st.integers(0, 9), st.lists(st.integers(0, 9), min_size=len(place), max_size=len(place)))
     sizes = st.lists(st.integers(1, 3), min_size=len(place), max_size=len(place))
     share = draw(st.sampled_from([0, Fraction(2, 5), 1]))
     parameters = draw(st.integers(0, 2))
-    costs = Costs(*(draw(times) for _ in range(3)), communication=draw(times), activation=draw(sizes), weight_share=share, parameters=parameters)
+    costs = Costs(
+        *(draw(times) for _ in range(3)), communication=draw(times), activation=draw(sizes), weight_share=share, parameters=parameters
+    )
     needs = [sum(costs.activation[s] + parameters for s in range(len(place)) if place[s] == r) for r in range(ranks)]
     return costs, place, m, max(needs) + draw(st.integers(0, 9)), draw(st.sampled_from(["span", "makespan"]))
 
@@ -67,7 +71,9 @@ def test_never_longer_than_a_builder_in_its_own_memory(name, ranks, m, objective
     if schedule.forward_only or len(schedule.chains) > 1 or schedule.ranks < ranks:
         return
     times = st.lists(st.integers(0, 9), min_size=schedule.stages, max_size=schedule.stages)
-    costs = Costs(*(data.draw(times) for _ in range(3)), communication=data.draw(times), weight_share=data.draw(st.sampled_from([0, 0.37, 1])))
+    costs = Costs(
+        *(data.draw(times) for _ in range(3)), communication=data.draw(times), weight_share=data.draw(st.sampled_from([0, 0.37, 1]))
+    )
     timeline = simulate(schedule, costs)
     cap = [max(1, peak) for peak in timeline.peak_activations]
     found = plan(ranks, m, costs, cap=cap, placement=schedule.placement, objective=objective, effort=QUICK)

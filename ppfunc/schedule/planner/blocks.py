@@ -102,7 +102,7 @@ def _block(p: Problem, shape: _Shape, period: int, width: int, noise: float, dra
         rest[rank].append(ticks)
     beam = [_Layout(0, (((0, period),),) * len(rest), tuple(tuple(sorted(r)) for r in rest), ())]
     for rank, _, ticks, latency in shape.chain:
-        tries = []
+        tries: list[tuple[float, int, int, _Layout, tuple[int, ...]]] = []
         for layout in beam:
             arcs, others = layout.arcs[rank], _without(layout.rest[rank], ticks)
             for start in _starts(arcs, layout.time + latency, ticks, others, period):
@@ -112,7 +112,10 @@ def _block(p: Problem, shape: _Shape, period: int, width: int, noise: float, dra
         beam = []
         for _, start, _, layout, others in tries:
             arcs = _cut(layout.arcs[rank], start, ticks, period)
-            if _packs(tuple(sorted(length for _, length in arcs)), others) and _held(p, shape, (*layout.starts, start)) <= period * p.cap[rank]:
+            if (
+                _packs(tuple(sorted(length for _, length in arcs)), others)
+                and _held(p, shape, (*layout.starts, start)) <= period * p.cap[rank]
+            ):
                 beam.append(_lay(layout, rank, arcs, others, start, ticks))
                 if len(beam) == width:
                     break
@@ -213,7 +216,7 @@ def _repeat(p: Problem, d: Direction, starts: dict[int, int], period: int) -> Or
     if len(starts) < len(d.rank):
         return None
     words = []
-    for rank, stages in enumerate(p.stages_by_rank):
+    for stages in p.stages_by_rank:
         codes = [code for s in stages for code in (3 * s, 3 * s + 1, 3 * s + 2)]
         timed = sorted((starts[code] + k * period, code) for code in codes for k in range(p.microbatches))
         words.append([code for _, code in timed])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from itertools import pairwise
 
 from ...parallel.balance import partition_balanced
 from ...parallel.partition import Partition
@@ -67,7 +68,7 @@ def cut_layers(
 
 def costs_of_stages(costs: Costs, boundaries: Sequence[int]) -> Costs:
     """Add up costs per layer to costs per stage; a message is that of the last layer of a stage."""
-    stages = [range(start, end) for start, end in zip(boundaries, boundaries[1:], strict=False)]
+    stages = [range(start, end) for start, end in pairwise(boundaries)]
     added = {name: [sum(costs.of(name, n) for n in stage) for stage in stages] for name in (*_SUMS, "activation")}
     kept = [sum(costs.of("activation", n) * costs.of("weight_share", n) for n in stage) for stage in stages]
     shares = [min(1, k / a) if a else 0 for k, a in zip(kept, added["activation"], strict=True)]

@@ -74,7 +74,22 @@ def directions(p: Problem) -> tuple[Direction, Direction]:
         for code, other in enumerate(source):
             if other >= 0:
                 readers[other].append((code, rank[code], latency[code]))
-        return Direction(p.ranks, p.microbatches, rank, duration, source, latency, local, change, list(p.cap), p.objective, begin, release, readers, codes)
+        return Direction(
+            p.ranks,
+            p.microbatches,
+            rank,
+            duration,
+            source,
+            latency,
+            local,
+            change,
+            list(p.cap),
+            p.objective,
+            begin,
+            release,
+            readers,
+            codes,
+        )
 
     def forward_rows(s: int) -> Iterable[_CodeRules]:
         yield 3 * (s - 1) if s else -1, p.down[s - 1] if s else 0, -1, p.held[s]
@@ -100,7 +115,7 @@ def _first_starts(p: Problem) -> tuple[list[Number], list[Number]]:
             early[rank] = now
             seen.add(rank)
         now += p.forward[stage] + p.down[stage]
-    return early, [max(early) - e for e in early] if p.objective == 'span' else [0] * p.ranks
+    return early, [max(early) - e for e in early] if p.objective == "span" else [0] * p.ranks
 
 
 class Timing(NamedTuple):

@@ -83,9 +83,7 @@ def _shapes(
     return shapes
 
 
-def _chunk_counts(
-    ranks: int, costs: Costs, placement: str, chunks: int | Sequence[int] | None, layers: int | None
-) -> Sequence[int]:
+def _chunk_counts(ranks: int, costs: Costs, placement: str, chunks: int | Sequence[int] | None, layers: int | None) -> Sequence[int]:
     """How many stages a rank may have."""
     sizes = {len(value) for field in fields(costs) if isinstance(value := getattr(costs, field.name), Sequence)}
     named = any(isinstance(getattr(costs, field.name), Mapping) for field in fields(costs))
@@ -99,8 +97,9 @@ def _chunk_counts(
             raise ValueError(f"costs are given for {stages} stages, expected a multiple of {ranks} ranks; or pass layers={stages}")
         return [stages // ranks]
     if chunks is None:
-        chunks = {"loop": 1, "wave": 2, "any": range(1, 5)}[placement]
-    counts = [chunks] if isinstance(chunks, int) else list(chunks)
+        counts = {"loop": [1], "wave": [2], "any": [1, 2, 3, 4]}[placement]
+    else:
+        counts = [chunks] if isinstance(chunks, int) else list(chunks)
     if not counts:
         raise ValueError("chunks names no number, expected one or several, such as range(1, 5)")
     for v in counts:

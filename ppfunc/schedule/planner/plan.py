@@ -38,6 +38,7 @@ Progress = Callable[[float, Number, Number], bool | None]
 
 _OPERATIONS, _REPLAYS = 1_000_000, 200
 _LARGE = 100_000
+_SEVERAL = 1.25  # times the effort, where several placements share it
 
 
 @dataclass(frozen=True, repr=False)
@@ -77,7 +78,8 @@ class Plan:
         proof = "optimal" if self.optimal else f"gap {self.gap:.2%}"
         bubble = self.timeline.span_bubble if self.objective == "span" else self.timeline.bubble
         return (
-            f"{self.objective} {float(self.value):.6g}, bound {float(self.bound.value):.6g} ({self.bound.name}, rank {self.bound.rank}), {proof}, "
+            f"{self.objective} {float(self.value):.6g}, "
+            f"bound {float(self.bound.value):.6g} ({self.bound.name}, rank {self.bound.rank}), {proof}, "
             f"bubble {float(bubble):.4f}, memory {float(max(self.memory)):g}"
         )
 
@@ -136,6 +138,7 @@ def plan(
         raise ValueError(f"effort is {effort!r}, expected a finite number above 0")
     _require_parts(costs)
     found = candidates(ranks, microbatches, costs, placement, chunks, layers, cap, objective)
+    effort *= _SEVERAL if len(found) > 1 else 1
     with collector_paused():
         attempts: list[_Attempt] = []
         stop = _reporter(attempts, effort, progress)

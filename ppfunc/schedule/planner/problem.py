@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from math import lcm
 from numbers import Real
 from typing import Literal, NamedTuple, get_args
@@ -86,7 +87,7 @@ def problem_of(costs: Costs, placement: Sequence[int], microbatches: int, cap: C
     stages = range(len(place))
     costs = costs.fitting(len(place))
     forward, backward, weight = (tuple(costs.of(n, s) for s in stages) for n in ("forward", "backward_input", "backward_weight"))
-    crosses = [a != b for a, b in zip(place, place[1:], strict=False)]
+    crosses = [a != b for a, b in pairwise(place)]
     down = (*(costs.message_of(s) if cross else 0 for s, cross in enumerate(crosses)), 0)
     up = (0, *(costs.message_of(s + 1) if cross else 0 for s, cross in enumerate(crosses)))
     held, kept, caps, unit = _memory(costs, place, microbatches, cap)
@@ -95,7 +96,9 @@ def problem_of(costs: Costs, placement: Sequence[int], microbatches: int, cap: C
         need = sum(held[s] for s in mine)
         if need > caps[rank]:
             least = float(sum(costs.of("activation", s) + costs.of("parameters", s) for s in mine))
-            raise ValueError(f"cap is {_on(rank, cap)}, but one microbatch and the parameters of rank {rank} take {least:g}: raise it to that")
+            raise ValueError(
+                f"cap is {_on(rank, cap)}, but one microbatch and the parameters of rank {rank} take {least:g}: raise it to that"
+            )
     return problem
 
 
@@ -103,7 +106,9 @@ def _on(rank: int, cap: Cap) -> Number:
     return cap[rank] if isinstance(cap, Sequence) else cap
 
 
-def _memory(costs: Costs, place: tuple[int, ...], microbatches: int, cap: Cap) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
+def _memory(
+    costs: Costs, place: tuple[int, ...], microbatches: int, cap: Cap
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
     """Activations, their shares and the caps of the ranks in a common whole unit, and that unit."""
     from fractions import Fraction  # here, because most uses of schedules need none and it loads slowly
 
@@ -126,6 +131,6 @@ def _limits(cap: Cap, ranks: int) -> Sequence[Number]:
     if len(limits) != ranks:
         raise ValueError(f"cap has {len(limits)} numbers, expected {ranks}, one per rank")
     for limit in limits:
-        if not isinstance(limit, Real) or isinstance(limit, bool) or not 0 < limit < float("inf"):
+        if not isinstance(limit, (Real, float)) or isinstance(limit, bool) or not 0 < float(limit) < float("inf"):
             raise ValueError(f"cap is {limit!r}, expected a finite number above 0, or None for no limit")
     return limits

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
+from ..costs import Number
 from .orders import Direction, Order, Word, evaluate
 from .problem import Problem
 
@@ -28,14 +29,14 @@ def extend(d: Direction, order: Order, microbatches: int) -> Order | None:
     places = [[n for n, code in enumerate(word) if code == f] for word, f in zip(order, first, strict=True)]
     counts = [_counts(word) for word in order]
     more = microbatches - len(places[0])
-    best: tuple[object, Order] | None = None
+    best: tuple[Number, Order] | None = None
     for q in (q for q in range(1, len(places[0])) if more % q == 0):
         for x in range(len(places[0]) - q):
             cuts = [(at[x], at[x + q]) for at in places]
             if all(_holds_each(counted, cut, q) for counted, cut in zip(counts, cuts, strict=True)):
                 longer = tuple(word[:a] + word[a:b] * (1 + more // q) + word[b:] for word, (a, b) in zip(order, cuts, strict=True))
                 timing = evaluate(d, longer)
-                if timing and (best is None or timing.value < best[0]):  # type: ignore[operator]
+                if timing and (best is None or timing.value < best[0]):
                     best = timing.value, longer
                 break
     return best[1] if best else None

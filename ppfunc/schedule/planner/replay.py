@@ -91,9 +91,7 @@ def _first_arrivals(d: Direction, hold: Hold) -> list[list[Number]]:
     return [[inf] * m if source >= 0 else [hold.get((code, k), 0) for k in range(m)] for code, source in enumerate(d.source)]
 
 
-def _choose(
-    d: Direction, rest: Word, arrivals: list[list[Number]], done: list[int], held: int, now: Number, manner: Manner
-) -> int | None:
+def _choose(d: Direction, rest: Word, arrivals: list[list[Number]], done: list[int], held: int, now: Number, manner: Manner) -> int | None:
     """The place in ``rest``, whose head is its last entry, of the operation to start now; None to sleep until the next arrival."""
     local, change, (patience, lazy, _) = d.local, d.change, manner
     code = rest[-1]

@@ -1,4 +1,4 @@
-"""Search for the shortest order: double justification of many orders, then of the best ones with random delays.
+"""Search for the shortest order: double justification of many orders, then of the best one with random delays.
 
 Every order that is tried fits its caps and never deadlocks, because replays keep both. Work is counted in operations
 replayed, not in seconds, so that a search gives the same order everywhere.
@@ -6,7 +6,7 @@ replayed, not in seconds, so that a search gives the same order everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from math import inf
 from random import Random
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from .problem import Problem
 from .replay import NO_HOLD, Hold, Manner, Replayed, replay
 
 _CLOSE = 1 + 1e-9
-_GIVEN, _SEEDS, _STARTS = 0.25, 0.4, 3
+_GIVEN, _SEEDS = 0.15, 0.25
 _PATIENCE = 0.2, 1.2
 _WARM, _COLD_AFTER = 0.004, 300
 
@@ -83,7 +83,7 @@ class Search:
             pass
 
     def _run(self, given: Iterable[tuple[str, Order]], seeds: Iterable[tuple[int, Order | None]]) -> Iterator[None]:
-        """Improve the given orders, then seeds, then delay operations of the best ones at random; yields now and then."""
+        """Improve the given orders, then seeds, then delay operations of the best one at random; yields now and then."""
         pool: list[_Start] = []
         for name, order in given:
             if pool and self.elapsed > _GIVEN:
@@ -97,12 +97,9 @@ class Search:
             yield
             if self.elapsed > _SEEDS:
                 break
-        starts = list({start.value: start for start in sorted(pool, key=lambda start: start.value)}.values())[:_STARTS]
-        share = (1 - self.elapsed) / (2 * len(starts))
-        while True:
-            for number, start in enumerate(starts):
-                self._trying = f"{start.name}, justified and delayed at random"
-                starts[number] = yield from self.disturb(start, self.elapsed + share)
+        start = min(pool, key=lambda start: start.value)
+        self._trying = f"{start.name}, justified and delayed at random"
+        yield from self.disturb(start)
 
     def _improved(self, name: str, order: Order) -> _Start:
         self._trying = f"{name}, justified"
@@ -124,11 +121,11 @@ class Search:
             if self.over or not best.value < before:
                 return best
 
-    def disturb(self, start: _Start, until: float) -> Generator[None, None, _Start]:
-        """Delay some operations at random and justify, from one order to the next, until a share of the work is done."""
+    def disturb(self, start: _Start) -> Iterator[None]:
+        """Delay some operations at random and justify, from one order to the next, without end."""
         best = current = Replayed(start.value, start.order)
         failures = 0
-        while self.elapsed < until:
+        while True:
             found = self._neighbour(current.order)
             if found.value <= current.value * (1 + _WARM * self._random.random() * (1 - self.elapsed)):
                 current = found
@@ -138,7 +135,6 @@ class Search:
             elif failures == _COLD_AFTER:
                 current, failures = best, 0
             yield
-        return _Start(*best, start.name)
 
     def _neighbour(self, order: Order) -> Replayed:
         """The best of an order replayed with delays and of two justifications of that.
