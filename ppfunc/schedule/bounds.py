@@ -19,7 +19,8 @@ each other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -66,9 +67,9 @@ def lower_bound(costs: Costs, placement: Sequence[int], microbatches: int, cap: 
 def bound_of(problem: Problem) -> Bound:
     """Return the lower bound of a problem: the best over all ranks."""
     chain, stages, work = _Path.of(problem), problem.stages_by_rank, problem.work
-    return max(
-        (bound for r in range(problem.ranks) for bound in _bounds(problem, chain, stages, r, work[r])), key=lambda bound: bound.value
-    )
+    most = cache(_left), cache(_filled)  # equal for ranks with equal stages
+    bounds = (bound for rank in range(problem.ranks) for bound in _bounds(problem, chain, stages, rank, work[rank], *most))
+    return max(bounds, key=lambda bound: bound.value)
 
 
 class _Path(NamedTuple):
@@ -86,16 +87,13 @@ class _Path(NamedTuple):
         return cls([e - length for e, length in zip(end, lengths, strict=True)], end, lengths)
 
 
-class _Window(NamedTuple):
+class _Load(NamedTuple):
     """The operations c = 0 .. 2v - 1 of a rank in the order of the chain: F of chunks 1 .. v, then I of chunks v .. 1.
 
     Args:
         microbatches: number of microbatches m.
         cap: memory of the rank.
-        at: place of each operation in the chain.
-        start: its start in the chain.
-        end: its end in the chain.
-        length: its time.
+        length: time of each operation.
         weight: time of W, per chunk.
         held: memory from F to I, per chunk.
         kept: the part of it that is held on until W, per chunk.
@@ -103,46 +101,57 @@ class _Window(NamedTuple):
 
     microbatches: int
     cap: int
-    at: list[int]
-    start: list[Number]
-    end: list[Number]
-    length: list[Number]
-    weight: list[Number]
-    held: list[int]
-    kept: list[int]
-
-    @classmethod
-    def of(cls, p: Problem, chain: _Path, stages: Sequence[int], cap: int) -> _Window:
-        at = [*stages, *(2 * len(p.place) - 1 - s for s in reversed(stages))]
-        start, end, length = ([times[c] for c in at] for times in chain)
-        weight, held, kept = ([values[s] for s in stages] for values in (p.weight, p.held, p.kept))
-        return cls(p.microbatches, cap, at, start, end, length, weight, held, kept)
+    length: tuple[Number, ...]
+    weight: tuple[Number, ...]
+    held: tuple[int, ...]
+    kept: tuple[int, ...]
 
     @property
     def chunks(self) -> int:
         return len(self.weight)
 
-    def chunk(self, c: int) -> int:
-        """The number of chunks, from the first, that are in memory while operation c runs."""
-        return min(c + 1, 2 * self.chunks - c)
+
+class _Window(NamedTuple):
+    """A rank's load, and the place in the chain, the start and the end of each of its operations."""
+
+    load: _Load
+    at: list[int]
+    start: list[Number]
+    end: list[Number]
+
+    @classmethod
+    def of(cls, p: Problem, chain: _Path, stages: Sequence[int], cap: int) -> _Window:
+        at = [*stages, *(2 * len(p.place) - 1 - s for s in reversed(stages))]
+        start, end, length = ([times[c] for c in at] for times in chain)
+        weight, held, kept = (tuple(values[s] for s in stages) for values in (p.weight, p.held, p.kept))
+        return cls(_Load(p.microbatches, cap, tuple(length), weight, held, kept), at, start, end)
 
 
-def _bounds(p: Problem, chain: _Path, stages: list[list[int]], rank: int, work: Number) -> Iterator[Bound]:
+def _bounds(
+    p: Problem,
+    chain: _Path,
+    stages: list[list[int]],
+    rank: int,
+    work: Number,
+    left_of: Callable[[_Load, int], Number],
+    filled_of: Callable[[_Load, int], Number],
+) -> Iterator[Bound]:
     """The bounds that follow from the windows of one rank."""
     window = _Window.of(p, chain, stages[rank], p.cap[rank])
+    load = window.load
     begin, codes = window.start[0], range(len(window.at))
     finish = _finish(p, chain, stages, stages[rank][0])
-    left = [_left(window, c) for c in codes]
-    heads = [_head(window, c) for c in codes]
-    before = [max(head for other, head in enumerate(heads) if other <= c or _must_start(window, other, c)) for c in codes]
+    left = [left_of(load, c) for c in codes]
+    heads = [max(0, window.start[c] - begin - filled_of(load, c)) for c in codes]
+    before = [max(head for other, head in enumerate(heads) if other <= c or _must_start(load, other, c)) for c in codes]
     idle = [max([before[d], *(before[b] + _tail(window, b, d, left[b]) for b in range(d))]) for d in codes]
     yield Bound(work + max(*heads, *idle) + (begin if p.objective == "makespan" else 0), "work", rank)
-    rest = sum(window.weight)
+    rest = sum(load.weight)
     for c in reversed(codes):
         done = begin + max([before[c], *idle[1 : c + 1]]) + work - rest - left[c]
         yield Bound(done + finish[window.at[c]] - window.end[c], "path", rank)
-        rest += window.length[c]
-    for j in range(1, window.chunks + 1):
+        rest += load.length[c]
+    for j in range(1, load.chunks + 1):
         for start in _cycles(window, heads, j):
             yield Bound(begin + start + finish[window.at[-j]] - window.start[-j], "cycle", rank)
 
@@ -186,49 +195,49 @@ def _ratio(a: Number, b: int) -> Number:
     return a // b if isinstance(a, int) else a / b
 
 
-def _left(window: _Window, c: int) -> Number:
+def _left(load: _Load, c: int) -> Number:
     """The most work that other microbatches still have on the rank when c(m - 1) ends."""
-    v, length = window.chunks, window.length
+    v, length = load.chunks, load.length
     states: list[tuple[int, Number]] = []
     for q in range(c, 2 * v):
         full = v if q < v else 2 * v - 1 - q
         reached = min(q + 1, full)
-        memory = sum(window.held[:reached])
-        work = sum(length[q + 1 :]) + sum(window.weight[:full])
+        memory = sum(load.held[:reached])
+        work = sum(length[q + 1 :]) + sum(load.weight[:full])
         states.append((memory, work))
-        for _, kept, weight in sorted(_pending(window, full), key=lambda item: item[0]):
+        for _, kept, weight in sorted(_pending(load, full), key=lambda item: item[0]):
             memory, work = memory + kept, work + weight
             states.append((memory, work))
-    return _most(states, window.microbatches - 1, window.cap - sum(window.held[: window.chunk(c)]))
+    return _most(states, load.microbatches - 1, load.cap - sum(load.held[: min(c + 1, 2 * v - c)]))
 
 
-def _pending(window: _Window, full: int) -> Iterator[tuple[float, int, Number]]:
+def _pending(load: _Load, full: int) -> Iterator[tuple[float, int, Number]]:
     """Weight gradients that may wait while chunks up to ``full`` have not had their I: memory per work, memory, work."""
-    for kept, weight in zip(window.kept[full:], window.weight[full:], strict=True):
+    for kept, weight in zip(load.kept[full:], load.weight[full:], strict=True):
         if weight:
             yield kept / weight, kept, weight
 
 
-def _head(window: _Window, c: int) -> Number:
-    """The time between the first start of the rank and c(0) in which it must be idle."""
-    v, length = window.chunks, window.length
+def _filled(load: _Load, c: int) -> Number:
+    """The most work that the rank can do before c(0) starts."""
+    v, length = load.chunks, load.length
     states: list[tuple[int, Number]] = [(0, 0)]
     for q in range(c):
         full = v if q < v else 2 * v - 1 - q
-        states.append((sum(window.held[: min(q + 1, full)]), sum(length[: q + 1]) + sum(window.weight[full:])))
-    memory = window.cap - (window.held[c] if c < v else 0)
-    return max(0, window.start[c] - window.start[0] - _most(states, window.microbatches, memory))
+        states.append((sum(load.held[: min(q + 1, full)]), sum(length[: q + 1]) + sum(load.weight[full:])))
+    memory = load.cap - (load.held[c] if c < v else 0)
+    return _most(states, load.microbatches, memory)
 
 
-def _must_start(window: _Window, later: int, c: int) -> bool:
+def _must_start(load: _Load, later: int, c: int) -> bool:
     """Whether ``later(0)`` starts before c(m - 1) ends even though it comes later in the chain: else memory would not do."""
-    chunks = min(c + 1, 2 * window.chunks - max(window.chunks, later))
-    return window.microbatches * sum(window.held[:chunks]) > window.cap
+    chunks = min(c + 1, 2 * load.chunks - max(load.chunks, later))
+    return load.microbatches * sum(load.held[:chunks]) > load.cap
 
 
 def _tail(window: _Window, b: int, d: int, left: Number) -> Number:
     """The time between the end of b(m - 1) and the start of d(m - 1) in which the rank must be idle."""
-    own = sum(window.length[b + 1 : d]) + sum(window.weight[2 * window.chunks - d :] if d > window.chunks else ())
+    own = sum(window.load.length[b + 1 : d]) + sum(window.load.weight[2 * window.load.chunks - d :] if d > window.load.chunks else ())
     return max(0, window.start[d] - window.end[b] - own - left)
 
 
@@ -238,13 +247,14 @@ def _cycles(window: _Window, heads: Sequence[Number], j: int) -> Iterator[Number
     With room for K = j k + e of their activations, at most j i + e have been acquired when I(i - k) of chunk j starts, and
     F(i) needs j (i + 1). So j - e of their F and I, and W where it holds all, lie between the two: a round from I(i - k) to I(i).
     """
-    v, length, m = window.chunks, window.length, window.microbatches
-    room = window.cap // min(window.held[:j]) if min(window.held[:j]) else m * v
+    load = window.load
+    v, length, m = load.chunks, load.length, load.microbatches
+    room = load.cap // min(load.held[:j]) if min(load.held[:j]) else m * v
     k, e = divmod(room, j)
     if k >= m:
         return
     forward, backward = length[:j], length[2 * v - j :]
-    weight = min(window.weight[:j]) if window.held[:j] == window.kept[:j] else 0
+    weight = min(load.weight[:j]) if load.held[:j] == load.kept[:j] else 0
     gap = window.start[-j] - window.end[j - 1]
     round_trip = gap + length[j - 1] + length[-j] + (j - e - 1) * (min(forward) + min(backward)) + (j - e) * weight
     for i in {(m - 1) % k, (m - 1) % k + k, m - 1}:

@@ -70,11 +70,11 @@ def block_orders(p: Problem, d: Direction) -> Iterator[tuple[int, Order | None]]
         seen.add(key)
         return width * len(shape.chain) * _WORK, order if new else None
 
-    for first, ratio in enumerate(_RATIOS):
-        effort, order = attempt(ratio, _NARROW, 0)
+    first, order = -1, None
+    while order is None and first < len(_RATIOS) - 1:
+        first += 1
+        effort, order = attempt(_RATIOS[first], _NARROW, 0)
         yield effort, order
-        if order:
-            break
     near = _RATIOS[max(0, first - 3) : first + 3]
     for ratio in near:
         yield attempt(ratio, _WIDE, 0)
