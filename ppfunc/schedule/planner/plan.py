@@ -36,9 +36,9 @@ from .starts import builder_orders, one_by_one
 Progress = Callable[[float, Number, Number], bool | None]
 """``progress(share of the effort, best value, its bound)``; the search stops where it returns True."""
 
-_OPERATIONS, _REPLAYS = 1_000_000, 200
+_OPERATIONS, _REPLAYS = 850_000, 200
 _LARGE = 100_000
-_SEVERAL = 1.25  # times the effort, where several placements share it
+_SEVERAL = 1.4  # times the effort, where several placements share it
 
 
 @dataclass(frozen=True, repr=False)
