@@ -66,10 +66,12 @@ if TYPE_CHECKING:
         two_streams as two_streams,
     )
     from .schedule import (
+        Bound as Bound,
         Certificate as Certificate,
         Costs as Costs,
         Instruction as Instruction,
         Op as Op,
+        Plan as Plan,
         Schedule as Schedule,
         ScheduleError as ScheduleError,
         check as check,
@@ -84,13 +86,17 @@ if TYPE_CHECKING:
         interleaved_one_f_one_b as interleaved_one_f_one_b,
         interleaved_zero_bubble as interleaved_zero_bubble,
         looped_bfs as looped_bfs,
+        lower_bound as lower_bound,
         one_f_one_b as one_f_one_b,
+        plan as plan,
         simulate as simulate,
         v_half as v_half,
         v_min as v_min,
         zb_h1 as zb_h1,
         zb_h2 as zb_h2,
         zbv as zbv,
+        zbv_greedy as zbv_greedy,
+        zero_bubble as zero_bubble,
     )
     from .splitter import Split as Split, split as split
     from .stage import (

@@ -50,9 +50,9 @@ def measure(
         memory: whether to count the bytes that forwards keep; without it they have those of the default costs.
 
     Returns:
-        By stage of the model: seconds of F, B, I and W; bytes of the message to the next stage, of what a forward keeps for
-        its backward, and the share of it that is held until W. Messages
-        have no time of their own: it depends on where ranks are (``step.record`` measures it).
+        By stage of the model: seconds of F, I and W, which together are B; bytes of the message to the next stage, of what a
+        forward keeps for its backward, the share of it that is held until W, and the parameters with their
+        gradients. Messages have no time of their own: it depends on where ranks are (``step.record`` measures it).
 
     Raises:
         TypeError: the engine keeps something else than tensors for a backward, whose bytes cannot be known.
@@ -67,23 +67,21 @@ def measure(
     raw = RawArguments(params, example, targets, extras, state, None, (0, 0))
     arguments: dict[str, Any] = {"seed": raw.seed, "extras": extras, "state": state}
     times: dict[tuple[Op, int], list[float]] = {}
-    whole = looped_bfs(1, 1, count)
-    for schedule in (whole, split_backward(whole)):
-        step = value_and_grad(stages, loss_fn, schedule, engine=engine, has_aux=True)
-        step(params, example, targets, **arguments)
-        for _ in range(repeats):
-            _, timeline = step.record(params, example, targets, **arguments)
-            for instruction, start, end in zip(step.schedule.instructions(0), timeline.starts[0], timeline.ends[0], strict=True):
-                times.setdefault((instruction.op, instruction.stage), []).append(end - start)
+    step = value_and_grad(stages, loss_fn, split_backward(looped_bfs(1, 1, count)), engine=engine, has_aux=True)
+    step(params, example, targets, **arguments)
+    for _ in range(repeats):
+        _, timeline = step.record(params, example, targets, **arguments)
+        for instruction, start, end in zip(step.schedule.instructions(0), timeline.starts[0], timeline.ends[0], strict=True):
+            times.setdefault((instruction.op, instruction.stage), []).append(end - start)
     compiled = step.lower(params, example, targets, **arguments).compile()
     stages_of = [compiled.lowered.stages[stage, 0] for stage in range(count)]
-    seconds = {op: tuple(median(times[op, stage]) for stage in range(count)) for op in (Op.F, Op.I, Op.W, Op.B)}
+    seconds = {op: tuple(median(times[op, stage]) for stage in range(count)) for op in (Op.F, Op.I, Op.W)}
     costs = Costs(
         forward=seconds[Op.F],
         backward_input=seconds[Op.I],
         backward_weight=seconds[Op.W],
-        backward=seconds[Op.B],
         bytes=tuple(sum(edge.signature.nbytes for edge in low.sinks[:1]) for low in stages_of),
+        parameters=tuple(2 * low.params.nbytes for low in stages_of),
     )
     if not memory:
         return costs

@@ -34,9 +34,21 @@ def test_seconds_are_those_of_the_stage_and_bytes_are_exact():
     nbytes = 4 * D * 8
     assert costs.bytes == (nbytes, nbytes, 0)
     assert costs.activation[0] == 2 * nbytes  # the input and the result of tanh
-    assert all(value > 0 for name in ("forward", "backward", "backward_input", "backward_weight") for value in getattr(costs, name))
+    assert all(value > 0 for name in ("forward", "backward_input", "backward_weight") for value in getattr(costs, name))
     timeline = pp.simulate(pp.one_f_one_b(3, 6), costs)
     assert timeline.peak_activations[0] == 3 * costs.activation[0]
+
+
+def test_a_plan_under_a_cap_in_bytes_takes_the_costs_as_they_are():
+    params, x = params_of(4), normal(4, D)
+    costs = measure([stage] * 4, params, x, repeats=1)
+    assert costs.parameters == (2 * D * D * 8,) * 4
+    cap = 2 * D * D * 8 + 2 * max(costs.activation)
+    plan = pp.plan(4, 8, costs, cap=cap, placement="loop", effort=0.1)
+    assert max(plan.memory) <= cap
+    loss, _ = pp.value_and_grad([stage] * 4, squared, plan.schedule)(params, normal(32, D), normal(32, D))
+    whole, _ = pp.value_and_grad([stage] * 4, squared, pp.gpipe(4, 8))(params, normal(32, D), normal(32, D))
+    assert torch.equal(loss, whole)
 
 
 def test_one_stage_and_stages_that_draw_or_have_a_state():

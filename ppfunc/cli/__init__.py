@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from ..schedule.collector import collector_paused
 from ..schedule.errors import ScheduleError
 from .parallel import add_parallel
+from .plan import add_compare, add_plan
 from .schedule import add_schedules
 
 
@@ -27,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="ppfunc", description="Pipeline schedules, grids of processes and partitions of layers.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (add_schedules, add_parallel):
+    for add in (add_schedules, add_compare, add_plan, add_parallel):
         add(commands)
     return _run(parser.parse_args(argv))
 

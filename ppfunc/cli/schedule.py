@@ -38,6 +38,7 @@ _BUILDER_OPTIONS = {
     "microbatches": ("M", "number of microbatches"),
     "chunks": ("V", "stages per rank, where that is a choice"),
     "group": ("N", "microbatches of a group (interleaved_1f1b)"),
+    "cap": ("K", "memory of a rank in activations (zero_bubble, zbv_greedy)"),
     "order": ("source|head", "order of messages (deepspeed_train)"),
 }
 _COSTS = {
@@ -97,6 +98,8 @@ def _list(arguments: argparse.Namespace) -> int:
         print(f"{name}\n    {text.splitlines()[0]}")
         meanings = dict(entry.split(": ", 1) for entry in _section(text, "Args:"))
         for parameter in inspect.signature(build).parameters.values():
+            if parameter.name == "costs":
+                continue  # the options of `simulate`
             print(f"    {_usage(parameter):<20}  {meanings.get(parameter.name, '')}".rstrip())
         for line in _section(text, "Raises:"):
             print(f"    refused: {line.removeprefix('ValueError: ')}")
@@ -169,6 +172,9 @@ def _built(arguments: argparse.Namespace) -> Schedule:
         if name not in taken:
             valid = ", ".join(f"--{p}" for p in taken)
             raise ValueError(f"{arguments.name} takes no --{name}: its options are {valid}")
+    if "costs" in taken and hasattr(arguments, "forward"):
+        costs = _costs(arguments)
+        given["costs"] = costs if costs != Costs() else None
     return build(**given)
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from .._lazy import attach
 
 if TYPE_CHECKING:
-    from .bounds import lower_bound as lower_bound
+    from .bounds import Bound as Bound, lower_bound as lower_bound
     from .builders import BUILDERS as BUILDERS
     from .builders.bidirectional import chimera as chimera, dualpipe as dualpipe, dualpipev as dualpipev
     from .builders.deepspeed import (
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     )
     from .builders.one_stage import gpipe as gpipe, inference as inference, one_f_one_b as one_f_one_b, zb_h1 as zb_h1, zb_h2 as zb_h2
     from .builders.v_shape import v_half as v_half, v_min as v_min, zbv as zbv
+    from .builders.zbv_greedy import zbv_greedy as zbv_greedy
     from .builders.zero_bubble import zero_bubble as zero_bubble
     from .check import Certificate as Certificate, check as check, is_step_atomic as is_step_atomic
     from .compare import Comparison as Comparison, compare as compare
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
         remove_tail as remove_tail,
     )
     from .passes.send_completion import send_completion as send_completion
+    from .planner.plan import Plan as Plan, plan as plan
     from .schedule import (
         Chain as Chain,
         Program as Program,

@@ -32,6 +32,7 @@ class Costs:
         bandwidth: bytes per unit of time, by the stage that sends; by default without limit.
         activation: memory that a forward keeps for its backward.
         weight_share: share of it that is held on from I to W, between 0 and 1.
+        parameters: memory that the stage takes all the time: parameters, gradients, optimizer state.
 
     Raises:
         ValueError: a negative number, one that is not a number, a bandwidth of zero.
@@ -52,6 +53,7 @@ class Costs:
     bandwidth: PerStage | None = None
     activation: PerStage = 1
     weight_share: PerStage = 0
+    parameters: PerStage = 0
 
     def __post_init__(self) -> None:
         for field in fields(self):

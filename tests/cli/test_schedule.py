@@ -17,7 +17,7 @@ from ppfunc.cli import main
 from ppfunc.schedule import BUILDERS, from_json, place_communication, to_csv
 
 NAMES = (
-    "gpipe 1f1b inference data_parallel interleaved_1f1b looped_bfs zb_h1 zb_h2 interleaved_zb zbv v_half v_min "
+    "gpipe 1f1b inference data_parallel interleaved_1f1b looped_bfs zb_h1 zb_h2 interleaved_zb zero_bubble zbv zbv_greedy v_half v_min "
     "dualpipe dualpipev deepspeed_train deepspeed_inference"
 ).split()
 

@@ -13,8 +13,8 @@ from ppfunc.schedule.costs import Costs
 from ppfunc.schedule.simulate import simulate
 
 
-def costs_of(f, i, w, c):
-    return Costs(forward=f, backward_input=i, backward_weight=w, communication=c)
+def costs_of(f, i, w, c, x=1):
+    return Costs(forward=f, backward_input=i, backward_weight=w, communication=c, weight_share=x)
 
 
 def lower_bound(p, m, cap, f, i, w, c):
@@ -74,7 +74,7 @@ def test_a_slow_stage_is_kept_busy():
 
 
 def test_arguments_are_refused():
-    with pytest.raises(ValueError, match=r"cap = 0, expected an integer of at least 1"):
+    with pytest.raises(ValueError, match="cap is 0, expected a finite number above 0"):
         zero_bubble(2, 4, cap=0)
     with pytest.raises(ValueError, match="forward has 3 numbers, expected 2"):
         zero_bubble(2, 4, costs=Costs(forward=[1, 1, 1]))

@@ -20,7 +20,6 @@ from ppfunc.schedule import (
     insert_loads,
     insert_offloads,
     interleaved_one_f_one_b,
-    lower_bound,
     one_f_one_b,
     place_communication,
     remove_communication,
@@ -218,21 +217,3 @@ def test_an_order_that_cannot_run_is_refused():
 def test_nothing_takes_no_time():
     timeline = simulate(one_f_one_b(2, 2), Costs(0, 0, 0))
     assert (timeline.makespan, timeline.bubble, timeline.span_bubble) == (0, 0, 0)
-
-
-@given(st.sampled_from(["1f1b", "gpipe", "zb_h1", "zb_h2"]), st.integers(1, 6), st.integers(1, 12), st.data())
-def test_no_schedule_is_faster_than_the_bound(name, p, m, data):
-    costs = Costs(*(data.draw(st.lists(numbers, min_size=p, max_size=p)) for _ in range(3)), communication=data.draw(numbers))
-    schedule = BUILDERS[name](p, m)
-    cap = max(simulate(schedule, Costs(weight_share=1)).peak_activations)
-    assert simulate(schedule, costs).span >= lower_bound(costs, p, m, cap)
-
-
-def test_the_bound_is_met():
-    for p, m in ((2, 4), (4, 8), (8, 24)):
-        unit = Costs(1, 1, 1)
-        assert simulate(zb_h1(p, m), unit).span == lower_bound(unit, p, m, p)
-        assert simulate(zb_h2(p, m), unit).span == lower_bound(unit, p, m, 2 * p - 1)
-    for options, words in (({"ranks": 0}, "ranks"), ({"cap": 0}, "cap"), ({"microbatches": 0}, "microbatches")):
-        with pytest.raises(ValueError, match=words):
-            lower_bound(Costs(), **{"ranks": 2, "microbatches": 2, "cap": 2, **options})

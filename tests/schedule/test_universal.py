@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import given, strategies as st
 
-from ppfunc.schedule import BUILDERS, chimera, from_csv, from_json, linearize, place_communication, to_csv, to_json, zero_bubble
+from ppfunc.schedule import BUILDERS, chimera, from_csv, from_json, linearize, place_communication, to_csv, to_json
 from ppfunc.schedule.builders.interleaved import group_size
 from ppfunc.schedule.check import check
 from ppfunc.schedule.costs import Costs
@@ -24,7 +24,7 @@ from ppfunc.schedule.instruction import COMMUNICATION, COMPUTE, Op, parts_of
 from ppfunc.schedule.schedule import Schedule
 from ppfunc.schedule.simulate import simulate
 
-ALL = BUILDERS | {"zero_bubble": zero_bubble, "chimera": chimera}
+ALL = BUILDERS | {"chimera": chimera}
 
 
 class Case(NamedTuple):
@@ -55,6 +55,7 @@ PEAK = {
     "zb_h2": lambda p, m, v: min(2 * p - 1, m),
     "interleaved_zb": lambda p, m, v: min(m * v, (v - 1) * group_size(p, m, v) + p),
     "zbv": lambda p, m, v: min(2 * p, 2 * m),
+    "zbv_greedy": lambda p, m, v: min(2 * p, 2 * m),
     "v_half": lambda p, m, v: min(2 * ((p + 2) // 2), 2 * m),
     "v_min": lambda p, m, v: min(2 * ((p + 4) // 3), 2 * m),
     "dualpipe": lambda p, m, v: p + 1,

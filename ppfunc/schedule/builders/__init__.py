@@ -8,9 +8,10 @@ from .deepspeed import data_parallel as data_parallel, deepspeed_inference as de
 from .interleaved import interleaved_one_f_one_b, interleaved_zero_bubble, looped_bfs
 from .one_stage import gpipe, inference, one_f_one_b, zb_h1, zb_h2
 from .v_shape import v_half, v_min, zbv
-from .zero_bubble import zero_bubble as zero_bubble
+from .zbv_greedy import zbv_greedy
+from .zero_bubble import zero_bubble
 
-# Without zero_bubble, which depends on costs, and chimera, which is there for comparison.
+# Without chimera, which is there for comparison.
 BUILDERS: dict[str, Callable[..., Schedule]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
@@ -21,7 +22,9 @@ BUILDERS: dict[str, Callable[..., Schedule]] = {
     "zb_h1": zb_h1,
     "zb_h2": zb_h2,
     "interleaved_zb": interleaved_zero_bubble,
+    "zero_bubble": zero_bubble,
     "zbv": zbv,
+    "zbv_greedy": zbv_greedy,
     "v_half": v_half,
     "v_min": v_min,
     "dualpipe": dualpipe,

@@ -10,12 +10,23 @@ Letters = list[str]
 
 
 class StageTimes(NamedTuple):
-    """Per rank: the times of F, I and W, and of a message that the rank sends."""
+    """Per rank: the times of F, I and W, and of a message that the rank sends; its memory in whole units.
+
+    An activation takes ``held`` from F to I and ``kept`` from then to W; ``cap`` is what all of them may take.
+    """
 
     forward: Sequence[Any]
     backward: Sequence[Any]
     weight: Sequence[Any]
     message: Sequence[Any]
+    held: Sequence[int]
+    kept: Sequence[int]
+    cap: Sequence[int]
+
+    def is_full(self, rank: int, forwards: int, backwards: int, weights: int) -> bool:
+        """Whether one more forward would exceed the cap, after so many F, I and W."""
+        held, kept = self.held[rank], self.kept[rank]
+        return (forwards - backwards + 1) * held + (backwards - weights) * kept > self.cap[rank]
 
 
 class Rules(NamedTuple):
@@ -43,22 +54,19 @@ class Outcome(NamedTuple):
     letters: tuple[Letters, ...]
 
 
-def warm_ups(times: StageTimes, cap: int) -> list[list[int]]:
+def warm_ups(times: StageTimes, microbatches: int) -> list[list[int]]:
     """Forwards of each rank before its first input gradient: what fits in time, as in 1F1B, what memory allows."""
-    f, i, _, message = times
+    f, i, _, message, held, _, cap = times
     ranks = len(f)
+    room = [min(microbatches, c // size) if size else microbatches for c, size in zip(cap, held, strict=True)]
     round_trips = [sum(f[s] + i[s] + message[s - 1] + message[s] for s in range(r + 1, ranks)) for r in range(ranks)]
-    fitting = [1 + int(round_trip // f[r]) if f[r] else cap for r, round_trip in enumerate(round_trips)]
-    shapes = ([min(cap - r, n) for r, n in enumerate(fitting)], [min(cap, ranks - r) for r in range(ranks)], [cap] * ranks)
+    fitting = [1 + int(round_trip // f[r]) if f[r] else room[r] for r, round_trip in enumerate(round_trips)]
+    shapes = ([min(room[r] - r, n) for r, n in enumerate(fitting)], [min(room[r], ranks - r) for r in range(ranks)], room)
     return [[max(1, n) for n in shape] for shape in shapes]
 
 
-def play(times: StageTimes, microbatches: int, cap: int, rules: Rules) -> Outcome | None:
-    """Let the rank that can start first do its next instruction, until all is done; None if they get stuck.
-
-    Args:
-        cap: most forwards of a rank whose W is not done.
-    """
+def play(times: StageTimes, microbatches: int, rules: Rules) -> Outcome | None:
+    """Let the rank that can start first do its next instruction, until all is done; None if they get stuck."""
     ranks = range(len(times.forward))
     letters: tuple[Letters, ...] = tuple([] for _ in ranks)
     ends: dict[str, list[list[Any]]] = {letter: [[] for _ in ranks] for letter in "FIW"}
@@ -67,7 +75,7 @@ def play(times: StageTimes, microbatches: int, cap: int, rules: Rules) -> Outcom
     lengths = {"F": times.forward, "I": times.backward, "W": times.weight}
 
     def choice(r: int) -> tuple[Any, int, str]:
-        start, letter = _next(r, times, ends, free[r], microbatches, cap, rules) or (inf, "")
+        start, letter = _next(r, times, ends, free[r], microbatches, rules) or (inf, "")
         return start, r, letter
 
     choices = [choice(r) for r in ranks]
@@ -85,7 +93,7 @@ def play(times: StageTimes, microbatches: int, cap: int, rules: Rules) -> Outcom
 
 
 def _next(
-    r: int, times: StageTimes, ends: dict[str, list[list[Any]]], free: Any, microbatches: int, cap: int, rules: Rules
+    r: int, times: StageTimes, ends: dict[str, list[list[Any]]], free: Any, microbatches: int, rules: Rules
 ) -> tuple[Any, str] | None:
     """The time and the letter of the rank's next start, or None while an arrival is unknown."""
     f, b, w = (len(ends[letter][r]) for letter in "FIW")
@@ -101,7 +109,7 @@ def _next(
         if forward == backward == inf:
             return weight
         backward_first = backward <= max(forward, free) or (rules.hold and backward < max(forward, free) + times.forward[r])
-    if not backward_first and f - w >= cap:
+    if not backward_first and times.is_full(r, f, b, w):
         if weight or backward == inf:
             return weight
         backward_first = True

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from itertools import count, product
 
-from ..costs import Costs
+from ...parallel.placement import loop
+from ..costs import Costs, Number
 from ..instruction import Instruction, Op
+from ..planner.problem import problem_of
 from ..schedule import Schedule, single_chain
 from ._parts import require_counts
 from ._play import Rules, StageTimes, play, warm_ups
 
 
-def zero_bubble(ranks: int, microbatches: int, cap: int | None = None, costs: Costs | None = None) -> Schedule:
+def zero_bubble(ranks: int, microbatches: int, cap: Number | None = None, costs: Costs | None = None) -> Schedule:
     """Forwards and input gradients as they arrive, weight gradients in the gaps and where memory forces them.
 
     Of several warm-ups and rules the one with the shortest span is kept. At equal costs of all
     stages and with ``cap >= p`` the span is at most a few percent above the lower bounds of
     the problem, and equal to them where F = I = W: ``(p - 1)(F + I - W)`` of bubble with the cap
-    p of 1F1B, none with ``2p - 1``. At most ``cap`` activations wait for their W.
+    p of 1F1B, none with ``2p - 1``. Activations, as far as they wait for their W, take at most ``cap``.
 
     >>> from ppfunc.schedule import to_grid
     >>> print(to_grid(zero_bubble(ranks=3, microbatches=4)), end="")
@@ -28,22 +30,24 @@ def zero_bubble(ranks: int, microbatches: int, cap: int | None = None, costs: Co
     Args:
         ranks: number of ranks p, one stage each.
         microbatches: number of microbatches m.
-        cap: forwards that a rank may have without their W; by default p, as in 1F1B.
-        costs: times of F, I, W and of messages per stage; by default all 1, and 0 for messages.
+        cap: memory of a rank, in the unit of the costs; by default that of p activations, as in 1F1B.
+        costs: times of F, I, W and of messages per stage, activations and the share of them held on to W; by
+            default all 1, and 0 for messages.
 
     Raises:
-        ValueError: an argument is below 1, or costs for another number of stages.
+        ValueError: an argument is below 1, a cap below one activation, or costs for another number of stages.
 
     References:
         Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (arXiv:2401.10241), section 3.1.
     """
-    cap = ranks if cap is None else cap
-    require_counts(ranks=ranks, microbatches=microbatches, cap=cap)
-    costs = (costs or Costs()).fitting(ranks)
-    forward, backward, weight = ([costs.of(n, s) for s in range(ranks)] for n in ("forward", "backward_input", "backward_weight"))
-    times = StageTimes(forward, backward, weight, [costs.message_of(s) for s in range(ranks)])
-    runs = [Rules(w, *rules) for w in warm_ups(times, cap) for rules in product((False, True), repeat=3)]
-    outcomes = filter(None, (play(times, microbatches, cap, rules) for rules in runs))
+    require_counts(ranks=ranks, microbatches=microbatches)
+    costs = (costs or Costs(weight_share=1)).fitting(ranks)
+    if cap is None:
+        cap = [ranks * costs.of("activation", s) + costs.of("parameters", s) for s in range(ranks)]
+    p = problem_of(costs, loop(ranks), microbatches, cap)
+    times = StageTimes(p.forward, p.backward, p.weight, [costs.message_of(s) for s in range(ranks)], p.held, p.kept, p.cap)
+    runs = [Rules(w, *rules) for w in warm_ups(times, microbatches) for rules in product((False, True), repeat=3)]
+    outcomes = filter(None, (play(times, microbatches, rules) for rules in runs))
     best = min(outcomes, key=lambda outcome: outcome[:2])
     programs = (_numbered(r, letters) for r, letters in enumerate(best.letters))
     return single_chain("zero_bubble", range(ranks), microbatches, programs)

@@ -1,0 +1,205 @@
+"""The subcommands that search and compare schedules: ``ppfunc plan`` and ``ppfunc compare``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from operator import add
+from pathlib import Path
+from typing import Any
+
+from ..schedule.builders import BUILDERS
+from ..schedule.costs import Costs
+from ..schedule.formats.csv import to_csv
+from ..schedule.formats.json import to_json
+from ..schedule.formats.svg import to_svg
+from ..schedule.planner.layers import cut_layers
+from ..schedule.planner.placements import shared_costs
+from ..schedule.planner.plan import Plan, plan
+from ..schedule.planner.starts import build
+from ..schedule.schedule import Schedule
+from ..schedule.simulate import Timeline, simulate
+from .number import number
+
+_WRITERS: dict[str, Callable[[Schedule], str]] = {".csv": to_csv, ".json": to_json, ".svg": to_svg}
+_BAR = 30
+
+
+def add_plan(commands: Any) -> None:
+    """Add ``plan`` to the subparsers of a command line."""
+    planning = commands.add_parser(
+        "plan",
+        help="search for the shortest schedule that fits in memory, with a lower bound",
+        description="Times and activations are those of a stage (chunk). With several numbers of chunks they are those of a stage "
+        "for the first of these, and smaller in proportion for the others. Ctrl-C ends the search with the best schedule so far.",
+    )
+    _add_options(planning)
+    planning.add_argument("--json", action="store_true", help="print one JSON object")
+    planning.add_argument("--out", metavar="FILE", type=Path, help="write the schedule there, as its suffix says: .csv, .json or .svg")
+    planning.set_defaults(func=_plan)
+
+
+def add_compare(commands: Any) -> None:
+    """Add ``compare`` to the subparsers of a command line."""
+    comparing = commands.add_parser("compare", help="a table of all schedules for the same model part per rank, and a plan")
+    _add_options(comparing)
+    comparing.set_defaults(func=_compare)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=int, metavar="P", required=True, help="number of ranks")
+    parser.add_argument("--microbatches", type=int, metavar="M", required=True, help="number of microbatches")
+    for name, meaning in (
+        ("forward", "time of a forward; default 1"),
+        ("backward-input", "time of an input gradient; default 1"),
+        ("backward-weight", "time of a weight gradient; default 1"),
+        ("communication", "latency of a message; default 0"),
+        ("weight-share", "share of an activation that is held from the input to the weight gradient; default 0"),
+    ):
+        parser.add_argument(f"--{name}", type=_numbers, metavar="X[,X...]", help=f"{meaning}; one number, or one per stage")
+    parser.add_argument("--costs", metavar="FILE", type=Path, help="JSON object with arguments of Costs, instead of these options")
+    parser.add_argument("--layers", type=int, metavar="N", help="costs are those of N layers, which are also cut into stages")
+    parser.add_argument("--cap", type=number, metavar="K", help="memory of a rank, in the unit of an activation; default: no limit")
+    parser.add_argument("--placement", choices=("loop", "v", "wave", "any"), default="any", help="default: any")
+    parser.add_argument("--chunks", type=_range, metavar="V|V..V", help="stages per rank, one number or a range; default 1..4 for any")
+    parser.add_argument("--objective", choices=("makespan", "span"), default="makespan", help="what is to be short; default: makespan")
+    parser.add_argument("--effort", type=number, metavar="N", default=1, help="how long to search; default 1, some seconds")
+
+
+def _numbers(text: str) -> Any:
+    """Read one number, or several apart by commas."""
+    values = [number(part) for part in text.split(",")]
+    return values if len(values) > 1 else values[0]
+
+
+def _range(text: str) -> Any:
+    """Read a whole number or a range such as 1..4."""
+    first, dots, last = text.partition("..")
+    return range(int(first), int(last) + 1) if dots else int(first)
+
+
+def _costs(arguments: argparse.Namespace) -> Costs:
+    names = ("forward", "backward_input", "backward_weight", "communication", "weight_share")
+    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    if arguments.costs is None:
+        return Costs(**given)
+    if given:
+        raise ValueError(f"--costs {arguments.costs} and --{next(iter(given)).replace('_', '-')}: give the costs in one place")
+    read = json.loads(arguments.costs.read_text(encoding="utf-8"))
+    known = [field.name for field in fields(Costs)]
+    unknown = sorted(set(read) - set(known)) if isinstance(read, dict) else [type(read).__name__]
+    if unknown:
+        raise ValueError(f"{arguments.costs} has {unknown[0]!r}, expected an object with some of {', '.join(known)}")
+    return Costs(**read)
+
+
+def _planned(arguments: argparse.Namespace) -> Plan:
+    """Search; Ctrl-C and the end of the effort both end in the best plan so far."""
+    with _interrupted() as interrupted:
+
+        def progress(share: float, value: float, bound: float) -> bool:
+            if sys.stderr.isatty():
+                bar = "#" * int(share * _BAR)
+                print(f"\r[{bar:<{_BAR}}] {float(value):.6g} (bound {float(bound):.6g}) ", end="", file=sys.stderr, flush=True)
+            return bool(interrupted)
+
+        found = plan(
+            arguments.ranks,
+            arguments.microbatches,
+            _costs(arguments),
+            cap=arguments.cap,
+            placement=arguments.placement,
+            chunks=arguments.chunks,
+            layers=arguments.layers,
+            objective=arguments.objective,
+            effort=arguments.effort,
+            progress=progress,
+        )
+    if sys.stderr.isatty():
+        print(f"\r{'':{_BAR + 40}}\r", end="", file=sys.stderr)
+    return found
+
+
+@contextmanager
+def _interrupted() -> Iterator[list[int]]:
+    """Within it, the first Ctrl-C puts a signal into the list; the second one interrupts as usual."""
+    signals: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        signals.append(number)
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield signals
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    out = arguments.out
+    if out and out.suffix not in _WRITERS:
+        raise ValueError(f"--out {out} ends in {out.suffix!r}, expected one of {', '.join(_WRITERS)}")
+    found = _planned(arguments)
+    if out:
+        out.write_text(_WRITERS[out.suffix](found.schedule), encoding="utf-8", newline="")
+    print(json.dumps(_figures(found), default=float) if arguments.json else f"{found.placement}: {found}; {found.found}")
+    return 0
+
+
+def _figures(found: Plan) -> dict[str, Any]:
+    timeline = found.timeline
+    return {
+        "objective": found.objective,
+        "value": found.value,
+        "bound": found.bound.value,
+        "gap": found.gap,
+        "binds": f"{found.bound.name} of rank {found.bound.rank}",
+        "span": timeline.span,
+        "makespan": timeline.makespan,
+        "bubble": timeline.bubble,
+        "span_bubble": timeline.span_bubble,
+        "peak_activations": list(timeline.peak_activations),
+        "placement": list(found.schedule.placement),
+    }
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    """Print the plan and every builder that takes these numbers, shortest first: time, bubble, memory."""
+    found = _planned(arguments)
+    rows = [("plan", found.timeline, max(found.memory)), *_built(arguments, found)]
+    span = arguments.objective == "span"
+    rows.sort(key=lambda row: row[1].span if span else row[1].makespan)
+    print(f"{'schedule':<22} {arguments.objective:>10} {'bubble':>8} {'memory':>10}")
+    for name, timeline, memory in rows:
+        time, bubble = (timeline.span, timeline.span_bubble) if span else (timeline.makespan, timeline.bubble)
+        over = "  over the cap" if arguments.cap is not None and memory > arguments.cap else ""
+        print(f"{name:<22} {float(time):>10.6g} {float(bubble):>8.4f} {float(memory):>10g}{over}")
+    return 0
+
+
+def _built(arguments: argparse.Namespace, found: Plan) -> Iterator[tuple[str, Timeline, Any]]:
+    """Name, run on paper and largest memory of every builder that takes these numbers of ranks, microbatches and stages."""
+    costs, ranks = _costs(arguments), arguments.ranks
+    chunks = max(2, found.schedule.stages // ranks)
+    first = arguments.chunks if arguments.chunks is None or isinstance(arguments.chunks, int) else arguments.chunks[0]
+    given = ranks * (first or {"any": 1, "loop": 1}.get(arguments.placement, 2))
+    for name in BUILDERS:
+        schedule = build(name, ranks, arguments.microbatches, chunks=chunks, cap=arguments.cap, costs=costs)
+        if schedule is None or schedule.forward_only or schedule.ranks != ranks:
+            continue
+        try:
+            if arguments.layers is None:
+                stages = shared_costs(costs, given, len(set(schedule.model_stages))).fitting(schedule.stages)
+            else:
+                stages, _ = cut_layers(costs, arguments.layers, schedule.placement, arguments.microbatches, None, arguments.objective)
+        except ValueError:
+            continue
+        held = [sum(stages.of("parameters", s) for s in schedule.stages_of(rank)) for rank in range(ranks)]
+        timeline = simulate(schedule, stages)
+        yield name, timeline, max(map(add, timeline.peak_activations, held))

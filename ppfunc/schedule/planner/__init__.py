@@ -1,0 +1,1 @@
+"""Plan schedules: search for the shortest one that fits in memory."""

@@ -1,0 +1,79 @@
+"""Cut layers into stages so that the bound of the schedule is low."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from itertools import pairwise
+
+from ...parallel.balance import partition_balanced
+from ...parallel.partition import Partition
+from ..bounds import bound_of
+from ..costs import Costs, Number
+from .problem import Cap, Objective, problem_of
+
+_SUMS = ("forward", "backward_input", "backward_weight", "parameters")
+_LAST = ("communication", "bytes", "bandwidth")
+_SWEEPS = 8
+
+
+def cut_layers(
+    costs: Costs, layers: int, place: Sequence[int], microbatches: int, cap: Cap, objective: Objective
+) -> tuple[Costs, Partition]:
+    """Choose the layers of every stage, and return the costs of the stages and the cut.
+
+    From the cut with the least load of the heaviest stage, boundaries move by one layer as long as that lowers the bound
+    of the schedule. A cut that does not fit in the cap counts as worse than one that does.
+
+    Args:
+        costs: per layer.
+        layers: number of layers.
+        place: rank of every stage.
+        microbatches: number of microbatches.
+        cap: memory of a rank.
+        objective: ``"makespan"`` or ``"span"``.
+
+    Raises:
+        ValueError: fewer layers than stages, or no cut that was tried fits in the cap.
+    """
+    costs = costs.fitting(layers)
+    if len(place) > layers:
+        raise ValueError(f"{layers} layers cannot be cut into {len(place)} stages: use fewer ranks or chunks")
+    loads = [costs.of("forward", n) + costs.of("backward_input", n) + costs.of("backward_weight", n) for n in range(layers)]
+
+    def value(boundaries: Sequence[int]) -> tuple[Number, Number]:
+        stages = costs_of_stages(costs, boundaries)
+        try:
+            bound = bound_of(problem_of(stages, place, microbatches, cap, objective)).value
+        except ValueError:
+            memory = [0] * (max(place) + 1)
+            for s, rank in enumerate(place):
+                memory[rank] += stages.of("activation", s) + stages.of("parameters", s)
+            return max(memory), 0
+        return 0, bound
+
+    best = list(partition_balanced(loads, len(place)).boundaries)
+    least = value(best)
+    for _ in range(_SWEEPS):
+        before = least
+        for at in range(1, len(best) - 1):
+            for step in (-1, 1):
+                moved = [*best[:at], best[at] + step, *best[at + 1 :]]
+                if moved[at - 1] < moved[at] < moved[at + 1] and (found := value(moved)) < least:
+                    best, least = moved, found
+        if not least < before:
+            break
+    return costs_of_stages(costs, best), Partition(tuple(best))
+
+
+def costs_of_stages(costs: Costs, boundaries: Sequence[int]) -> Costs:
+    """Add up costs per layer to costs per stage; a message is that of the last layer of a stage."""
+    stages = [range(start, end) for start, end in pairwise(boundaries)]
+    added = {name: [sum(costs.of(name, n) for n in stage) for stage in stages] for name in (*_SUMS, "activation")}
+    kept = [sum(costs.of("activation", n) * costs.of("weight_share", n) for n in stage) for stage in stages]
+    shares = [min(1, k / a) if a else 0 for k, a in zip(kept, added["activation"], strict=True)]
+    if len(set(costs.of("weight_share", n) for n in range(boundaries[-1]))) == 1:
+        shares = [costs.of("weight_share", 0)] * len(stages)
+    last = {name: [costs.of(name, stage[-1]) for stage in stages] for name in _LAST if getattr(costs, name) is not None}
+    assert set(added) | set(last) | {"weight_share", "backward", "overlapped", "bandwidth"} == {f.name for f in fields(costs)}
+    return replace(costs, **added, **last, weight_share=shares)

@@ -1,0 +1,129 @@
+"""List the placements that a plan may choose from, with the costs of their stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Literal, NamedTuple
+
+from ...parallel.counts import require_counts
+from ...parallel.partition import Partition
+from ...parallel.placement import Placement, explicit, loop
+from ..costs import Costs, Number
+from .layers import cut_layers
+from .problem import Cap, Objective
+
+Style = Literal["loop", "v", "wave", "any"]
+_SHARED = ("forward", "backward_input", "backward_weight", "activation", "parameters")
+
+
+class Candidate(NamedTuple):
+    """A placement, the costs of its stages, and the layers of each stage where layers were given."""
+
+    name: str
+    placement: Placement
+    costs: Costs
+    partition: Partition | None = None
+
+
+def wave(ranks: int, chunks: int) -> Placement:
+    """Let stages go up the ranks, down, up again, ``chunks`` times: the stages at a turn share a rank.
+
+    >>> wave(3, 3)
+    (0, 1, 2, 2, 1, 0, 0, 1, 2)
+    """
+    require_counts(ranks=ranks, chunks=chunks)
+    up = tuple(range(ranks))
+    return tuple(rank for k in range(chunks) for rank in (up[::-1] if k % 2 else up))
+
+
+def candidates(
+    ranks: int,
+    microbatches: int,
+    costs: Costs,
+    placement: Style | Sequence[int],
+    chunks: int | Sequence[int] | None,
+    layers: int | None,
+    cap: Cap,
+    objective: Objective,
+) -> list[Candidate]:
+    """Return the placements that are asked for. The arguments are those of :func:`ppfunc.schedule.planner.plan.plan`."""
+    require_counts(ranks=ranks)
+    shapes = _shapes(ranks, costs, placement, chunks, layers)
+    least = min(len(place) for place in shapes.values())
+    found = []
+    for name, place in shapes.items():
+        if layers is None:
+            found.append(Candidate(name, place, shared_costs(costs, least, len(place)).fitting(len(place))))
+        else:
+            found.append(Candidate(name, place, *cut_layers(costs, layers, place, microbatches, cap, objective)))
+    return found
+
+
+def _shapes(
+    ranks: int, costs: Costs, placement: Style | Sequence[int], chunks: int | Sequence[int] | None, layers: int | None
+) -> dict[str, Placement]:
+    """The placements by name."""
+    if not isinstance(placement, str):
+        place = explicit(placement)
+        if max(place) + 1 != ranks:
+            raise ValueError(f"placement has {max(place) + 1} ranks, expected {ranks}")
+        if chunks is not None:
+            raise ValueError(f"chunks is {chunks!r}, but the placement is given rank by rank: leave chunks out")
+        return {"explicit": place}
+    if placement not in ("loop", "v", "wave", "any"):
+        raise ValueError(f"placement is {placement!r}, expected 'loop', 'v', 'wave', 'any' or the rank of every stage")
+    counts = _chunk_counts(ranks, costs, placement, chunks, layers)
+    shapes: dict[str, Placement] = {}
+    for v in counts:
+        if v == 1 or placement in ("loop", "any"):
+            shapes[f"loop of {v}"] = loop(ranks, v)
+        if v > 1 and placement != "loop":
+            shapes["V" if v == 2 else f"wave of {v}"] = wave(ranks, v)
+    return shapes
+
+
+def _chunk_counts(ranks: int, costs: Costs, placement: str, chunks: int | Sequence[int] | None, layers: int | None) -> Sequence[int]:
+    """How many stages a rank may have."""
+    sizes = {len(value) for field in fields(costs) if isinstance(value := getattr(costs, field.name), Sequence)}
+    named = any(isinstance(getattr(costs, field.name), Mapping) for field in fields(costs))
+    if placement == "v":
+        if chunks not in (None, 2):
+            raise ValueError(f"chunks is {chunks!r}, but a V has 2: leave chunks out, or use placement='wave'")
+        return [2]
+    if chunks is None and sizes and layers is None:
+        stages = max(sizes)
+        if stages % ranks:
+            raise ValueError(f"costs are given for {stages} stages, expected a multiple of {ranks} ranks; or pass layers={stages}")
+        return [stages // ranks]
+    if chunks is None:
+        counts = {"loop": [1], "wave": [2], "any": [1, 2, 3, 4]}[placement]
+    else:
+        counts = [chunks] if isinstance(chunks, int) else list(chunks)
+    if not counts:
+        raise ValueError("chunks names no number, expected one or several, such as range(1, 5)")
+    for v in counts:
+        require_counts(chunks=v)
+    if layers is not None:
+        require_counts(layers=layers)
+        counts = [v for v in counts if v * ranks <= layers] or counts[:1]
+    elif len(counts) > 1 and (sizes or named):
+        raise ValueError("costs are given per stage, but chunks allows several numbers of stages: give costs per layer, and layers=")
+    return counts
+
+
+def shared_costs(costs: Costs, stages: int, wanted: int) -> Costs:
+    """Costs of one of ``stages`` stages, given as one number for all, for a model that is cut into ``wanted`` stages instead."""
+    if stages == wanted:
+        return costs
+    return replace(costs, **{name: _portion(getattr(costs, name), stages, wanted) for name in _SHARED})
+
+
+def _portion(value: Number, part: int, whole: int) -> Number:
+    """``value * part / whole``, exact where ``value`` is."""
+    from fractions import Fraction  # here, because most uses of schedules need none and it loads slowly
+
+    share = Fraction(value) * part / whole
+    if share.denominator == 1:
+        return int(share)
+    return share if not isinstance(value, float) else value * part / whole

@@ -1,0 +1,278 @@
+"""Plan a schedule for given costs and memory, with a certificate of how far it is from the best.
+
+The way of a plan, and where each part lives:
+
+* ``placements`` and ``layers``: which stage is where, and what it costs;
+* ``problem``: the numbers of one placement; :mod:`ppfunc.schedule.bounds`: what no schedule can beat;
+* ``orders``: a schedule as one word per rank, the rules of both directions of time, and the run of an order;
+* ``starts`` and ``blocks``: orders to start from, of the builders and of a microbatch that repeats without collisions;
+* ``replay``: list scheduling in the order of a word, in which operations overtake where data and memory let them;
+* ``search``: replays backwards and forwards in time, and random delays, until the bound is met or the effort is used up;
+* ``repeat``: the middle of a plan repeated, where there are too many microbatches to search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
+from numbers import Real
+from typing import NamedTuple
+
+from ...parallel.partition import Partition
+from ..bounds import Bound, bound_of
+from ..collector import collector_paused
+from ..costs import Costs, Number
+from ..schedule import Schedule
+from ..simulate import Timeline, simulate
+from .blocks import block_orders
+from .orders import Order, directions, evaluate, schedule_of
+from .placements import Candidate, Style, candidates
+from .problem import Cap, Objective, Problem, problem_of
+from .repeat import extend, fewer_microbatches
+from .search import Search
+from .starts import builder_orders, one_by_one
+
+Progress = Callable[[float, Number, Number], bool | None]
+"""``progress(share of the effort, best value, its bound)``; the search stops where it returns True."""
+
+_OPERATIONS, _REPLAYS = 850_000, 200
+_LARGE = 100_000
+_SEVERAL = 1.4  # times the effort, where several placements share it
+
+
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """A schedule, how long it takes on paper, and how much shorter another one could be at most.
+
+    Args:
+        schedule: compute only, with I and W apart.
+        value: its makespan or its span, as ``objective`` says.
+        bound: what no schedule of the placement under the cap can beat, and why.
+        gap: ``value / bound - 1``; 0 where the schedule is proved optimal.
+        memory: per rank, peak of activations plus parameters, in the unit of the costs.
+        timeline: the run on paper.
+        objective: ``"makespan"`` or ``"span"``.
+        placement: name of the placement.
+        found: how it was found.
+        costs: the costs of its stages.
+        partition: the layers of its stages, None where layers were not given.
+    """
+
+    schedule: Schedule
+    value: Number
+    bound: Bound
+    gap: float
+    memory: tuple[Number, ...]
+    timeline: Timeline
+    objective: Objective
+    placement: str
+    found: str
+    costs: Costs
+    partition: Partition | None
+
+    def __repr__(self) -> str:
+        return f"Plan({self.placement}, {self})"
+
+    def __str__(self) -> str:
+        proof = "optimal" if self.optimal else f"gap {self.gap:.2%}"
+        bubble = self.timeline.span_bubble if self.objective == "span" else self.timeline.bubble
+        return (
+            f"{self.objective} {float(self.value):.6g}, "
+            f"bound {float(self.bound.value):.6g} ({self.bound.name}, rank {self.bound.rank}), {proof}, "
+            f"bubble {float(bubble):.4f}, memory {float(max(self.memory)):g}"
+        )
+
+    @property
+    def optimal(self) -> bool:
+        """Whether the schedule is proved to be the shortest of its placement."""
+        return self.gap <= 1e-9
+
+
+def plan(
+    ranks: int,
+    microbatches: int,
+    costs: Costs | None = None,
+    *,
+    cap: Cap = None,
+    placement: Style | Sequence[int] = "any",
+    chunks: int | Sequence[int] | None = None,
+    layers: int | None = None,
+    objective: Objective = "makespan",
+    effort: float = 1,
+    progress: Progress | None = None,
+) -> Plan:
+    """Search for the shortest schedule that fits in memory.
+
+    The same arguments give the same schedule in every process. It is never longer than that of any builder that has the
+    placement and fits in the cap.
+
+    Args:
+        ranks: number of ranks p.
+        microbatches: number of microbatches m.
+        costs: times, messages and memory of each stage, or of each layer where ``layers`` is given. Numbers that are the
+            same for all stages may go with several numbers of chunks: they are for the first of these, and smaller in
+            proportion where a rank has more stages; messages stay as they are.
+        cap: memory of a rank for activations and parameters, in the unit of the costs, one number or one per rank; None for
+            no limit.
+        placement: ``"loop"``, ``"v"``, ``"wave"``, ``"any"`` of them, or the rank of every stage.
+        chunks: stages per rank, one number or several to choose from; by default as many as the costs have stages, else
+            1 for a loop, 2 for a wave, 1 to 4 for any.
+        layers: number of layers, which are then also cut into stages.
+        objective: ``"makespan"``, from 0 to the last end, or ``"span"``, the largest over the ranks of last end minus first start.
+        effort: how long to search; 1 takes some two seconds for 8 ranks and 24 microbatches, 2 twice that.
+        progress: called as ``progress(share of the effort, best value, bound)``; the search stops where it returns True.
+
+    Raises:
+        ValueError: an argument that is out of range; costs that do not fit the stages; a cap in which one microbatch does not
+            fit; costs of overlapped pairs, or of a whole backward that is not I and W together, of which plans make no use.
+
+    References:
+        Li and Willis 1992 for the search; Qi et al., Zero Bubble and Controllable Memory, for schedules in which W is apart.
+
+    >>> plan(ranks=4, microbatches=8, costs=Costs(weight_share=1), cap=4, placement="loop", objective="span")
+    Plan(loop of 1, span 27, bound 27 (work, rank 0), optimal, bubble 0.1111, memory 4)
+    """
+    costs = costs or Costs()
+    if isinstance(effort, bool) or not isinstance(effort, Real) or not 0 < effort < inf:
+        raise ValueError(f"effort is {effort!r}, expected a finite number above 0")
+    _require_parts(costs)
+    found = candidates(ranks, microbatches, costs, placement, chunks, layers, cap, objective)
+    effort *= _SEVERAL if len(found) > 1 else 1
+    with collector_paused():
+        attempts: list[_Attempt] = []
+        stop = _reporter(attempts, effort, progress)
+        attempts += [_Attempt.of(*entry, cap, effort, stop) for entry in _fitting(found, microbatches, cap, objective)]
+        return _best(attempts, effort).plan()
+
+
+def _require_parts(costs: Costs) -> None:
+    """Refuse costs that only whole or overlapped backwards have."""
+    if costs.overlapped is not None:
+        raise ValueError("overlapped is given, but a plan overlaps nothing: leave it out")
+    if costs.backward is not None:
+        raise ValueError("backward is given, but a plan has I and W apart: give backward_input and backward_weight only")
+
+
+def _fitting(found: list[Candidate], microbatches: int, cap: Cap, objective: Objective) -> list[tuple[Candidate, Problem, Bound]]:
+    """The candidates of which one microbatch fits in the cap, least bound first."""
+    fitting: list[tuple[Candidate, Problem, Bound]] = []
+    refused: ValueError | None = None
+    for candidate in found:
+        try:
+            p = problem_of(candidate.costs, candidate.placement, microbatches, cap, objective)
+        except ValueError as error:
+            refused = error
+        else:
+            fitting.append((candidate, p, bound_of(p)))
+    if refused and not fitting:
+        raise refused
+    return sorted(fitting, key=lambda entry: entry[2].value)
+
+
+class _Attempt(NamedTuple):
+    """The search of one candidate.
+
+    Args:
+        candidate: the placement with the costs of its stages.
+        problem: its numbers.
+        bound: the lower bound.
+        given: orders that run and fit, with their values and names, shortest first.
+        search: of the problem, or, where it has very many microbatches, of one with fewer.
+    """
+
+    candidate: Candidate
+    problem: Problem
+    bound: Bound
+    given: list[tuple[Number, str, Order]]
+    search: Search
+
+    @classmethod
+    def of(cls, candidate: Candidate, p: Problem, bound: Bound, cap: Cap, effort: float, stop: Callable[[], bool]) -> _Attempt:
+        given = _given(p, candidate.costs, cap)
+        if 3 * len(p.place) * p.microbatches <= _LARGE:
+            return cls(candidate, p, bound, given, _search(p, bound, given, effort, stop))
+        short = p._replace(microbatches=fewer_microbatches(p))
+        return cls(candidate, p, bound, given, _search(short, bound_of(short), _given(short, candidate.costs, cap), effort, stop))
+
+    @property
+    def value(self) -> Number:
+        """The best value so far."""
+        return min(self.search.best.value, self.given[0][0])
+
+    def plan(self) -> Plan:
+        """The plan of the best order."""
+        p, forwards, search = self.problem, directions(self.problem)[0], self.search
+        found = self.given[:1]
+        m, order, name = search.problem.microbatches, search.best.order, search.found
+        if order and m < p.microbatches:
+            order = extend(forwards, order, p.microbatches) or ()
+            name += f"; {m} microbatches, repeated to {p.microbatches}"
+        timing = evaluate(forwards, order) if order else None
+        if timing:
+            found.append((timing.value, name, order))
+        _, name, order = min(found, key=lambda entry: entry[0])
+        return _finished(self.candidate, p, self.bound, order, name)
+
+
+def _given(p: Problem, costs: Costs, cap: Cap) -> list[tuple[Number, str, Order]]:
+    """The orders of the builders that fit, and one that always fits, shortest first."""
+    forwards = directions(p)[0]
+    orders = [*builder_orders(p, forwards, costs, cap), ("one by one", one_by_one(p))]
+    found = [(timing.value, name, order) for name, order in orders if (timing := evaluate(forwards, order))]
+    return sorted(found, key=lambda entry: entry[0])
+
+
+def _search(p: Problem, bound: Bound, given: list[tuple[Number, str, Order]], effort: float, stop: Callable[[], bool]) -> Search:
+    rules = directions(p)
+    orders = [(name, order) for _, name, order in given]
+    return Search(p, rules, bound.value, effort * _operations(p), orders, block_orders(p, rules[0]), stop)
+
+
+def _operations(p: Problem) -> int:
+    """The operations that an effort of 1 replays."""
+    return max(_OPERATIONS, _REPLAYS * 3 * len(p.place) * p.microbatches)
+
+
+def _reporter(attempts: list[_Attempt], effort: float, progress: Progress | None) -> Callable[[], bool]:
+    """Return what searches ask after every replay: whether the caller wants to stop, who is told how far all of them are."""
+
+    stopped = False
+
+    def stop() -> bool:
+        nonlocal stopped
+        assert progress
+        if not stopped:
+            best = min(attempts, key=lambda attempt: attempt.value)
+            budget = effort * sum(_operations(attempt.search.problem) for attempt in attempts) / len(attempts)
+            share = sum(attempt.search.spent for attempt in attempts) / budget
+            stopped = bool(progress(min(1.0, share), best.value, best.bound.value))
+        return stopped
+
+    return stop if progress else lambda: False
+
+
+def _best(attempts: list[_Attempt], effort: float) -> _Attempt:
+    """Search all candidates for a while, the better half of them for longer, and so on until one is left."""
+    rounds = (len(attempts) - 1).bit_length() + 1
+    for _ in range(rounds):
+        least = inf
+        for attempt in attempts:
+            if attempt.bound.value < least and attempt.value > attempt.bound.value:
+                attempt.search.advance(effort * _operations(attempt.search.problem) / rounds / len(attempts))
+            least = min(least, attempt.value)
+        attempts = sorted(attempts, key=lambda attempt: attempt.value)[: (len(attempts) + 1) // 2]
+    return attempts[0]
+
+
+def _finished(candidate: Candidate, p: Problem, bound: Bound, order: Order, found: str) -> Plan:
+    """The plan of an order."""
+    schedule = schedule_of(p, order)
+    timeline = simulate(schedule, candidate.costs)
+    value = timeline.makespan if p.objective == "makespan" else timeline.span
+    taken = [sum(candidate.costs.of("parameters", s) for s in stages) for stages in p.stages_by_rank]
+    memory = tuple(a + b for a, b in zip(timeline.peak_activations, taken, strict=True))
+    gap = float(value / bound.value) - 1 if bound.value else 0.0
+    return Plan(
+        schedule, value, bound, max(0.0, gap), memory, timeline, p.objective, candidate.name, found, candidate.costs, candidate.partition
+    )

@@ -1,0 +1,136 @@
+"""State a planning problem as plain numbers per stage: times, latencies, memory in whole units."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from math import lcm
+from numbers import Real
+from typing import Literal, NamedTuple, get_args
+
+from ...parallel.counts import require_counts
+from ...parallel.placement import explicit
+from ..costs import Costs, Number
+
+Objective = Literal["makespan", "span"]
+Cap = Number | Sequence[Number] | None
+
+
+class Problem(NamedTuple):
+    """One chain of stages on ranks, with all its numbers. Memory is counted in whole units, so sums of it are exact.
+
+    Args:
+        place: rank of every stage.
+        microbatches: number of microbatches m.
+        forward: time of F, per stage.
+        backward: time of I, per stage.
+        weight: time of W, per stage.
+        down: latency from the end of F of a stage to the F of the next one.
+        up: latency from the end of I of a stage to the I of the one before.
+        held: memory from the start of F to the end of I.
+        kept: the part of it that is held on until the end of W.
+        cap: memory of each rank for activations.
+        unit: number of memory units in one unit of the costs.
+        objective: what is to be short, ``"makespan"`` or ``"span"``.
+    """
+
+    place: tuple[int, ...]
+    microbatches: int
+    forward: tuple[Number, ...]
+    backward: tuple[Number, ...]
+    weight: tuple[Number, ...]
+    down: tuple[Number, ...]
+    up: tuple[Number, ...]
+    held: tuple[int, ...]
+    kept: tuple[int, ...]
+    cap: tuple[int, ...]
+    unit: int
+    objective: Objective
+
+    @property
+    def ranks(self) -> int:
+        return max(self.place) + 1
+
+    @property
+    def stages_by_rank(self) -> list[list[int]]:
+        """The stages of each rank, ascending."""
+        stages: list[list[int]] = [[] for _ in range(self.ranks)]
+        for stage, rank in enumerate(self.place):
+            stages[rank].append(stage)
+        return stages
+
+    @property
+    def work(self) -> list[Number]:
+        """Time that each rank computes."""
+        one = [f + i + w for f, i, w in zip(self.forward, self.backward, self.weight, strict=True)]
+        return [self.microbatches * sum(one[s] for s in stages) for stages in self.stages_by_rank]
+
+
+def problem_of(costs: Costs, placement: Sequence[int], microbatches: int, cap: Cap = None, objective: Objective = "makespan") -> Problem:
+    """Collect the numbers of a problem.
+
+    Args:
+        costs: times, latencies, activations, shares and parameters per stage.
+        placement: rank of every stage; the stages form one chain.
+        microbatches: number of microbatches.
+        cap: memory of a rank for activations and parameters, one number or one per rank; None for no limit.
+        objective: ``"makespan"`` or ``"span"``.
+
+    Raises:
+        ValueError: an argument that is out of range, costs for another number of stages, or a cap
+            in which one microbatch does not fit.
+    """
+    place = explicit(placement)
+    require_counts(microbatches=microbatches)
+    if objective not in get_args(Objective):
+        raise ValueError(f"objective is {objective!r}, expected 'makespan' or 'span'")
+    stages = range(len(place))
+    costs = costs.fitting(len(place))
+    forward, backward, weight = (tuple(costs.of(n, s) for s in stages) for n in ("forward", "backward_input", "backward_weight"))
+    crosses = [a != b for a, b in pairwise(place)]
+    down = (*(costs.message_of(s) if cross else 0 for s, cross in enumerate(crosses)), 0)
+    up = (0, *(costs.message_of(s + 1) if cross else 0 for s, cross in enumerate(crosses)))
+    held, kept, caps, unit = _memory(costs, place, microbatches, cap)
+    problem = Problem(place, microbatches, forward, backward, weight, down, up, held, kept, caps, unit, objective)
+    for rank, mine in enumerate(problem.stages_by_rank):
+        need = sum(held[s] for s in mine)
+        if need > caps[rank]:
+            least = float(sum(costs.of("activation", s) + costs.of("parameters", s) for s in mine))
+            raise ValueError(
+                f"cap is {_on(rank, cap)}, but one microbatch and the parameters of rank {rank} take {least:g}: raise it to that"
+            )
+    return problem
+
+
+def _on(rank: int, cap: Cap) -> Number:
+    return cap[rank] if isinstance(cap, Sequence) else cap
+
+
+def _memory(
+    costs: Costs, place: tuple[int, ...], microbatches: int, cap: Cap
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
+    """Activations, their shares and the caps of the ranks in a common whole unit, and that unit."""
+    from fractions import Fraction  # here, because most uses of schedules need none and it loads slowly
+
+    stages, ranks = range(len(place)), max(place) + 1
+    held = [Fraction(costs.of("activation", s)) for s in stages]
+    kept = [size * Fraction(costs.of("weight_share", s)) for s, size in enumerate(held)]
+    unit = lcm(*(size.denominator for size in (*held, *kept)))
+    if cap is None:
+        free = [microbatches * sum(size for s, size in enumerate(held) if place[s] == rank) for rank in range(ranks)]
+    else:
+        free = [Fraction(limit) for limit in _limits(cap, ranks)]
+        for stage in stages:
+            free[place[stage]] -= Fraction(costs.of("parameters", stage))
+    whole = (tuple(int(size * unit // 1) for size in sizes) for sizes in (held, kept, free))
+    return *whole, unit  # type: ignore[return-value]
+
+
+def _limits(cap: Cap, ranks: int) -> Sequence[Number]:
+    limits = cap if isinstance(cap, Sequence) else [cap] * ranks
+    if len(limits) != ranks:
+        raise ValueError(f"cap has {len(limits)} numbers, expected {ranks}, one per rank")
+    for limit in limits:
+        if not isinstance(limit, (Real, float)) or isinstance(limit, bool) or not 0 < float(limit) < float("inf"):
+            raise ValueError(f"cap is {limit!r}, expected a finite number above 0, or None for no limit")
+    return limits

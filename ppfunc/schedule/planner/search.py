@@ -1,0 +1,189 @@
+"""Search for the shortest order: double justification of many orders, then of the best one with random delays.
+
+Every order that is tried fits its caps and never deadlocks, because replays keep both. Work is counted in operations
+replayed, not in seconds, so that a search gives the same order everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from math import inf
+from random import Random
+from typing import NamedTuple
+
+from ..costs import Number
+from .orders import Direction, Order, evaluate
+from .problem import Problem
+from .replay import NO_HOLD, Hold, Manner, Replayed, replay
+
+_CLOSE = 1 + 1e-9
+_GIVEN, _SEEDS = 0.15, 0.25
+_PATIENCE = 0.2, 1.2
+_WARM, _COLD_AFTER = 0.004, 300
+
+
+class _Start(NamedTuple):
+    """An order to go on from, and the name of what it came from."""
+
+    value: Number
+    order: Order
+    name: str
+
+
+class Search:
+    """Owns the work that is left and the best order so far.
+
+    Args:
+        problem: what to plan.
+        rules: the rules forwards and backwards in time.
+        bound: the value that ends the search.
+        operations: how many operations may be replayed.
+        given: orders to start from by name, the most promising first; not empty.
+        seeds: further ones, with the work that each took; None for work without one.
+        stop: asked after every replay whether to end.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        rules: tuple[Direction, Direction],
+        bound: Number,
+        operations: float,
+        given: Iterable[tuple[str, Order]],
+        seeds: Iterable[tuple[int, Order | None]],
+        stop: Callable[[], bool],
+    ) -> None:
+        self.problem = problem
+        self.bound = bound
+        self.operations = operations
+        self.spent = 0
+        self.stopped = False
+        self.best = Replayed(inf, ())
+        self.found = ""
+        self._trying = ""
+        self._stop = stop
+        self._forwards, self._backwards = rules
+        self._random = Random(0)
+        self._steps = self._run(given, seeds)
+
+    @property
+    def elapsed(self) -> float:
+        """The share of the work that is done."""
+        return min(1.0, self.spent / self.operations)
+
+    @property
+    def over(self) -> bool:
+        """Whether the bound is met, or the caller has stopped the search."""
+        return self.stopped or self.best.value <= self.bound * _CLOSE
+
+    def advance(self, operations: float) -> None:
+        """Go on for about so many operations."""
+        target = self.spent + operations
+        while self.spent < target and not self.over and next(self._steps, self) is None:
+            pass
+
+    def _run(self, given: Iterable[tuple[str, Order]], seeds: Iterable[tuple[int, Order | None]]) -> Iterator[None]:
+        """Improve the given orders, then seeds, then delay operations of the best one at random; yields now and then."""
+        pool: list[_Start] = []
+        for name, order in given:
+            if pool and self.elapsed > _GIVEN:
+                break
+            pool.append(self._improved(name, order))
+            yield
+        for work, seed in seeds:
+            self.spent += work
+            if seed:
+                pool.append(self._improved("a block", seed))
+            yield
+            if self.elapsed > _SEEDS:
+                break
+        start = min(pool, key=lambda start: start.value)
+        self._trying = f"{start.name}, justified and delayed at random"
+        yield from self.disturb(start)
+
+    def _improved(self, name: str, order: Order) -> _Start:
+        self._trying = f"{name}, justified"
+        return _Start(*self.improve(order), name)
+
+    def improve(self, order: Order) -> Replayed:
+        """Justify an order while its value falls: backwards, forwards, backwards, forwards with weight gradients last."""
+        best = Replayed(self._value(order), order)
+        last = order
+        while True:
+            before = best.value
+            for patience in (0, 0.6):
+                replayed = last if not patience else best.order
+                for lazy in (False, True):
+                    turned = self._justify(replayed, Manner(patience), Manner(patience, lazy))
+                    replayed = turned.order
+                    best = min(best, turned, key=lambda r: r.value)
+                last = last if patience else replayed
+            if self.over or not best.value < before:
+                return best
+
+    def disturb(self, start: _Start) -> Iterator[None]:
+        """Delay some operations at random and justify, from one order to the next, without end."""
+        best = current = Replayed(start.value, start.order)
+        failures = 0
+        while True:
+            found = self._neighbour(current.order)
+            if found.value <= current.value * (1 + _WARM * self._random.random() * (1 - self.elapsed)):
+                current = found
+            failures += 1
+            if current.value < best.value:
+                best, failures = current, 0
+            elif failures == _COLD_AFTER:
+                current, failures = best, 0
+            yield
+
+    def _neighbour(self, order: Order) -> Replayed:
+        """The best of an order replayed with delays and of two justifications of that.
+
+        Ranks are a little patient in all of these: without any patience hardly an order survives a replay.
+        """
+
+        def manner(hold: Hold = NO_HOLD) -> Manner:
+            return Manner(self._random.uniform(*_PATIENCE), hold=hold)
+
+        found = best = self._replay(self._forwards, order, manner(self._delays()))
+        for _ in range(2):
+            found = self._justify(found.order, manner(), manner())
+            best = min(best, found, key=lambda r: r.value)
+        return best
+
+    def _delays(self) -> Hold:
+        """Some operations, one code for a run of microbatches, or half of the codes of one microbatch, held back."""
+        draw, m, codes = self._random, self.problem.microbatches, len(self._forwards.rank)
+        mean = sum(self._forwards.duration) / codes
+        kind = draw.randrange(3)
+        if kind == 0:
+            count = draw.randint(1, 16)
+            return {(draw.randrange(codes), draw.randrange(m)): mean * draw.uniform(0.2, 3) for _ in range(count)}
+        if kind == 1:
+            code, first, late = draw.randrange(codes), draw.randrange(m), mean * draw.uniform(0.1, 2)
+            return {(code, k): late for k in range(first, min(m, first + draw.randint(2, max(2, m))))}
+        k, late = draw.randrange(m), mean * draw.uniform(0.1, 2)
+        return {(code, k): late for code in range(codes) if draw.random() < 0.5}
+
+    def _value(self, order: Order) -> Number:
+        """The value of an order as replays count it."""
+        timing = evaluate(self._forwards, order)
+        assert timing, "an order to start from deadlocks"
+        return max(end - begin for end, begin in zip(timing.ends, self._forwards.begin, strict=True))
+
+    def _justify(self, order: Order, back: Manner, forth: Manner) -> Replayed:
+        """Replay an order backwards in time, and the result forwards."""
+        late = self._replay(self._backwards, _reversed(order), back)
+        return self._replay(self._forwards, _reversed(late.order), forth)
+
+    def _replay(self, direction: Direction, order: Order, rules: Manner) -> Replayed:
+        found = replay(direction, order, rules)
+        self.spent += sum(map(len, order))
+        if direction is self._forwards and found.value < self.best.value:
+            self.best, self.found = found, self._trying
+        self.stopped = self._stop()
+        return found
+
+
+def _reversed(order: Order) -> Order:
+    return tuple(word[::-1] for word in order)

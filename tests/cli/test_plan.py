@@ -1,0 +1,119 @@
+"""The command: plan, compare."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from ppfunc.cli import main
+from ppfunc.schedule import check, read_schedule, simulate
+
+SMALL = "--ranks 4 --microbatches 8 --effort 0.05".split()
+
+
+@pytest.fixture
+def run(capsys):
+    """Run the command: exit code, standard output, standard error."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        try:
+            code = main([str(a) for a in arguments])
+        except SystemExit as exit_:
+            code = exit_.code
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def test_one_line_says_value_bound_gap_and_what_binds(run):
+    code, out, err = run("plan", *SMALL, "--cap", 4, "--weight-share", 1, "--placement", "loop", "--objective", "span")
+    assert (code, err) == (0, "")
+    assert out == "loop of 1: span 27, bound 27 (work, rank 0), optimal, bubble 0.1111, memory 4; zb_h1\n"
+
+
+def test_json_has_all_figures(run):
+    _, out, _ = run("plan", *SMALL, "--cap", 4, "--placement", "any", "--chunks", "1..2", "--forward", 1.5, "--json")
+    figures = json.loads(out)
+    names = "objective value bound gap binds span makespan bubble span_bubble peak_activations placement"
+    assert list(figures) == names.split()
+    assert figures["objective"] == "makespan" and figures["value"] == figures["makespan"] >= figures["bound"]
+    assert max(figures["peak_activations"]) <= 4 and len(figures["placement"]) in (4, 8)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "json", "svg"])
+def test_the_schedule_is_written_as_its_suffix_says(suffix, run, tmp_path):
+    file = tmp_path / f"plan.{suffix}"
+    options = ("--cap", 6, "--placement", "wave", "--chunks", 3, "--forward", "1,2,1,1,1,1,1,1,1,1,1,3")
+    code, out, _ = run("plan", *SMALL, *options, "--out", file, "--json")
+    assert code == 0
+    if suffix == "svg":
+        assert ElementTree.parse(file).getroot().tag.endswith("svg")
+    else:
+        schedule = read_schedule(file)
+        check(schedule)
+        assert schedule.placement == tuple(json.loads(out)["placement"]) and simulate(schedule).makespan > 0
+
+
+def test_costs_come_from_a_file_or_from_options(run, tmp_path):
+    file = tmp_path / "costs.json"
+    file.write_text('{"forward": [1, 1, 2, 1], "activation": 100, "parameters": 50}')
+    code, out, _ = run("plan", *SMALL, "--costs", file, "--cap", 450, "--json")
+    assert code == 0 and max(json.loads(out)["peak_activations"]) <= 400
+    assert "give the costs in one place" in run("plan", *SMALL, "--costs", file, "--forward", 2)[2]
+    file.write_text('{"forwards": 1}')
+    assert "has 'forwards', expected an object with some of forward" in run("plan", *SMALL, "--costs", file)[2]
+    file.write_text("[1]")
+    assert "has 'list', expected an object" in run("plan", *SMALL, "--costs", file)[2]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--cap", 0.5), "one microbatch and the parameters of rank 0 take 1"),
+        (("--out", "plan.png"), "ends in '.png', expected one of .csv, .json, .svg"),
+        (("--placement", "v", "--chunks", 3), "but a V has 2"),
+        (("--forward", "1,2,3"), "given for 3 stages, expected a multiple of 4"),
+        (("--effort", 0), "effort is 0"),
+        (("--chunks", "two"), "invalid"),
+        (("--costs", "/nowhere/at/all"), "No such file"),
+    ],
+)
+def test_a_question_that_cannot_be_answered_exits_with_2(options, message, run):
+    code, out, err = run("plan", *SMALL, *options)
+    assert (code, out) == (2, "") and message in err and "Traceback" not in err
+
+
+def test_compare_shows_the_plan_beside_all_builders_shortest_first(run):
+    code, out, _ = run("compare", *SMALL, "--cap", 4, "--weight-share", 1, "--chunks", "1..2", "--forward", 2)
+    assert code == 0
+    head, *rows = [line.split() for line in out.splitlines()]
+    assert head == ["schedule", "makespan", "bubble", "memory"]
+    names = [row[0] for row in rows]
+    assert {"plan", "1f1b", "gpipe", "zb_h1", "zbv", "zero_bubble", "zbv_greedy", "dualpipe"} <= set(names)
+    times = [float(row[1]) for row in rows]
+    assert times == sorted(times)
+    fitting = [row for row in rows if row[4:] != ["over", "the", "cap"]]
+    assert fitting[0][0] == "plan" or float(fitting[0][1]) == next(float(row[1]) for row in rows if row[0] == "plan")
+    assert next(row for row in rows if row[0] == "gpipe")[4:] == ["over", "the", "cap"]
+
+
+def test_ctrl_c_returns_the_best_so_far():
+    command = "plan --ranks 8 --microbatches 24 --cap 8 --placement v --weight-share 1 --backward-weight 0.5 --effort 1000 --json".split()
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen(
+        [sys.executable, "-m", "ppfunc", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    ) as process:
+        time.sleep(3)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (0, b"")
+    assert json.loads(out)["gap"] > 0

@@ -1,0 +1,207 @@
+"""Plans: proved, within their memory, between the bound and every builder, the same in every process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from fractions import Fraction
+from operator import add
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from ppfunc.parallel import loop, v_shape
+from ppfunc.schedule import BUILDERS, Costs, check, lower_bound, place_communication, plan, simulate
+from ppfunc.schedule.planner.blocks import block_orders
+from ppfunc.schedule.planner.orders import directions, evaluate, fits, order_of, schedule_of
+from ppfunc.schedule.planner.placements import wave
+from ppfunc.schedule.planner.problem import problem_of
+from ppfunc.schedule.planner.repeat import extend
+from ppfunc.schedule.planner.replay import Manner, replay
+from ppfunc.schedule.planner.starts import one_by_one
+
+REAL = {"forward": 18.522, "backward_input": 18.086, "backward_weight": 9.337}
+QUICK = 0.02
+
+
+def real(chunks: int, **more: object) -> Costs:
+    """The times per rank that the zero-bubble papers profiled, cut into chunks."""
+    return Costs(**{name: time / chunks for name, time in REAL.items()}, communication=0.601, weight_share=1, **more)
+
+
+@st.composite
+def problems(draw):
+    """Costs, placement, microbatches, cap and objective of a small problem that can be solved."""
+    ranks, m = draw(st.integers(1, 4)), draw(st.integers(1, 8))
+    place = draw(
+        st.sampled_from([loop(ranks), loop(ranks, 2), wave(ranks, 2), wave(ranks, 3), (*loop(ranks), 0), (*wave(ranks, 2), ranks - 1)])
+    )
+    times = st.one_of(st.integers(0, 9), st.lists(st.integers(0, 9), min_size=len(place), max_size=len(place)))
+    sizes = st.lists(st.integers(1, 3), min_size=len(place), max_size=len(place))
+    share = draw(st.sampled_from([0, Fraction(2, 5), 1]))
+    parameters = draw(st.integers(0, 2))
+    costs = Costs(
+        *(draw(times) for _ in range(3)), communication=draw(times), activation=draw(sizes), weight_share=share, parameters=parameters
+    )
+    needs = [sum(costs.activation[s] + parameters for s in range(len(place)) if place[s] == r) for r in range(ranks)]
+    return costs, place, m, max(needs) + draw(st.integers(0, 9)), draw(st.sampled_from(["span", "makespan"]))
+
+
+@given(problems())
+def test_a_plan_is_proved_within_its_cap_and_never_below_the_bound(problem):
+    costs, place, m, cap, objective = problem
+    found = plan(max(place) + 1, m, costs, cap=cap, placement=place, objective=objective, effort=QUICK)
+    check(place_communication(found.schedule))
+    timeline = simulate(found.schedule, costs)
+    assert found.timeline == timeline and found.value == getattr(timeline, objective)
+    held = [sum(costs.of("parameters", s) for s in found.schedule.stages_of(r)) for r in range(found.schedule.ranks)]
+    assert found.memory == tuple(map(add, timeline.peak_activations, held)) and max(found.memory) <= cap
+    assert found.bound == lower_bound(costs, place, m, cap, objective)
+    assert found.value >= found.bound.value
+    assert found.gap == pytest.approx(float(found.value / found.bound.value) - 1 if found.bound.value else 0)
+    assert found.schedule == plan(max(place) + 1, m, costs, cap=cap, placement=place, objective=objective, effort=QUICK).schedule
+
+
+@given(st.sampled_from(sorted(BUILDERS)), st.integers(1, 4), st.integers(1, 8), st.sampled_from(["span", "makespan"]), st.data())
+def test_never_longer_than_a_builder_in_its_own_memory(name, ranks, m, objective, data):
+    try:
+        schedule = BUILDERS[name](ranks, m)
+    except ValueError:
+        return
+    if schedule.forward_only or len(schedule.chains) > 1 or schedule.ranks < ranks:
+        return
+    times = st.lists(st.integers(0, 9), min_size=schedule.stages, max_size=schedule.stages)
+    costs = Costs(
+        *(data.draw(times) for _ in range(3)), communication=data.draw(times), weight_share=data.draw(st.sampled_from([0, 0.37, 1]))
+    )
+    timeline = simulate(schedule, costs)
+    cap = [max(1, peak) for peak in timeline.peak_activations]
+    found = plan(ranks, m, costs, cap=cap, placement=schedule.placement, objective=objective, effort=QUICK)
+    assert found.value <= getattr(timeline, objective)
+
+
+@given(problems(), st.sampled_from([0, 0.6, 2]), st.booleans(), st.data())
+def test_replays_keep_the_cap_in_both_directions_of_time(problem, patience, lazy, data):
+    p = problem_of(*problem)
+    forwards, backwards = directions(p)
+    codes = st.tuples(st.integers(0, len(forwards.rank) - 1), st.integers(0, p.microbatches - 1))
+    hold = data.draw(st.dictionaries(codes, st.floats(0, 20), max_size=5))
+    order = one_by_one(p)
+    for _ in range(2):
+        late = replay(backwards, tuple(word[::-1] for word in order), Manner(patience))
+        order = tuple(word[::-1] for word in late.order)
+        assert fits(forwards, order) and evaluate(forwards, order).value <= late.value * (1 + 1e-9)
+        order = replay(forwards, order, Manner(patience, lazy, hold)).order
+        assert fits(forwards, order) and evaluate(forwards, order) is not None
+    check(schedule_of(p, order))
+
+
+@given(problems())
+@settings(max_examples=15)
+def test_blocks_never_deadlock(problem):
+    p = problem_of(*problem)
+    forwards, _ = directions(p)
+    for (_, order), _ in zip(block_orders(p, forwards), range(20), strict=False):
+        assert order is None or (fits(forwards, order) and evaluate(forwards, order) is not None)
+
+
+def test_equal_costs_are_planned_optimally():
+    for p, m, cap in ((4, 8, 4), (8, 24, 8), (8, 24, 15)):
+        for costs in (Costs(weight_share=1), Costs(9, 9, 5, communication=1, weight_share=1)):
+            assert plan(p, m, costs, cap=cap, placement="loop", chunks=1, objective="span").optimal
+    for p, cap in ((4, 4), (4, 6), (8, 8), (8, 12)):
+        assert plan(p, 24, Costs(weight_share=1), cap=cap, placement="v", objective="span").optimal
+
+
+def test_profiled_costs_on_a_v_are_planned_optimally():
+    for cap in (10, 12):
+        found = plan(8, 24, real(2), cap=cap, placement="v", objective="span")
+        assert found.optimal
+        assert found.timeline.span_bubble == pytest.approx({10: 0.1671, 12: 0.1371}[cap], abs=5e-5)
+
+
+def test_more_chunks_are_better_at_equal_memory():
+    """Numbers for all stages are those of a rank with one stage, so that the cap is the same for any number of chunks."""
+    found = plan(4, 12, real(1), cap=4, objective="span", effort=0.5)
+    alone = plan(4, 12, real(1), cap=4, placement="loop", chunks=1, objective="span", effort=0.5)
+    assert found.value < alone.value and max(found.memory) <= 4
+    stages = found.schedule.stages
+    assert found.costs.of("forward", 0) == pytest.approx(18.522 * 4 / stages)
+
+
+def test_layers_are_cut_so_that_an_expensive_head_has_fewer_beside_it():
+    costs = Costs(forward=[1] * 15 + [5], backward_input=[1] * 15 + [5], backward_weight=[1] * 15 + [5], weight_share=1)
+    found = plan(4, 12, costs, layers=16, placement="loop", chunks=1, cap=40, effort=0.1)
+    assert found.partition.layers == 16 and list(found.partition.loads([1] * 15 + [5])) == found.costs.forward
+    assert max(found.costs.forward) == 5
+    even = plan(4, 12, Costs(forward=[4, 4, 4, 8], backward_input=[4, 4, 4, 8], backward_weight=[4, 4, 4, 8]), cap=10, effort=0.1)
+    assert found.value < even.value
+
+
+def test_a_cap_in_bytes():
+    gib = 2**30
+    costs = Costs(0.010, 0.011, 0.009, activation=[3 * gib] * 4, weight_share=0.4, parameters=[2 * gib, gib, gib, 2 * gib])
+    found = plan(4, 12, costs, cap=14 * gib, objective="makespan", effort=0.1)
+    assert max(found.memory) <= 14 * gib
+    assert found.value < plan(4, 12, costs, cap=8 * gib, objective="makespan", effort=0.1).value
+
+
+def test_a_plan_for_few_microbatches_repeats():
+    costs = Costs(5, 5, 3.75, communication=0.4, weight_share=1)
+    short, long = (problem_of(costs, v_shape(4), m, 6, "span") for m in (16, 64))
+    order = plan(4, 16, costs, cap=6, placement="v", objective="span", effort=0.5).schedule
+    longer = extend(directions(long)[0], order_of(order), 64)
+    assert longer is not None and fits(directions(long)[0], longer)
+    assert evaluate(directions(long)[0], longer).value < 4.5 * evaluate(directions(short)[0], order_of(order)).value
+    check(schedule_of(long, longer))
+
+
+def test_another_process_finds_the_same():
+    code = (
+        "from ppfunc.schedule import Costs, plan; "
+        "print(plan(4, 8, Costs(18.5, 18.1, 9.3, communication=0.6, weight_share=1), cap=3, objective='span', effort=0.05).schedule.digest)"
+    )
+    digests = {subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout for _ in range(2)}
+    ours = plan(4, 8, Costs(18.5, 18.1, 9.3, communication=0.6, weight_share=1), cap=3, objective="span", effort=0.05)
+    assert digests == {f"{ours.schedule.digest}\n"}
+
+
+def test_progress_is_told_and_can_stop_the_search():
+    seen = []
+
+    def progress(share, value, bound):
+        seen.append((share, value, bound))
+        return len(seen) == 5
+
+    found = plan(8, 24, real(2), cap=8, placement="v", objective="span", progress=progress)
+    assert len(seen) == 5 and not found.optimal
+    assert seen[-1][1] >= found.value >= seen[-1][2] == found.bound.value
+
+
+def test_arguments_are_refused():
+    for arguments, options, words in (
+        ((0, 2), {}, "ranks = 0"),
+        ((2, 0), {}, "microbatches = 0"),
+        ((2, 2), {"effort": 0}, "effort is 0"),
+        ((2, 2), {"placement": "w"}, "placement is 'w'"),
+        ((2, 2), {"placement": (0, 1, 2)}, "placement has 3 ranks, expected 2"),
+        ((2, 2), {"placement": (0, 1), "chunks": 1}, "leave chunks out"),
+        ((2, 2), {"placement": "v", "chunks": 3}, "but a V has 2"),
+        ((2, 2), {"chunks": range(0)}, "chunks names no number"),
+        ((2, 2), {"chunks": 0}, "chunks = 0"),
+        ((2, 2), {"cap": 0.5}, "one microbatch and the parameters of rank 0 take 1"),
+        ((2, 2), {"objective": "time"}, "objective is 'time'"),
+        ((2, 2, Costs(overlapped=2)), {}, "overlapped is given"),
+        ((2, 2, Costs(backward=2)), {}, "backward is given"),
+        ((2, 2, Costs(forward=[1, 2, 3])), {}, "given for 3 stages, expected a multiple of 2"),
+        ((2, 2, Costs(forward=[1, 2])), {"chunks": range(1, 3)}, "give costs per layer"),
+        ((2, 2, Costs(forward=[1, 2])), {"layers": 3}, "forward has 2 numbers, expected 3"),
+        ((2, 2), {"layers": 1}, "1 layers cannot be cut into 2 stages"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            plan(*arguments, **options)
+
+
+def test_it_says_what_it_is():
+    found = plan(2, 4, Costs(weight_share=1), cap=2, placement="loop", objective="span")
+    assert repr(found) == "Plan(loop of 1, span 13, bound 13 (work, rank 0), optimal, bubble 0.0769, memory 2)"
