@@ -6,7 +6,6 @@ import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
-from inspect import signature
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -16,7 +15,6 @@ from ppfunc.runtime.arguments import LossWeights, RawArguments, Seed, read_loss_
 from ppfunc.runtime.lower import require_honoured
 from ppfunc.runtime.overlap import Overlapped
 from ppfunc.runtime.ties import TiedPlaces, read_tied
-from ppfunc.runtime.transport import Failure
 from ppfunc.schedule import Op, Schedule, append_tail, check, forward_only, place_communication, remove_communication
 from ppfunc.splitter import Split
 from ppfunc.stage import Engine, Loss, ModuleStage, Stage, graph
@@ -32,20 +30,19 @@ Stages = Sequence[Stage | None] | Split
 
 
 def told_to_peers(make: Callable[P, R]) -> Callable[P, R]:
-    """The same function, which makes a step function; a mistake that it raises is told to the other ranks, which raise it at
-    their next step."""
+    """The same function, which makes a step function of its fourth argument, the transport; a mistake that it raises is
+    told to the other ranks, and fails the next step on all of them."""
 
     @wraps(make)
     def making(*args: P.args, **kwargs: P.kwargs) -> R:
-        transport = signature(make).bind(*args, **kwargs).arguments.get("transport")
+        transport = kwargs.get("transport", args[3] if len(args) > 3 else None)
         if transport is not None and (isinstance(transport, type) or not hasattr(transport, "local_ranks")):
             raise TypeError(f"transport: got {_short(transport)}, expected one such as ppfunc.InProcess() or ppfunc.P2P(group)")
         try:
             return make(*args, **kwargs)
         except Exception as cause:
             if transport is not None:
-                transport.abandon_step()
-                transport.fail(Failure(getattr(transport, "rank", 0), None, None, cause))
+                transport.abandon_step(cause)  # type: ignore[attr-defined]
             raise
 
     return making

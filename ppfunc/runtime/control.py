@@ -16,7 +16,7 @@ import torch
 
 from ppfunc.stage import LeafSignature
 
-from .errors import AgreementError, FailureRecord, LinkError
+from .errors import AgreementError, FailureRecord, LinkError, PipelineError
 from .interrupts import hold_interrupts
 from .transport import Failure, LossPart, Mode
 
@@ -123,6 +123,8 @@ class Control:
         self._running = threading.Lock()
         self._interrupts: list[BaseException] = []  # of the last step's end
         self._made = self._abandoned = 0  # step functions
+        self._lost: list[PipelineError] = []  # to be raised here by steps that peers lose
+        self._told: PipelineError | None = None
 
     @property
     def generation(self) -> int:
@@ -140,8 +142,11 @@ class Control:
         self._made += 1
         return range(self._made, self._made + self._abandoned + 1)
 
-    def abandon_step(self) -> None:
+    def abandon_step(self, cause: Exception) -> None:
         self._abandoned += 1
+        failure = Failure(self.rank, None, None, cause)
+        self._lost.append(PipelineError(self.rank, None, None, failure.reason))
+        self.fail(failure)
 
     def tear_down(self) -> None:
         """End what else than control messages peers may be waiting on; called after a failure has been published."""
@@ -154,6 +159,10 @@ class Control:
                 "got a step while another step runs on the same P2P(); the order of their messages would differ between "
                 "ranks: wait for the first, or make a P2P() for each thread, in the same order on every rank"
             )
+        if self._lost:
+            self._running.release()
+            self._told = self._lost.pop(0)
+            raise self._told
         rank = self.rank
         if self._interrupts:
             interrupt, self._interrupts = self._interrupts[0], []
@@ -305,6 +314,8 @@ class Control:
         cause, rank = failure.cause, self.rank
         if isinstance(cause, StepRunning) and not cause.refused:
             cause.refused = True
+            return cause
+        if cause is self._told:  # the peers have heard of it
             return cause
         interrupts: list[BaseException] = []
         with hold_interrupts():

@@ -29,7 +29,7 @@ class InProcess:
     def register_step(self) -> range:
         return range(1)
 
-    def abandon_step(self) -> None:
+    def abandon_step(self, cause: Exception) -> None:
         pass
 
     def all_gather(self, text: str) -> list[str]:

@@ -136,8 +136,8 @@ class ControlTransport(Protocol):
         """
         ...
 
-    def abandon_step(self) -> None:
-        """A step function could not be made here."""
+    def abandon_step(self, cause: Exception) -> None:
+        """Tell the peers that a step function could not be made here: the next step fails on every rank, here too."""
         ...
 
     def all_gather(self, text: str) -> list[str]:

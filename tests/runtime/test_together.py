@@ -137,25 +137,26 @@ def test_step_functions_that_are_called_in_another_order_are_not_mixed(two, soon
 
 
 def refused_first(rank, ranks):
-    """One rank asks for a schedule of another size first, is refused, and goes on; the other hears of it at its next step."""
+    """One rank asks for a schedule of another size first, is refused, and goes on; the next step fails on both, so that they stay in step."""
     params, inputs, targets = problem(ranks, 4)
     with pp.P2P(timeout=60) as transport:
         refused = caught(pp.value_and_grad, [stage] * 3, squared, pp.gpipe(3, 4), transport)[0] if rank == 0 else None
         step = pp.value_and_grad([stage] * ranks, squared, pp.gpipe(ranks, 4), transport)
-        told = caught(step, {rank: params[rank]}, inputs, targets) if rank else None
+        told = caught(step, {rank: params[rank]}, inputs, targets)
         return refused, told, caught(step, {rank: params[rank]}, inputs, targets)[0]
 
 
 def test_a_step_function_that_was_refused_is_told_and_not_counted(two, soon):
-    first, (refused, (name, text, seconds), fine) = two(refused_first)
-    assert first == ("ValueError", None, None)
-    assert (refused, name, fine) == (None, "PipelineError", None)
-    assert "rank 0 failed outside its program: ValueError: the schedule is for 3 ranks" in text
-    assert seconds < soon
+    first, other = two(refused_first)
+    assert (first[0], other[0]) == ("ValueError", None)
+    for _, (name, text, seconds), fine in (first, other):
+        assert (name, fine) == ("PipelineError", None)
+        assert "rank 0 failed outside its program: ValueError: the schedule is for 3 ranks" in text
+        assert seconds < soon
 
 
 def refused_twice(rank, ranks, everywhere):
-    """Rank 1 cannot make a step function, in two ways; then it, or every rank, makes it anew, and all make one more."""
+    """Rank 1 cannot make a step function, in two ways; then it, and then every rank, makes it anew, and all make one more."""
     params, inputs, targets = problem(ranks, 4)
     held, schedule = {rank: params[rank]}, pp.gpipe(ranks, 4)
     with pp.P2P(timeout=60) as transport:
@@ -164,15 +165,15 @@ def refused_twice(rank, ranks, everywhere):
             return pp.value_and_grad([stage] * ranks, squared, schedule, transport, **options)
 
         for fault in ({"argnums": (0, 0)}, {"loss_weights": [1.0]}):
-            step = None
             if rank:
                 assert caught(make, **fault)[0] == "ValueError"
-            else:
-                step = make()
-                name, text, _ = caught(step, held, inputs, targets)
-                assert (name, "rank 1 failed outside its program" in text) == ("PipelineError", True)
-            step = make() if rank or everywhere else step
-            assert caught(step, held, inputs, targets)[0] is None
+            step = make()
+            name, text, _ = caught(step, held, inputs, targets)
+            assert (name, "rank 1 failed outside its program" in text) == ("PipelineError", True)
+            step = make() if everywhere else step
+            for n in range(3):  # batches stay together
+                given = inputs + n if rank == 0 else inputs
+                assert caught(step, held, given, targets + n)[0] is None
         one, other = make(), make()
         assert caught(one, held, inputs, targets)[0] is None
         assert caught(other, held, inputs, targets)[0] is None
@@ -589,3 +590,26 @@ def test_stages_are_traced_in_several_threads():
         want, _ = pp.value_and_grad([lambda p, x, k=k: stage(p, x) * (k + 1)] * 2, squared, pp.gpipe(2, 4))(params, inputs, targets)
         assert torch.equal(loss, want)
     assert len(found) == 8
+
+
+def skip_after_a_refusal(rank, ranks):
+    """A loop that skips the batch of a failed step: both ranks skip the same one."""
+    params, inputs, targets = problem(ranks, 4)
+    held, losses = {rank: params[rank]}, []
+    alone = pp.value_and_grad([stage] * ranks, squared, pp.gpipe(ranks, 4))
+    with pp.P2P(timeout=30) as transport:
+        if rank:
+            assert caught(pp.value_and_grad, [stage] * 3, squared, pp.gpipe(ranks, 4), transport)[0] == "ValueError"
+        step = pp.value_and_grad([stage] * ranks, squared, pp.gpipe(ranks, 4), transport)
+        for batch in range(4):
+            try:
+                loss, _ = step(held, inputs + batch, targets - batch)
+            except pp.PipelineError:
+                losses.append(None)
+            else:
+                losses.append(torch.equal(loss, alone(params, inputs + batch, targets - batch)[0]))
+    return losses
+
+
+def test_batches_stay_together_after_a_step_function_could_not_be_made(two):
+    assert two(skip_after_a_refusal) == [[None, True, True, True]] * 2
