@@ -13,6 +13,8 @@ from ppfunc.pipeline import Stages, value_and_grad
 from ppfunc.runtime.arguments import RawArguments, read_arguments
 from ppfunc.runtime.compile import CompiledStep
 from ppfunc.runtime.execute import fill
+from ppfunc.runtime.rng import preserve_rng
+from ppfunc.runtime.ties import TiedPlaces
 from ppfunc.schedule import Costs, Op, looped_bfs, split_backward
 from ppfunc.splitter import Split
 from ppfunc.stage import Engine, Loss, graph
@@ -31,6 +33,7 @@ def measure(
     engine: Engine = graph,
     extras: Mapping[int, Any] | None = None,
     state: Mapping[int, Any] | None = None,
+    tied: TiedPlaces = None,
     repeats: int = 9,
     memory: bool = True,
 ) -> Costs:
@@ -46,6 +49,7 @@ def measure(
         targets: of one microbatch.
         engine: whose programs are measured.
         extras, state: ``{stage: tree}``, of one microbatch, for stages that take some.
+        tied: as in :func:`ppfunc.value_and_grad`.
         repeats: how many times each is run.
         memory: whether to count the bytes that forwards keep; without it they have those of the default costs.
 
@@ -62,12 +66,18 @@ def measure(
     (400, 0)
     """
     count = len(stages.stages if isinstance(stages, Split) else stages)
+    if repeats < 1:
+        raise ValueError(f"repeats: got {repeats}, expected at least 1")
+    if count < 1:
+        raise ValueError("stages: got none")
     if loss_fn is None:
+        if targets is not None:
+            raise ValueError("targets: got some, and no loss function that would read them; give the loss function, or no targets")
         loss_fn, targets = _total, ()
     raw = RawArguments(params, example, targets, extras, state, None, (0, 0))
     arguments: dict[str, Any] = {"seed": raw.seed, "extras": extras, "state": state}
     times: dict[tuple[Op, int], list[float]] = {}
-    step = value_and_grad(stages, loss_fn, split_backward(looped_bfs(1, 1, count)), engine=engine, has_aux=True)
+    step = value_and_grad(stages, loss_fn, split_backward(looped_bfs(1, 1, count)), engine=engine, has_aux=True, tied=tied)
     step(params, example, targets, **arguments)
     for _ in range(repeats):
         _, timeline = step.record(params, example, targets, **arguments)
@@ -91,7 +101,10 @@ def measure(
 
 def _total(y: Any, target: Any) -> torch.Tensor:
     """The sum of all floating leaves."""
-    return torch.stack([leaf.sum() for leaf in tree_leaves(y) if leaf.is_floating_point()]).sum()
+    sums = [leaf.sum() for leaf in tree_leaves(y) if leaf.is_floating_point()]
+    if not sums:
+        raise TypeError("the last stage returns nothing to sum; give measure a loss function")
+    return torch.stack(sums).sum()
 
 
 def _residual_bytes(compiled: CompiledStep, raw: RawArguments) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -101,7 +114,7 @@ def _residual_bytes(compiled: CompiledStep, raw: RawArguments) -> tuple[tuple[in
     buffers = fill(compiled.lowered, arguments)
     own = {t.untyped_storage().data_ptr() for leaves in arguments.params.values() for t in leaves}
     found: dict[tuple[Op, int], int] = {}
-    with torch.no_grad():
+    with torch.no_grad(), preserve_rng(low.device for low in compiled.lowered.stages.values() if low.device.type == "cuda"):
         for call, place in zip(compiled.calls, compiled.places, strict=True):
             call(buffers)
             key = place.instruction.stage, 0

@@ -105,8 +105,8 @@ def value_and_grad(
             embedding and the head: ``{"embedding": [(0, "wte.weight"), (3, "lm_head.weight")]}``. A leaf is named by the keys
             on the way to it, joined by dots. The places have equal values, which is checked at every step, and get
             the same gradient, the sum over all of them.
-        sum_dtype: floating dtype in which the gradients of narrower parameters are added up over microbatches, and
-            returned, such as ``torch.float32`` for those of bfloat16; that of each parameter where none is given.
+        sum_dtype: ``torch.float32`` or ``torch.float64``, in which the gradients of narrower parameters, such as bfloat16, are
+            added up over microbatches, and returned; that of each parameter where none is given.
 
     Returns:
         ``step(params, inputs, targets=None, *, loss_weights=None, seed=None, extras=None, state=None)``, which
@@ -149,7 +149,7 @@ def value_and_grad(
     >>> loss, grads[0], grads[1]
     (tensor(2.5000), tensor(15.), tensor(10.))
     """
-    stages, schedule, tied = unpacked(stages, schedule, tied)
+    stages, schedule, tied = unpacked(stages, loss_fn, schedule, tied)
     wanted = argnums if isinstance(argnums, tuple) else (argnums,)
     if wanted not in ((0,), (1,), (0, 1), (1, 0)):
         raise ValueError(f"argnums: got {argnums!r}, expected 0 (parameters), 1 (inputs), or a tuple of both, each once")
@@ -158,8 +158,8 @@ def value_and_grad(
         raise ValueError(
             "per_microbatch=True keeps gradients of parameters apart, and argnums asks for none; leave it out, or take argnums=(0, 1)"
         )
-    if sum_dtype is not None and not (isinstance(sum_dtype, torch.dtype) and sum_dtype.is_floating_point):
-        raise TypeError(f"sum_dtype: got {_short(sum_dtype)}, expected a floating dtype, such as torch.float32")
+    if sum_dtype not in (None, torch.float32, torch.float64):
+        raise TypeError(f"sum_dtype: got {_short(sum_dtype)}, expected torch.float32 or torch.float64")
     if sum_dtype is not None and (per_microbatch or 0 not in wanted):
         raise ValueError("sum_dtype: got one, and no gradients of parameters are added up over microbatches; leave it out")
     changes = f"{' of each microbatch' if per_microbatch else ''}{' and inputs' if 1 in wanted else ''}{_of_shape(loss_shape)}"
@@ -213,7 +213,7 @@ def evaluate(
     >>> step({0: torch.tensor(2.0), 1: torch.tensor(3.0)}, torch.tensor([1.0, 2.0]))
     tensor([ 6., 12.])
     """
-    stages, schedule, tied = unpacked(stages, schedule, tied)
+    stages, schedule, tied = unpacked(stages, loss_fn, schedule, tied, loss_wanted=False)
     if loss_fn is None and not return_outputs and not has_aux:
         raise ValueError("evaluate got neither a loss function nor return_outputs=True; it would return nothing")
     if loss_fn is None and loss_shape:
@@ -252,7 +252,7 @@ def make_step(
         loss_weights: the weights that ``prepare`` gives where a call has none of its own.
         training: whether there are backwards.
     """
-    _require(stages, loss_fn, schedule, engine, spec)
+    _require(stages, schedule, engine, spec)
     if training and schedule.forward_only:
         raise ValueError(f"the schedule {schedule.name!r} has no backward; use ppfunc.evaluate, or a schedule for training")
     if loss_weights is not None and loss_fn is None:
@@ -311,14 +311,29 @@ def with_skips(schedule: Schedule, skips: Sequence[tuple[int, int]]) -> Schedule
     return replace(bare, skips=tuple(dict.fromkeys(edges)))
 
 
-def unpacked(stages: Stages, schedule: Schedule, tied: TiedPlaces) -> tuple[Sequence[Stage | None], Schedule, TiedPlaces]:
-    """The functions of a split, the schedule with its skip connections, and the ties with its own; others as they are."""
+def unpacked(
+    stages: Stages, loss_fn: Loss | None, schedule: Schedule, tied: TiedPlaces, *, loss_wanted: bool = True
+) -> tuple[Sequence[Stage | None], Schedule, TiedPlaces]:
+    """The functions of a split, the schedule with its skip connections, and the ties with its own; others as they are.
+
+    Raises:
+        TypeError: something else than stages, a schedule, a loss function.
+    """
+    if not isinstance(schedule, Schedule):
+        raise TypeError(f"schedule: got {_short(schedule)}, expected a schedule, such as ppfunc.one_f_one_b(ranks=4, microbatches=8)")
+    if (loss_fn is None and loss_wanted) or (loss_fn is not None and not callable(loss_fn)):
+        raise TypeError(f"loss_fn: got {_short(loss_fn)}, expected a function loss(y, target) -> scalar")
     if not isinstance(stages, Split):
+        if not isinstance(stages, Sequence) or isinstance(stages, str):
+            raise TypeError(f"stages: got {_short(stages)}, expected a list of functions, one per stage")
         return stages, schedule, tied
-    if isinstance(schedule, Schedule):  # another value is refused by name later
-        _require_count(stages.stages, schedule)
-        schedule = with_skips(schedule, stages.skips) if stages.skips else schedule
-    return stages.stages, schedule, stages.tied if tied is None else {**stages.tied, **tied}
+    _require_count(stages.stages, schedule)
+    schedule = with_skips(schedule, stages.skips) if stages.skips else schedule
+    if not isinstance(tied or {}, Mapping):
+        raise TypeError(f"tied: got {_short(tied)}, expected {{name: [(stage, name of a leaf), ...]}}")
+    if twice := stages.tied.keys() & (tied or {}).keys():
+        raise ValueError(f"tied: got {min(twice)!r}, which the split has tied; leave it out, or take another name")
+    return stages.stages, schedule, {**stages.tied, **(tied or {})}
 
 
 def _arguments(default: LossWeights) -> Callable[..., RawArguments]:
@@ -349,12 +364,8 @@ def _of_shape(loss_shape: tuple[int, ...]) -> str:
     return f" with losses of shape {loss_shape}" if loss_shape else ""
 
 
-def _require(stages: Any, loss_fn: Any, schedule: Any, engine: Any, spec: StepSpec) -> None:
+def _require(stages: Sequence[Any], schedule: Schedule, engine: Any, spec: StepSpec) -> None:
     """Raise where something else than expected was given in the place of an argument."""
-    if not isinstance(schedule, Schedule):
-        raise TypeError(f"schedule: got {_short(schedule)}, expected a schedule, such as ppfunc.one_f_one_b(ranks=4, microbatches=8)")
-    if not isinstance(stages, Sequence) or isinstance(stages, str):
-        raise TypeError(f"stages: got {_short(stages)}, expected a list of functions, one per stage")
     for stage, fn in enumerate(stages):
         if isinstance(fn, torch.nn.Module | ModuleStage):
             mend = "take ppfunc.stage_from_module(module).fn, and its params"
@@ -363,8 +374,6 @@ def _require(stages: Any, loss_fn: Any, schedule: Any, engine: Any, spec: StepSp
             wanted = "a function fn(params, x) -> y, or None for a stage of another process"
             raise TypeError(f"stages[{stage}]: got {_short(fn)}, expected {wanted}")
     _require_count(stages, schedule)
-    if (loss_fn is None and "loss" in spec.wants) or (loss_fn is not None and not callable(loss_fn)):
-        raise TypeError(f"loss_fn: got {_short(loss_fn)}, expected a function loss(y, target) -> scalar")
     if not callable(engine):
         raise TypeError(f"engine: got {_short(engine)}, expected ppfunc.graph, ppfunc.functional or ppfunc.eager")
     if not isinstance(spec.loss_shape, tuple) or not all(isinstance(n, int) for n in spec.loss_shape):

@@ -13,6 +13,7 @@ from ppfunc.runtime import Microbatches, StepFunction, StepResult, StepSpec, Tra
 from ppfunc.runtime.arguments import LossWeights, RawArguments, Seed
 from ppfunc.runtime.ties import TiedPlaces, read_tied
 from ppfunc.schedule import Schedule
+from ppfunc.splitter import Split
 from ppfunc.stage import Engine, Loss, Stage, graph
 from ppfunc.stage.signature import differentiable
 from ppfunc.stage.transforms import (
@@ -73,7 +74,7 @@ def jvp(
     (tensor([30.]), tensor([15.]))
     """
 
-    stages, schedule, tied = unpacked(stages, schedule, tied)
+    stages, schedule, tied = unpacked(stages, loss_fn, schedule, tied, loss_wanted=False)
     default = loss_weights
 
     def step(
@@ -146,7 +147,7 @@ def hvp(
     ({0: tensor(36.), 1: tensor(24.)}, {0: tensor(18.), 1: tensor(24.)})
     """
 
-    stages, schedule, tied = unpacked(stages, schedule, tied)
+    stages, schedule, tied = unpacked(stages, loss_fn, schedule, tied)
 
     def finish(result: StepResult, raw: RawArguments) -> Any:
         grads = {stage: _complete(gradient, raw.params[stage][0]) for stage, (_, gradient) in result.grads.items()}
@@ -199,7 +200,7 @@ def gnvp(
     {0: tensor(18.), 1: tensor(12.)}
     """
 
-    stages, schedule, tied = unpacked(stages, schedule, tied)
+    stages, schedule, tied = unpacked(stages, loss_fn, schedule, tied)
 
     def finish(result: StepResult, raw: RawArguments) -> Any:
         values = tuple(result.loss.unbind())
@@ -247,9 +248,11 @@ def per_sample_grad(
     >>> step(params, torch.tensor([1.0, 2.0, 3.0]), torch.zeros(3))
     (tensor(12.), {0: tensor([[3., 6., 9.]]), 1: tensor([[2., 4., 6.]])})
     """
+    if isinstance(stages, Split):
+        raise TypeError("stages: got a split, whose stages pass on tensors without a batch axis; give per_sample_grad stages of your own")
     if not isinstance(samples, int) or samples < 1:
         raise ValueError(f"samples: got {samples!r}, expected the number of samples in a microbatch, an integer of at least 1")
-    stages, schedule, tied = unpacked(stages, schedule, tied)
+    stages, schedule, tied = unpacked(stages, loss_fn, schedule, tied)
     losses = per_sample_loss(loss_fn)
     m = schedule.microbatches
 
@@ -261,7 +264,11 @@ def per_sample_grad(
         seed: Seed = None,
         extras: Mapping[int, Any] | None = None,
     ) -> RawArguments:
-        for name, batch in {"inputs": inputs, "targets": targets, **{f"extras[{s}]": b for s, b in (extras or {}).items()}}.items():
+        for name, batch in {
+            "inputs": inputs,
+            "targets": targets,
+            **{f"extras[{s}]": b for s, b in _stages(extras or {}, "extras").items()},
+        }.items():
             _require_samples(batch, samples, m, name)
         copies = {stage: for_samples(tree, samples) for stage, tree in _stages(params, "params").items()}
         return RawArguments(copies, inputs, targets, extras, None, [1.0] * m, seed)

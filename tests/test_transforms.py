@@ -412,3 +412,11 @@ def test_tangents_that_do_not_fit_are_refused():
             step(params, {0: wrong}, torch.ones(1, 2), torch.ones(1, 2))
     with pytest.raises(ValueError, match=r"tangents: got the stages \[\]"):
         step(params, {}, torch.ones(1, 2), torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("make", [pp.jvp, pp.hvp, pp.gnvp, pp.value_and_grad, lambda *given: pp.per_sample_grad(*given, samples=2)])
+def test_something_else_in_the_place_of_an_argument_is_refused_by_name(make):
+    fns, loss, schedule = [torch.mul] * 2, lambda y, t: y.sum(), pp.gpipe(2, 2)
+    for given, name in (((None, loss, schedule), "stages"), ((fns, 5, schedule), "loss_fn"), ((fns, loss, "gpipe"), "schedule")):
+        with pytest.raises(TypeError, match=f"{name}: got "):
+            make(*given)

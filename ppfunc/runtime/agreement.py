@@ -71,18 +71,18 @@ class Agreement:
         self.generation: int | None = None
         self.source = schedule.placement[schedule.chains[0].stages[0]]  # the rank whose batch names the shapes
 
-    def begin(self, arguments: StepArguments, name: str | None, purpose: str = "") -> Began:
+    def begin(self, arguments: StepArguments, name: str | None, purpose: str) -> Began:
         """Begin a step on all ranks, with the same call; meet them first where there was a failure since.
 
         Args:
             name: of the batch; None where this process was given none.
-            purpose: further terms of the call.
+            purpose: of the call: what the ranks have to agree on, too.
 
         Raises:
             AgreementError: another rank makes another call, or has another batch.
         """
         mine = None if name is None else f"{name}{_KNOWN}{self._has_run(name)}"
-        name, _, known = self._transport.begin(self._terms(arguments) + purpose, mine, self.source).rpartition(_KNOWN)
+        name, _, known = self._transport.begin(f"{self._terms(arguments)}; {purpose}", mine, self.source).rpartition(_KNOWN)
         if mine is None and known != self._has_run(name):
             raise AgreementError(
                 "the ranks disagree on the step that begins: whether it has run with these shapes before, rank "

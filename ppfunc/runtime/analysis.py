@@ -17,7 +17,7 @@ from ppfunc.stage.output import children
 from ppfunc.stage.tracing.emit import emit
 
 from .buffers import Key
-from .compile import CompiledStep, build_programs, compile_step
+from .compile import CompiledStep, build_programs, compile_step, new_gradients
 from .lower import BATCH, LoweredStage, LoweredStep
 from .transport import Transport
 
@@ -147,7 +147,7 @@ def _memory(step: LoweredStep, programs: dict[Key, StageProgram], rank: int) -> 
     models = {schedule.model_stages[s] for s in stages}
     params = sum(form.params[model].nbytes for model in models)
     summed = [leaf for s in stages for leaf in form.params[schedule.model_stages[s]].leaves if leaf.grad and not schedule.forward_only]
-    gradients = sum(leaf.nbytes for leaf in summed) * (schedule.microbatches if step.spec.per_microbatch else 1)
+    gradients = sum(new_gradients(step).signature(leaf).nbytes for leaf in summed)
     own = [(key, low) for key, low in step.stages.items() if key[0] in stages]
     batch = sum(low.sources[0].signature.nbytes for _, low in own if low.sources[0].stage == BATCH)
     batch += sum(form.targets[m].nbytes for (_, m), low in own if not low.sinks and form.targets) if form.targets else 0

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from math import inf
 
 import torch
 
@@ -18,7 +19,7 @@ from .calls import Place
 from .compile import CompiledStep, tag_of
 from .transport import Call, ControlTransport
 
-_ROUNDS = 4  # of a handshake; the quickest one counts
+_ROUNDS = 4  # of a handshake, each of which narrows down the offset
 
 Interval = tuple[float, float]  # start and end, in seconds
 
@@ -99,7 +100,8 @@ def _spans(schedule: Schedule, rank: int, places: Sequence[Place], intervals: Se
             waited[place.awaited] = start, end
         else:
             key = place.position, None if place.instruction.op in COMMUNICATION else place.instruction
-            at[key] = (at[key][0] if key in at else start), end
+            # A call before a wait, such as a load, does not begin the instruction.
+            at[key] = (at[key][0] if key in at and at[key][1] == start else start), end
     found, now = [], intervals[0][0] if intervals else 0.0
     for position, step in enumerate(schedule.programs[rank]):
         for instruction in step:
@@ -144,11 +146,11 @@ def _offset(control: ControlTransport, rank: int, ranks: int) -> float:
                 control.recv_text(peer)
                 control.send_text(peer, repr(time.perf_counter()))
         return 0.0
-    rounds = []
+    least, most = -inf, inf
     for _ in range(_ROUNDS):
         before = time.perf_counter()
         control.send_text(0, "")
         theirs = float(control.recv_text(0))
         after = time.perf_counter()
-        rounds.append((after - before, theirs - (before + after) / 2))
-    return min(rounds)[1]
+        least, most = max(least, theirs - after), min(most, theirs - before)
+    return 0.0 if least <= 0 <= most else (least + most) / 2  # processes of one host have one clock

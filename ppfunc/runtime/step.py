@@ -117,7 +117,9 @@ class StepFunction(Generic[P, R]):
             self._require_all_ranks_under_transforms()
             raw = self._prepare(*args, **kwargs)
             arguments = self._read(raw)
-            entry = self._ready(arguments, "" if recorder is None else "; recorded")
+            if "grads" in self.spec.wants:
+                require_declared(arguments.params, arguments.form.params, self.spec.tied, self.spec.primal)
+            entry = self._ready(arguments, "run" if recorder is None else "recorded")
             compiled = entry.compiled if recorder is None else recorder.attach(entry.compiled)
             # Under a torch.func transform from outside, that transform decides what is recorded.
             with torch.set_grad_enabled(torch.is_grad_enabled() and transforming()), _generators(arguments):
@@ -147,7 +149,7 @@ class StepFunction(Generic[P, R]):
         """
         try:
             arguments = self._read(self._prepare(*args, **kwargs), abstract=True)
-            name, _ = self._begin(arguments, None, "; lowered, not run")
+            name, _ = self._begin(arguments, None, "lowered, not run")
             lowered = self._lower(arguments, name, Negotiation(self.schedule, self.transport))
             self.transport.end({}, {})
             return Lowered(lowered, self._engine, self.transport)
@@ -220,8 +222,6 @@ class StepFunction(Generic[P, R]):
             raise RuntimeError(f"a stage calls the step function that it is part of ({self!r}); call a function of its own from a stage")
         self._building.active = True
         try:
-            if "grads" in self.spec.wants:
-                require_declared(arguments.params, arguments.form.params, self.spec.tied, self.spec.primal)
             exchange = self._agreement.exchange(name)
             lowered = self._lower(arguments, name, exchange)
             compiled = compile_step(lowered, self._engine, self.transport)

@@ -96,6 +96,8 @@ def _compare(lowered: LoweredStep, leaf: SharedLeaf) -> Call:
         value = buffers.params[first[0]][first[1]]
         for model, number in others:
             other = buffers.params[model][number]
+            if transformed(other) != transformed(value):
+                raise ValueError(f"{leaf.name} is transformed by torch.func in stage {first[0]} or {model} alone; map both places")
             if other is not value and not transformed(value) and not same_bits(other.to(value.device), value):
                 raise AgreementError(f"{leaf.name} has other values in stage {first[0]} than in stage {model}; give both places the same")
 

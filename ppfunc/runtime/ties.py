@@ -7,6 +7,7 @@ its gradient is the sum over all places, the same at each of them.
 from __future__ import annotations
 
 import ctypes
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 from typing import NamedTuple
@@ -16,10 +17,11 @@ from optree import treespec_paths
 
 from ppfunc.schedule import Schedule
 from ppfunc.stage import LeafSignature, Signature
+from ppfunc.stage.signature import differentiable
 
 from .buffers import Leaves
 from .errors import AgreementError
-from .functorch import transformed
+from .functorch import transformed, transforming
 from .transport import Link
 
 TiedPlaces = Mapping[str, Sequence[tuple[int, str]]] | None
@@ -38,11 +40,13 @@ def read_tied(tied: TiedPlaces, schedule: Schedule, parts: Sequence[str] = ("",)
     Raises:
         TypeError, ValueError: something else than a mapping of places, or a place that does not exist or comes twice.
     """
-    if not isinstance(tied or {}, Mapping):
-        raise TypeError(f"tied: got {type(tied).__name__}, expected {{name: [(stage, name of a leaf), ...]}}")
+    if tied is None or not isinstance(schedule, Schedule):  # another value is refused by name later
+        return ()
+    if not isinstance(tied, Mapping) or not all(isinstance(name, str) for name in tied):
+        raise TypeError(f"tied: got {reprlib.repr(tied)}, expected {{name: [(stage, name of a leaf), ...]}}")
     found: list[tuple[str, tuple[tuple[int, str], ...]]] = []
     taken: set[tuple[int, str]] = set()
-    for name, places in sorted((tied or {}).items()):
+    for name, places in sorted(tied.items()):
         if not isinstance(places, Sequence) or not all(isinstance(p, tuple | list) and [*map(type, p)] == [int, str] for p in places):
             raise TypeError(f"tied[{name!r}]: got {places!r}, expected places, such as [(0, 'wte.weight'), (3, 'lm_head.weight')]")
         if len(places) < 2:
@@ -66,16 +70,20 @@ def require_declared(params: Mapping[int, Leaves], signatures: Mapping[int, Sign
     Args:
         primal: how the names of parameters proper begin.
     """
+    if not transforming():
+        addresses = [leaf.data_ptr() for leaves in params.values() for leaf in leaves]
+        if len(set(addresses)) == len(addresses):
+            return
     places = {(k, leaf): name for name, group in tied for k, leaf in group}
-    seen: dict[tuple[int, int], tuple[int, str, str | None]] = {}
+    seen: dict[int, tuple[int, str, str | None]] = {}
     for stage, leaves in params.items():
         for leaf, named in zip(leaves, leaf_names(signatures[stage]), strict=True):
-            if not named.startswith(primal) or transformed(leaf) or not leaf.numel() or not leaf.is_floating_point():
+            if not named.startswith(primal) or transformed(leaf) or not leaf.numel() or not differentiable(leaf.dtype):
                 continue
-            other, its_name, its_group = seen.setdefault((leaf.data_ptr(), leaf.numel()), (stage, named, places.get((stage, named))))
+            other, its_name, its_group = seen.setdefault(leaf.data_ptr(), (stage, named, places.get((stage, named))))
             if other != stage and (its_group is None or its_group != places.get((stage, named))):
                 raise ValueError(
-                    f"params[{other}] {its_name!r} and params[{stage}] {named!r} are one tensor; "
+                    f"params[{other}] {its_name!r} and params[{stage}] {named!r} share memory; "
                     f"declare it, tied={{'name': [({other}, {its_name!r}), ({stage}, {named!r})]}}, to get the sum of both gradients "
                     f"at each, or give each stage a copy of its own"
                 )
@@ -107,6 +115,8 @@ def shared_leaves(schedule: Schedule, params: Mapping[int, Signature], tied: Tie
     """
     found = []
     for name, places in tied:
+        if _without_tangents(params, places):
+            continue
         numbers = {(k, leaf): leaf_number(params[k], leaf, f"tied[{name!r}]: params[{k}]") for k, leaf in places if k in params}
         forms = {str(params[k].leaves[n]): f"{leaf!r} of stage {k}" for (k, leaf), n in numbers.items()}
         if len(forms) > 1:
@@ -124,6 +134,15 @@ def shared_leaves(schedule: Schedule, params: Mapping[int, Signature], tied: Tie
     return found
 
 
+def _without_tangents(params: Mapping[int, Signature], places: Sequence[tuple[int, str]]) -> bool:
+    """Whether these are places of the tangents, made by `read_tied`, of leaves that have none: integers."""
+    return any(
+        leaf.startswith("1.") and leaf not in (names := leaf_names(params[k])) and f"0{leaf[1:]}" in names
+        for k, leaf in places
+        if k in params
+    )
+
+
 def leaf_number(signature: Signature, name: str, tree: str) -> int:
     """The number of the leaf whose keys, joined by dots, are ``name``.
 
@@ -134,6 +153,8 @@ def leaf_number(signature: Signature, name: str, tree: str) -> int:
     0
     """
     names = leaf_names(signature)
+    if names.count(name) > 1:
+        raise ValueError(f"{tree} has {names.count(name)} leaves {name!r}, whose keys are joined by dots; rename one of them")
     if name not in names:
         raise ValueError(f"{tree} has no leaf {name!r}; it has {', '.join(map(repr, names[:20]))}{', ...' if len(names) > 20 else ''}")
     return names.index(name)
@@ -158,7 +179,7 @@ def shared_forms(schedule: Schedule, params: Mapping[int, Signature], tied: Tied
     groups = [group for group in schedule.replicas if len({home[stage] for stage in group}) > 1]
     forms = {f"the parameters of stage {k}": params[k].to_json() for k in (model[group[0]] for group in groups) if k in params}
     for name, places in tied:
-        for k, leaf in places:
+        for k, leaf in places if not _without_tangents(params, places) else ():
             if k in params:
                 forms[f"the tied parameters {name!r}"] = str(params[k].leaves[leaf_number(params[k], leaf, f"params[{k}]")])
     return forms

@@ -62,6 +62,11 @@ def compare(measured: Timeline, simulated: Timeline) -> Comparison:
     >>> compare(simulate(schedule, Costs(forward=[1, 2], backward=[2, 4])), simulate(schedule)).summary
     'stage 1 is 2 times as long as the others'
     """
+    for name, timeline in (("measured", measured), ("simulated", simulated)):
+        if not isinstance(timeline, Timeline):
+            raise TypeError(f"{name}: got {type(timeline).__name__}, expected a Timeline, as step.record(...)[1] or simulate(...) gives")
+        if not timeline.makespan:
+            raise ValueError(f"{name}: got a timeline in which nothing takes time")
     if measured.schedule.placement != simulated.schedule.placement or list(_computed(measured)) != list(_computed(simulated)):
         raise ValueError(f"got timelines of {measured.schedule!r} and of {simulated.schedule!r}, expected those of one schedule")
     rows = zip(_shares(measured), _shares(simulated), strict=True)

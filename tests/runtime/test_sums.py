@@ -82,6 +82,12 @@ def test_sums_over_replicas(two):
 
 
 def test_what_would_add_nothing_up_is_refused():
-    for wrong, options in ((torch.int32, {}), ("float32", {}), (torch.float32, {"argnums": 1}), (torch.float32, {"per_microbatch": True})):
+    for wrong, options in (
+        (torch.int32, {}),
+        ("float32", {}),
+        (torch.float16, {}),
+        (torch.float32, {"argnums": 1}),
+        (torch.float32, {"per_microbatch": True}),
+    ):
         with pytest.raises((TypeError, ValueError), match="sum_dtype: got"):
             pp.value_and_grad([stage] * 2, loss_fn, pp.gpipe(2, M), sum_dtype=wrong, **options)

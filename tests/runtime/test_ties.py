@@ -129,7 +129,7 @@ def test_values_that_differ_in_one_process_are_told():
 def test_parameters_that_share_memory_are_declared():
     params, tokens, targets = problem()
     params[3]["head"] = params[0]["table"]["weight"]
-    with pytest.raises(ValueError, match=r"params\[0\] 'table.weight' and params\[3\] 'head' are one tensor; declare it"):
+    with pytest.raises(ValueError, match=r"params\[0\] 'table.weight' and params\[3\] 'head' share memory; declare it"):
         pp.value_and_grad(stages_of(4), squared, pp.one_f_one_b(4, M))(params, tokens, targets)
     _, grads = pp.value_and_grad(stages_of(4), squared, pp.one_f_one_b(4, M), tied=TIED)(params, tokens, targets)
     assert close(grads, whole(params, tokens, targets, M)[1])
@@ -142,8 +142,50 @@ def test_tangents_may_be_one_tensor_and_parameters_may_not():
     step = pp.hvp(fns, squared, pp.gpipe(2, M))
     shared = step(w, {0: same, 1: same}, x, x)
     assert all(torch.equal(a, b) for a, b in zip(leaves(shared), leaves(step(w, apart, x, x)), strict=True))
-    with pytest.raises(ValueError, match="are one tensor; declare it"):
+    with pytest.raises(ValueError, match="share memory; declare it"):
         pp.hvp(fns, squared, pp.gpipe(2, M))({0: w[0], 1: w[0]}, apart, x, x)
+
+
+def test_memory_that_is_shared_in_a_later_step_only_is_seen_as_well():
+    w, x = [normal(D, D, seed=s) for s in range(2)], normal(3 * M, D)
+    step = pp.value_and_grad([lambda p, x: torch.tanh(x @ p)] * 2, squared, pp.gpipe(2, M))
+    step({0: w[0], 1: w[1]}, x, x)
+    with pytest.raises(ValueError, match="share memory; declare it"):
+        step({0: w[0], 1: w[0]}, x, x)
+    complex_w = [v.to(torch.complex128) for v in w]
+    step = pp.value_and_grad([lambda p, x: (x @ p).abs().to(p.dtype)] * 2, lambda y, t: y.abs().sum(), pp.gpipe(2, M))
+    with pytest.raises(ValueError, match="share memory; declare it"):
+        step({0: complex_w[0], 1: complex_w[0]}, x.to(torch.complex128), x)
+
+
+def test_two_leaves_of_one_name_are_not_confused():
+    def first_of(p, x):
+        return x @ p["a.b"] + x @ p["a"]["b"]
+
+    w, x = torch.eye(D, dtype=torch.float64), normal(3 * M, D)
+    params = {0: {"a.b": w, "a": {"b": w.clone()}}, 1: {"a.b": w.clone(), "a": {"b": w.clone()}}}
+    with pytest.raises(ValueError, match="has 2 leaves 'a.b'"):
+        pp.value_and_grad([first_of] * 2, squared, pp.gpipe(2, M), tied={"e": [(0, "a.b"), (1, "a.b")]})(params, x, x)
+
+
+def test_integers_may_be_tied_in_second_derivatives_too():
+    params = {s: {"w": normal(D, D, seed=s), "n": torch.tensor(2)} for s in range(2)}
+    direction = {s: {"w": torch.ones(D, D, dtype=torch.float64), "n": None} for s in range(2)}
+    x, tied = normal(3 * M, D), {"n": [(0, "n"), (1, "n")]}
+    fns = [lambda p, x: torch.tanh(x @ p["w"]) * p["n"]] * 2
+    with_tie, without = (pp.hvp(fns, squared, pp.gpipe(2, M), tied=t)(params, direction, x, x) for t in (tied, None))
+    assert all(torch.equal(a, b) for a, b in zip(leaves(with_tie), leaves(without), strict=True))
+    params[1]["n"] = torch.tensor(3)
+    with pytest.raises(pp.AgreementError, match="has other values"):
+        pp.hvp(fns, squared, pp.gpipe(2, M), tied=tied)(params, direction, x, x)
+
+
+def test_a_place_alone_under_a_transform_is_refused():
+    w, x = normal(D, D), normal(3 * M, D)
+    step = pp.value_and_grad([lambda p, x: x @ p] * 2, squared, pp.gpipe(2, M), tied={"e": [(0, ""), (1, "")]}, engine=pp.functional)
+    for mapped in (lambda a: step({0: a, 1: w}, x, x)[0], lambda a: step({0: w, 1: a}, x, x)[0]):
+        with pytest.raises((ValueError, pp.PipelineError), match="alone; map both places"):
+            torch.func.vmap(mapped)(torch.stack([w, w]))
 
 
 def test_two_places_in_one_stage_and_three_in_all():

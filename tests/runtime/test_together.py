@@ -137,7 +137,7 @@ def test_step_functions_that_are_called_in_another_order_are_not_mixed(two, soon
 
 
 def refused_first(rank, ranks):
-    """One rank asks for a schedule of another size first, is refused, and goes on; the next step fails on both, so that they stay in step."""
+    """One rank asks for a schedule of another size first, is refused, and goes on; the next step fails on both: batches stay together."""
     params, inputs, targets = problem(ranks, 4)
     with pp.P2P(timeout=60) as transport:
         refused = caught(pp.value_and_grad, [stage] * 3, squared, pp.gpipe(3, 4), transport)[0] if rank == 0 else None

@@ -134,3 +134,11 @@ def test_another_number_of_stages_is_refused():
     _, parts, _, _ = problem()
     with pytest.raises(ValueError, match="stages: got 4, the schedule 'gpipe' has 3"):
         pp.value_and_grad(parts, loss_fn, pp.gpipe(3, M))
+
+
+def test_a_tie_of_the_split_is_not_replaced_and_per_sample_gradients_are_refused():
+    _, parts, _, _ = problem()
+    with pytest.raises(ValueError, match="tied: got 'wte.weight', which the split has tied"):
+        pp.value_and_grad(parts, loss_fn, pp.one_f_one_b(4, M), tied={"wte.weight": [(0, "wte.weight"), (3, "wte.weight")]})
+    with pytest.raises(TypeError, match="stages: got a split"):
+        pp.per_sample_grad(parts, loss_fn, pp.one_f_one_b(4, M), samples=2)
