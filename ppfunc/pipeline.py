@@ -31,7 +31,7 @@ Stages = Sequence[Stage | None] | Split
 
 def told_to_peers(make: Callable[P, R]) -> Callable[P, R]:
     """The same function, which makes a step function of its fourth argument, the transport; a mistake that it raises is
-    told to the other ranks, and fails the next step on all of them."""
+    told to the other ranks, whose next step fails, and the transport can be used no more."""
 
     @wraps(make)
     def making(*args: P.args, **kwargs: P.kwargs) -> R:

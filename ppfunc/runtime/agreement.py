@@ -64,8 +64,7 @@ class Agreement:
 
     def __init__(self, schedule: Schedule, spec: StepSpec, transport: Transport, ranks: tuple[int, ...]) -> None:
         self._schedule, self._spec, self._transport, self._ranks = schedule, spec, transport, ranks
-        self._numbers = transport.register_step()
-        self._number: int | None = None
+        self._number = transport.register_step()
         self._agreed: OrderedDict[tuple[object, ...], Agreed] = OrderedDict()  # the same forms on all ranks
         self._lock = threading.Lock()
         self.generation: int | None = None
@@ -114,8 +113,7 @@ class Agreement:
         """Terms that all ranks have to agree on; nobody compares them where one process has all ranks."""
         if len(self._ranks) == self._schedule.ranks:
             return ""
-        number = self._number if self.generation == self._transport.generation else "new"
-        return f"step function {number} ({self._spec.name}); {call_terms(self._schedule, arguments)}; autocast {autocast() or 'off'}"
+        return f"step function {self._number} ({self._spec.name}); {call_terms(self._schedule, arguments)}; autocast {autocast() or 'off'}"
 
     def _has_run(self, name: str) -> str:
         """Whether the ranks have agreed on this form of the batch before, which all of them have or none."""
@@ -127,17 +125,13 @@ class Agreement:
         versions = f"torch {torch.__version__}, Python {platform.python_version()}"
         tied = f", tied {', '.join(f'{name}: {places}' for name, places in self._spec.tied)}" if self._spec.tied else ""
         facts = f"{versions}, schedule {self._schedule.name[:60]} ({self._schedule.digest}){tied}"
-        numbers, mine = set(self._numbers), f"step function {self._numbers.start} ({self._spec.name})"
-        told = self._transport.all_gather(json.dumps([facts, mine, self._numbers.start, self._numbers.stop]))
-        for rank, (theirs, function, *number) in enumerate(map(json.loads, told)):
-            numbers &= set(range(*number))
-            if theirs != facts or not numbers:
-                here, there = (facts, theirs) if theirs != facts else (mine, function)
+        for rank, theirs in enumerate(self._transport.all_gather(facts)):
+            if theirs != facts:
                 raise AgreementError(
-                    f"the ranks disagree: rank {self._ranks[0]} has {here}; rank {rank} has {there}; every rank must be given the same"
+                    f"the ranks disagree: rank {self._ranks[0]} has {facts}; rank {rank} has {theirs}; every rank must be given the same"
                 )
         self._transport.connect(links_of(self._schedule, self._spec))
-        self.generation, self._number = self._transport.generation, min(numbers)
+        self.generation = self._transport.generation
 
     def _tell(self, lowered: LoweredStep, edges: Edges) -> Agreed:
         losses = {stage: [part.rank, Signature(_LEAF, (part.leaf,)).to_json()] for stage, part in lowered.losses.items()}

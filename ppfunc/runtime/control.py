@@ -16,7 +16,7 @@ import torch
 
 from ppfunc.stage import LeafSignature
 
-from .errors import AgreementError, FailureRecord, LinkError, PipelineError
+from .errors import AgreementError, FailureRecord, LinkError
 from .interrupts import hold_interrupts
 from .transport import Failure, LossPart, Mode
 
@@ -122,9 +122,8 @@ class Control:
         self._children = [child for child in (2 * self.rank + 1, 2 * self.rank + 2) if child < self.size]
         self._running = threading.Lock()
         self._interrupts: list[BaseException] = []  # of the last step's end
-        self._made = self._abandoned = 0  # step functions
-        self._lost: list[PipelineError] = []  # to be raised here by steps that peers lose
-        self._told: PipelineError | None = None
+        self._made = 0  # step functions
+        self._unmade: str | None = None  # why one could not be made
 
     @property
     def generation(self) -> int:
@@ -138,14 +137,13 @@ class Control:
             )
         return (self.rank,)
 
-    def register_step(self) -> range:
+    def register_step(self) -> int:
         self._made += 1
-        return range(self._made, self._made + self._abandoned + 1)
+        return self._made
 
     def abandon_step(self, cause: Exception) -> None:
-        self._abandoned += 1
         failure = Failure(self.rank, None, None, cause)
-        self._lost.append(PipelineError(self.rank, None, None, failure.reason))
+        self._unmade = failure.reason
         self.fail(failure)
 
     def tear_down(self) -> None:
@@ -159,10 +157,8 @@ class Control:
                 "got a step while another step runs on the same P2P(); the order of their messages would differ between "
                 "ranks: wait for the first, or make a P2P() for each thread, in the same order on every rank"
             )
-        if self._lost:
-            self._running.release()
-            self._told = self._lost.pop(0)
-            raise self._told
+        if self._unmade is not None:  # the peers have lost a step by it, this rank has not: the batches would not be the same
+            raise RuntimeError(f"a step function could not be made ({self._unmade}); mend that, and make a new P2P() on every rank")
         rank = self.rank
         if self._interrupts:
             interrupt, self._interrupts = self._interrupts[0], []
@@ -314,8 +310,6 @@ class Control:
         cause, rank = failure.cause, self.rank
         if isinstance(cause, StepRunning) and not cause.refused:
             cause.refused = True
-            return cause
-        if cause is self._told:  # the peers have heard of it
             return cause
         interrupts: list[BaseException] = []
         with hold_interrupts():

@@ -129,15 +129,12 @@ class ControlTransport(Protocol):
         """The ranks of a pipeline of ``ranks`` that live in this process; ValueError where the number does not fit."""
         ...
 
-    def register_step(self) -> range:
-        """The numbers that one more step function may have; ranks make theirs in the same order, so one number is on all.
-
-        There is one, but for those that this rank alone could not make before, which others may have counted or not.
-        """
+    def register_step(self) -> int:
+        """The number of one more step function; ranks make theirs in the same order."""
         ...
 
     def abandon_step(self, cause: Exception) -> None:
-        """Tell the peers that a step function could not be made here: the next step fails on every rank, here too."""
+        """Tell the peers that a step function could not be made here; no step can be run with this transport any more."""
         ...
 
     def all_gather(self, text: str) -> list[str]:
