@@ -11,7 +11,7 @@ A step function is called, and the data flows in one direction::
       results.py       collect           buffers -> losses, gradients, outputs, metrics, state
       transport        end               the sum of the losses; a step fails on every rank or on none
 
-`calls.py` makes the calls of stage programs, `tail.py` those that end a program. A transport is two protocols
+`calls.py` makes the calls of stage programs, `tail.py` those that end a program; `record.py` measures them. A transport is two protocols
 (`transport.py`), data and control, with three implementations: `InProcess`, `P2P` and `Simulated`. `control.py` is
 the tree along which ranks agree.
 """

@@ -1,4 +1,7 @@
-"""Names of torch.distributed that are not public, each used here only. Checked on torch 2.11 and 2.13."""
+"""Private and unstable names of torch.distributed that the transports use, each used here only.
+
+``tests/test_torch_names.py`` says which of them another torch than 2.13 has not.
+"""
 
 from __future__ import annotations
 

@@ -89,8 +89,8 @@ class Agreement:
             )
         if self._transport.generation != self.generation:
             self._meet()
-        if known == "yes":
-            with self._lock:
+        with self._lock:
+            if (name, autocast()) in self._agreed:
                 self._agreed.move_to_end((name, autocast()))
         return Began(name, known == "yes")
 
@@ -121,7 +121,8 @@ class Agreement:
 
     def _meet(self) -> None:
         """Compare with the peers what must be the same everywhere, and connect."""
-        self._agreed.clear()
+        with self._lock:
+            self._agreed.clear()
         versions = f"torch {torch.__version__}, Python {platform.python_version()}"
         tied = f", tied {', '.join(f'{name}: {places}' for name, places in self._spec.tied)}" if self._spec.tied else ""
         facts = f"{versions}, schedule {self._schedule.name[:60]} ({self._schedule.digest}){tied}"

@@ -1,6 +1,6 @@
 """Private and unstable names of torch by which a model is recorded before its operators are dispatched.
 
-Checked on torch 2.13 by running the tests. ``tests/test_torch_names.py`` says which name is gone on another.
+``tests/test_torch_names.py`` says which of them another torch than 2.13 has not.
 """
 
 from __future__ import annotations
