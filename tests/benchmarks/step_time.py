@@ -188,7 +188,7 @@ def stage_times(program: object, example: tuple, repeats: int = 30) -> tuple[flo
     """Median seconds of forward, whole backward, input gradient and weight gradient; all ranks at once."""
     flat = program.flat
     held, x, *rest = example
-    arguments = tuple(v for p in held for _, v in sorted(p.items())), (x,), tuple(rest)
+    arguments = tuple(v for p in held for v in p.values()), (x,), tuple(rest)
     gy = tuple(torch.ones(leaf.shape, device=x.device) for leaf in program.y.leaves)
     wait = torch.cuda.synchronize if x.device.type == "cuda" else lambda: None
     rows = []
