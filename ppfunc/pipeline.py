@@ -261,7 +261,7 @@ def make_step(
     if spec.overlapped is not None and Op.OVERLAP_F_B not in schedule.ops:
         raise ValueError(f"overlapped: got a function, and the schedule {schedule.name!r} overlaps nothing; use dualpipe or dualpipev")
     ready = prove(schedule if training or schedule.forward_only else forward_only(schedule), spec)
-    return StepFunction(list(stages), loss_fn, ready, transport or InProcess(), engine, spec, prepare, finish)
+    return StepFunction(list(stages), loss_fn, ready, InProcess() if transport is None else transport, engine, spec, prepare, finish)
 
 
 def prove(schedule: Schedule, spec: StepSpec) -> Schedule:

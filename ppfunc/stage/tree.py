@@ -41,14 +41,17 @@ def tree_flatten(tree: Any, name: str = "tree") -> tuple[list[Any], PyTreeSpec]:
 
 
 def tree_leaves(tree: Any) -> list[Any]:
+    """The leaves of a tree."""
     return tree_flatten(tree)[0]
 
 
 def tree_structure(tree: Any) -> PyTreeSpec:
+    """The structure of a tree."""
     return tree_flatten(tree)[1]
 
 
 def tree_unflatten(treedef: PyTreeSpec, leaves: Iterable[Any]) -> Any:
+    """The tree of this structure with these leaves."""
     return treedef.unflatten(leaves)
 
 

@@ -48,10 +48,12 @@ def is_dense(node: Node) -> bool:
 
 
 def is_random(node: Node) -> bool:
+    """Whether the operator of the node draws random numbers."""
     return isinstance(node.target, OpOverload) and draws(node.target, node.args, node.kwargs)
 
 
 def is_mutable(node: Node) -> bool:
+    """Whether the operator of the node writes into its arguments."""
     return isinstance(node.target, OpOverload) and schema(node.target).is_mutable
 
 
