@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 import torch
 
@@ -41,7 +41,10 @@ class InProcess:
     def recv_text(self, peer: int) -> str:
         raise AssertionError("ranks of one process need no texts")
 
-    def begin(self, call: str, key: str | None, source: int) -> str:
+    def require_same(self, facts: str, among: Literal["world", "peers"] = "world") -> None:
+        pass
+
+    def begin(self, call: str, key: str | None, source: int, common: str = "") -> str:
         assert key is not None  # one process holds the first stage, and so the batch
         return key
 

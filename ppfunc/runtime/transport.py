@@ -138,7 +138,16 @@ class ControlTransport(Protocol):
         ...
 
     def all_gather(self, text: str) -> list[str]:
-        """The text of every process, by rank. Collective."""
+        """The text of every process of the pipeline, by rank. Collective."""
+        ...
+
+    def require_same(self, facts: str, among: Literal["world", "peers"] = "world") -> None:
+        """Raise AgreementError on every rank where one has other facts. Collective.
+
+        Args:
+            facts: one sentence.
+            among: all ranks that train together, or those that have this rank's place in other pipelines on the same batch.
+        """
         ...
 
     def send_text(self, peer: int, text: str) -> None:
@@ -149,13 +158,14 @@ class ControlTransport(Protocol):
         """Receive the next text of a peer."""
         ...
 
-    def begin(self, call: str, key: str | None, source: int) -> str:
+    def begin(self, call: str, key: str | None, source: int, common: str = "") -> str:
         """Begin a step: every rank compares ``call``, and gets the ``key`` of rank ``source``.
 
         Args:
-            call: what all ranks have to agree on, terms separated by ``"; "``.
+            call: what all ranks that run this batch have to agree on, terms separated by ``"; "``.
             key: names the shapes of the batch; None on ranks that were not given the batch.
             source: a rank whose key is not None.
+            common: what all ranks that train together have to agree on, too.
 
         Raises:
             AgreementError: a rank makes another call, or has another key; on every rank.
