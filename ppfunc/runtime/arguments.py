@@ -15,7 +15,7 @@ from ppfunc.stage import Signature
 from ppfunc.stage.signature import Form, flatten, form_of, same_form
 from ppfunc.stage.tree import tree_paths
 
-from .batch import Leaves, Microbatches, cut, refuse_microbatches, require_divisible
+from .batch import Leaves, Microbatches, cut, cut_passes, refuse_microbatches, require_divisible
 from .functorch import transformed
 
 LossWeights = Sequence[float] | torch.Tensor | None
@@ -23,7 +23,15 @@ Seed = tuple[int, int] | None
 
 
 class RawArguments(NamedTuple):
-    """The arguments of one call, as the caller gave them; dictionaries are keyed by stage of the model."""
+    """The arguments of one call, as the caller gave them; dictionaries are keyed by stage of the model.
+
+    Args:
+        params, inputs, targets, extras, state, loss_weights, seed: of :func:`ppfunc.value_and_grad`.
+        passes: how many times the schedule runs, each with a part of the batch, before the gradients are used.
+        first: the number of the first microbatch, of which random numbers depend.
+        scale: what the cotangents of the loss are multiplied by, a tensor of one element.
+        carry: belongs to the update of a step that has one.
+    """
 
     params: Mapping[int, Any]
     inputs: Any
@@ -32,6 +40,28 @@ class RawArguments(NamedTuple):
     state: Mapping[int, Any] | None = None
     loss_weights: LossWeights = None
     seed: Seed = None
+    passes: int = 1
+    first: int = 0
+    scale: torch.Tensor | None = None
+    carry: Any = None
+
+    def parts(self, microbatches: int) -> list[RawArguments]:
+        """The arguments of each pass."""
+        if self.passes == 1:
+            return [self]
+        inputs, targets = (cut_passes(batch, self.passes, name) for batch, name in ((self.inputs, "inputs"), (self.targets, "targets")))
+        extras = {s: cut_passes(batch, self.passes, f"extras[{s}]") for s, batch in (self.extras or {}).items()}
+        weights = read_loss_weights(self.loss_weights, self.passes * microbatches)
+        return [
+            self._replace(
+                inputs=inputs[n],
+                targets=targets[n],
+                extras={s: batches[n] for s, batches in extras.items()},
+                loss_weights=None if weights is None else weights[n * microbatches : (n + 1) * microbatches],
+                first=self.first + n * microbatches,
+            )
+            for n in range(self.passes)
+        ]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,6 +121,7 @@ class StepArguments(NamedTuple):
         extras: likewise, by stage of the model.
         loss_weights: weight of every microbatch, float64[m]; None for ``1/m`` each.
         seed: ``(seed, step)``, or None.
+        first, scale, carry: as given.
         form: of all of them.
         trees: the form of every tree, by its name.
     """
@@ -104,6 +135,9 @@ class StepArguments(NamedTuple):
     seed: Seed
     form: StepForm
     trees: Mapping[str, TreeForm]
+    first: int = 0
+    scale: torch.Tensor | None = None
+    carry: Any = None
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -183,7 +217,8 @@ def read_arguments(
             _require_values(trees)
         form = _form(trees, stages, m, params, inputs)
     weights = read_loss_weights(raw.loss_weights, m)
-    return StepArguments(params, states, inputs, targets, further, weights, _read_seed(raw.seed), form, trees)
+    seed = _read_seed(raw.seed)
+    return StepArguments(params, states, inputs, targets, further, weights, seed, form, trees, raw.first, raw.scale, raw.carry)
 
 
 def read_loss_weights(weights: LossWeights, microbatches: int) -> torch.Tensor | None:

@@ -99,6 +99,21 @@ def microbatch(batch: Any, microbatches: int) -> Microbatches:
     return Microbatches(treedef.unflatten(row) for row in cut(leaves, int(microbatches)))
 
 
+def cut_passes(batch: Any, passes: int, name: str) -> Sequence[Any]:
+    """The part of a batch, whole or Microbatches, that each of several passes of a schedule runs."""
+    if batch is None:
+        return [None] * passes
+    if not isinstance(batch, Microbatches):
+        leaves, treedef = flatten(batch, name)
+        refuse_microbatches(treedef, name)
+        require_divisible(leaves, tree_paths(treedef), passes, name)
+        return [treedef.unflatten(row) for row in cut(leaves, passes)]
+    if len(batch) % passes:
+        raise ValueError(f"{name}: got {len(batch)} microbatches, expected as many in each of {passes} passes of the schedule")
+    size = len(batch) // passes
+    return [Microbatches(batch.trees[n * size : (n + 1) * size]) for n in range(passes)]
+
+
 def refuse_microbatches(treedef: PyTreeSpec, name: str) -> None:
     """Raise TypeError where there are Microbatches within a tree, whose rows would be cut again."""
     nodes = [treedef]

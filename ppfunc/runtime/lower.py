@@ -17,7 +17,7 @@ from ppfunc.stage import LeafSignature, Loss, Outline, Signature, Stage
 from ppfunc.stage.output import children, received_signature
 
 from .arguments import StepForm
-from .buffers import Key
+from .buffers import Buffers, Key
 from .overlap import Overlapped
 from .stage_programs import StageFunction, outline_of
 from .ties import Tied
@@ -25,6 +25,21 @@ from .transport import LossPart
 
 BATCH = -1
 """The "stage" that the batch comes from."""
+
+
+class Update(NamedTuple):
+    """What a step does with gradients at REDUCE_GRAD and STEP. All functions read and write ``buffers.carry``, the caller's own.
+
+    Args:
+        reduce: at REDUCE_GRAD, ``reduce(buffers, stage of the model, {number of the leaf: gradient})``.
+        join: between the last REDUCE_GRAD and the first STEP of this process, ``join(buffers, weighted losses by stage of the
+            schedule)``; None where the stages need nothing of each other, and each makes its STEP where the schedule has it.
+        step: at STEP, ``step(buffers, stage of the model)``.
+    """
+
+    reduce: Callable[[Buffers, int, dict[int, torch.Tensor]], None]
+    join: Callable[[Buffers, dict[int, torch.Tensor]], None] | None
+    step: Callable[[Buffers, int], None]
 
 
 class StepSpec(NamedTuple):
@@ -38,6 +53,7 @@ class StepSpec(NamedTuple):
         overlapped: runs the two parts of an ``OVERLAP_F_B``; in turn where there is none.
         tied: the places of tied parameters.
         sum_dtype: of the sums of gradients, where that of a parameter is narrower.
+        update: what REDUCE_GRAD and STEP do; they are refused where there is none.
         primal: the key of the parameters proper where a transform has added tangents to them, such as ``"0."``.
     """
 
@@ -49,6 +65,7 @@ class StepSpec(NamedTuple):
     tied: Tied = ()
     sum_dtype: torch.dtype | None = None
     primal: str = ""
+    update: Update | None = None
 
 
 class Edge(NamedTuple):
@@ -219,6 +236,8 @@ def require_honoured(schedule: Schedule, spec: StepSpec) -> None:
         Op.UNSHARD: "parameters are given whole; leave it out of the schedule",
         Op.RESHARD: "parameters are given whole; leave it out of the schedule",
     }
+    if spec.update is not None:
+        del refused[Op.STEP], refused[Op.REDUCE_GRAD]
     if not schedule.replicas and not spec.tied:
         refused[Op.REDUCE_TIED] = f"no stage of this schedule has replicas, and no tied parameters are declared; {mend}"
     for op in (op for op in refused if op in schedule.ops):

@@ -13,7 +13,6 @@ from ppfunc.stage.tree import tree_leaves, tree_map, tree_structure
 from .arguments import StepArguments
 from .batch import Microbatches
 from .buffers import Buffers, Tag
-from .execute import weights_of
 from .lower import BATCH, LoweredStage, LoweredStep
 from .ownership import Owned
 
@@ -40,6 +39,7 @@ class StepResult(NamedTuple):
         input_grads: those of the inputs, in their form; None where this process runs no first stage.
         outputs: what the last stages of this process return, in the form of the inputs; None where it runs none.
         aux: metrics and state, :class:`Aux`.
+        carry: what the update of the step has left.
     """
 
     loss: Any = None
@@ -47,33 +47,20 @@ class StepResult(NamedTuple):
     input_grads: Any = None
     outputs: Any = None
     aux: Any = None
+    carry: Any = None
 
 
-def collect(lowered: LoweredStep, arguments: StepArguments, buffers: Buffers) -> tuple[dict[int, torch.Tensor], StepResult]:
-    """Make what is wanted out of the buffers.
-
-    Returns:
-        The losses of every stage of this process that has some, each times the weight of its microbatch; and all other
-        results: the loss needs those of the other ranks.
-    """
+def collect(lowered: LoweredStep, arguments: StepArguments, buffers: Buffers) -> StepResult:
+    """Make what is wanted out of the buffers, but for the loss, which needs those of the other ranks."""
     wants, owned = lowered.spec.wants, _owner(lowered, arguments)
-    return _weighted_losses(lowered, arguments, buffers), StepResult(
+    return StepResult(
         None,
         _gradients(lowered, arguments, buffers, owned) if "grads" in wants else None,
         _input_gradients(lowered, arguments, buffers, owned) if "input_grads" in wants else None,
         _outputs(lowered, buffers, owned) if "outputs" in wants else None,
         _aux(lowered, buffers, owned) if "aux" in wants else None,
+        buffers.carry,
     )
-
-
-def _weighted_losses(lowered: LoweredStep, arguments: StepArguments, buffers: Buffers) -> dict[int, torch.Tensor]:
-    made: dict[int, torch.Tensor] = {}
-    for stage in lowered.losses:
-        weights = weights_of(lowered, arguments, stage)
-        own = [m for m in _microbatches(lowered, stage) if lowered.stages[stage, m].loss is not None]
-        losses = torch.stack([buffers.kept[stage, m][0] for m in own])
-        made[stage] = losses * torch.stack([weights[m] for m in own]).view(-1, *(1,) * (losses.ndim - 1))
-    return made
 
 
 def _owner(lowered: LoweredStep, arguments: StepArguments) -> Owned:
