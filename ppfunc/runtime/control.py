@@ -143,17 +143,19 @@ class Control:
 
     def __init__(self, links: Links, grid: Grid | None = None) -> None:
         everyone = tuple(range(links.size))
-        self.links, self.grid = links, grid or Grid((everyone,), links.size, links.rank)
+        self.links, self.grid = links, grid or Grid((everyone,), (links.rank,), links.size, links.rank)
         self.line = self.grid.line
         self.rank, self.size = self.line.index(links.rank), len(self.line)  # of the pipeline
         self.ended = 0  # steps that have ended on this rank
         self._world = Tree.over(everyone, links.rank, _TREE)
         self._replica = self._world if self.grid.replica == everyone else Tree.over(self.grid.replica, links.rank, "replica")
+        self._model = Tree.over(self.grid.model, links.rank, "model") if len(self.grid.model) > 1 else None
         self._line = self._replica if self.line == self.grid.replica else Tree.over(self.line, links.rank, "line")
         self._running = threading.Lock()
         self._interrupts: list[BaseException] = []  # of the last step's end
         self._made = 0  # step functions
-        self._unmade: str | None = None  # why one could not be made
+        self._executing = False  # whether peers may wait for this rank in a collective of a stage
+        self._unusable: str | None = None  # why, and what to do
 
     @property
     def generation(self) -> int:
@@ -173,7 +175,8 @@ class Control:
 
     def abandon_step(self, cause: Exception) -> None:
         failure = Failure(self.rank, None, None, cause)
-        self._unmade = failure.reason
+        # The peers have lost a step by it, this rank has not: the batches would not be the same.
+        self._unusable = f"a step function could not be made ({failure.reason}); mend that, and make a new P2P() on every rank"
         self.fail(failure)
 
     def tear_down(self) -> None:
@@ -187,8 +190,8 @@ class Control:
                 "got a step while another step runs on the same P2P(); the order of their messages would differ between "
                 "ranks: wait for the first, or make a P2P() for each thread, in the same order on every rank"
             )
-        if self._unmade is not None:  # the peers have lost a step by it, this rank has not: the batches would not be the same
-            raise RuntimeError(f"a step function could not be made ({self._unmade}); mend that, and make a new P2P() on every rank")
+        if self._unusable is not None:
+            raise RuntimeError(self._unusable)
         if self._interrupts:
             interrupt, self._interrupts = self._interrupts[0], []
             raise interrupt
@@ -207,6 +210,11 @@ class Control:
         if key is not None:
             self._compare(key, shapes, tree.members[0])
         return shapes
+
+    def ready(self) -> None:
+        if self._model is not None:
+            self._gather_texts(self._model, "")
+        self._executing = True
 
     def _pass_down(self, tree: Tree, mine: str, shapes: str | None = None) -> str | None:
         """Compare what the rank at the top of a tree tells; the shapes that it tells too."""
@@ -287,6 +295,7 @@ class Control:
             total = self._settle(gathered, parts, modes, self._interrupts)
             if after is not None:
                 total = after()
+            self._executing = False
             self._running.release()
         self.ended += 1  # not where a signal has acted at the exit: the next step then finds that this rank has got one less
         return total
@@ -390,6 +399,7 @@ class Control:
                 first = FailureRecord.read(_insist(interrupts, self.links.publish, mine.write()))
             finally:
                 self.tear_down()
+                self._executing = False
                 if self._running.locked():
                     self._running.release()
         if interrupts:

@@ -28,11 +28,13 @@ class Grid(NamedTuple):
 
     Args:
         lines: the pipelines that run the batch that this rank runs, each the ranks of one, in the order of the pipeline.
+        data: the ranks that have this rank's place in the pipelines that run other batches, and this rank.
         size: how many ranks train together.
         rank: this one.
     """
 
     lines: tuple[tuple[int, ...], ...]
+    data: tuple[int, ...]
     size: int
     rank: int
 
@@ -40,6 +42,12 @@ class Grid(NamedTuple):
     def line(self) -> tuple[int, ...]:
         """The ranks of the pipeline of this rank."""
         return next(line for line in self.lines if self.rank in line)
+
+    @property
+    def model(self) -> tuple[int, ...]:
+        """The ranks that have this rank's place in the pipelines that run the same batch, and this rank."""
+        place = self.line.index(self.rank)
+        return tuple(line[place] for line in self.lines)
 
     @property
     def replica(self) -> tuple[int, ...]:
@@ -64,4 +72,5 @@ def grid_of(mesh: DeviceMesh, axes: Axes, rank: int) -> Grid:
     missing = ("1" if name is None else role for role, name in (("data", axes.data), ("model", axes.model), ("pipe", axes.pipe)))
     replicas = rearrange(numbers, f"{' '.join(named[name] for name in own)} -> {' '.join(missing)}")
     lines = next(replica for replica in replicas if bool((replica == here).any()))
-    return Grid(tuple(map(tuple, lines.tolist())), numbers.numel(), here)
+    data = replicas[:, lines == here].flatten()
+    return Grid(tuple(map(tuple, lines.tolist())), tuple(data.tolist()), numbers.numel(), here)

@@ -9,6 +9,7 @@ from typing import Literal, Self
 import torch
 
 from .buffers import Buffers
+from .collective import Among, Collective
 from .errors import AgreementError, PipelineError
 from .transport import Call, Failure, Link, LossPart, Mode, Transfer
 
@@ -48,6 +49,9 @@ class InProcess:
         assert key is not None  # one process holds the first stage, and so the batch
         return key
 
+    def ready(self) -> None:
+        pass
+
     def end(self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart], mode: Mode = "mixed") -> torch.Tensor | None:
         return torch.cat([losses[stage] for stage in sorted(parts)]).sum(0) if parts else None
 
@@ -58,6 +62,9 @@ class InProcess:
 
     def connect(self, links: Iterable[Link]) -> None:
         pass
+
+    def collective(self, among: Among) -> Collective:
+        return Collective()
 
     def post(self, batch: Sequence[Transfer]) -> Call | None:
         return None

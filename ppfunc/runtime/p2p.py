@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import _torch
 from .buffers import Buffers
+from .collective import Among, Collective
 from .control import Control
 from .errors import GONE, LinkError, PipelineError, gone
 from .grid import Axes, grid_of
@@ -93,6 +94,8 @@ class P2P(Control):
         weakref.finalize(self, links.close)
         self.backend = self._rendezvous.backend
         self._channels: dict[str, _Channel] = {}
+        self._collectives: dict[Among, Collective] = {}
+        self._mesh, self._axes = mesh, axes
         self._pending: dict[Any, Any] = {}  # that of the buffers of the running step
 
     # -- control ---------------------------------------------------------------------------
@@ -120,12 +123,20 @@ class P2P(Control):
         return torch.cat(shared).sum(0)
 
     def fail(self, failure: Failure) -> BaseException:
+        if isinstance(_lost(-1, failure.cause), LinkError):  # in a collective of a stage: who is gone, or why, is about to be told
+            self.links.await_failure()
         try:
             return super().fail(failure)
         finally:
             _let_go(failure.cause)
 
     def tear_down(self) -> None:
+        if self._executing and self._mesh is not None and self._axes.model is not None and len(self.grid.model) > 1:
+            self._unusable = (
+                f"an earlier step has failed in the middle of a stage, whose collectives may hang: the process group of the axis "
+                f"{self._axes.model!r} has been ended; make a new mesh and a new P2P() on every rank"
+            )
+            _torch.end_group(self._mesh, self._axes.model)
         self._disconnect()
         self._rendezvous.move_on()
 
@@ -147,6 +158,19 @@ class P2P(Control):
                     self.links.waiting_on = peer
                     channel.group = self._rendezvous.open(f"{self.generation}/{name}", peer, self.links.check)
                     self.links.waiting_on = None
+
+        for among, collective in sorted(self._collectives.items()):  # every rank is on its way here: they have just compared facts
+            if collective.group is None and collective.size > 1:
+                members = self._members(among)
+                name = f"{self.generation}/{among}/{'-'.join(map(str, members))}"
+                collective.group = self._rendezvous.open_all(name, collective.place, collective.size)
+
+    def collective(self, among: Among) -> Collective:
+        members = self._members(among)
+        return self._collectives.setdefault(among, Collective(len(members), members.index(self.links.rank)))
+
+    def _members(self, among: Among) -> tuple[int, ...]:
+        return {"data": self.grid.data, "model": self.grid.model, "world": tuple(range(self.grid.size))}[among]
 
     def _name(self, link: Link) -> str:
         """The name of the communicator that messages of a link take, the same at both ends."""
@@ -263,7 +287,8 @@ class P2P(Control):
     def _disconnect(self) -> None:
         """End every communicator: peers that wait on one raise at once. The next step makes new ones."""
         self._pending.clear()
-        for channel in self._channels.values():
+        channels: list[Any] = [*self._channels.values(), *self._collectives.values()]
+        for channel in channels:
             group, channel.group = channel.group, None
             if self.backend == "nccl" and group is not None:
                 group.abort()
@@ -279,9 +304,9 @@ def _let_go(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def _lost(peer: int, error: RuntimeError) -> Exception:
+def _lost(peer: int, error: BaseException) -> BaseException:
     """The error of a backend, as what it says of the peer where it does."""
-    text = str(error)
+    text = str(error) if isinstance(error, RuntimeError) else ""
     if "Timed out waiting" in text:
         return LinkError(peer, "late", f"it has not answered in time ({text.splitlines()[0]})")
     if isinstance(error, dist.DistNetworkError) or any(words in text for words in _LOST):

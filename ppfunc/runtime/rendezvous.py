@@ -85,6 +85,14 @@ class Rendezvous:
             raise interrupt
         return group
 
+    def open_all(self, name: str, place: int, size: int) -> Any:
+        """A communicator of several ranks, all of which are on their way to the same call."""
+        self._written[-1] += [f"{name}/0/{place}"]
+        store, timeout = PrefixStore(name, self._store), timedelta(seconds=self.timeout)
+        with hold_interrupts(), self._within_reach():
+            make = _torch.ProcessGroupGloo if self.backend == "gloo" else _torch.ProcessGroupNCCL
+            return make(store, place, size, timeout)
+
     def _commit(self, key: str, peer: int, check: Callable[[int], None]) -> BaseException | None:
         """Return on both ranks or on none: what they do then cannot be ended from outside.
 

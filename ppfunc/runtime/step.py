@@ -123,6 +123,7 @@ class StepFunction(Generic[P, R]):
                 require_declared(arguments.params, arguments.form.params, self.spec.tied, self.spec.primal)
             entry = self._ready(arguments, "run" if recorder is None else "recorded")
             compiled = entry.compiled if recorder is None else recorder.attach(entry.compiled)
+            self.transport.ready()
             # Under a torch.func transform from outside, that transform decides what is recorded.
             with torch.set_grad_enabled(torch.is_grad_enabled() and transforming()), _generators(arguments):
                 for n, part in enumerate(passes, 1):

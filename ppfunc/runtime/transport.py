@@ -12,6 +12,7 @@ from ppfunc.schedule import Instruction
 from ppfunc.stage import LeafSignature
 
 from .buffers import Buffers, Tag
+from .collective import Among, Collective
 
 LONGEST = 2000  # characters of a message of somebody else's that travel
 
@@ -98,7 +99,11 @@ class DataTransport(Protocol):
     """
 
     def connect(self, links: Iterable[Link]) -> None:
-        """Open what messages need on these links; every rank names the same ones. Collective, idempotent."""
+        """Open what messages need on these links, and what collectives need; every rank names the same ones. Collective, idempotent."""
+        ...
+
+    def collective(self, among: Among) -> Collective:
+        """Operations among the ranks of several pipelines; of this rank alone where there is one. To be had before ``connect``."""
         ...
 
     def post(self, batch: Sequence[Transfer]) -> Call | None:
@@ -170,6 +175,11 @@ class ControlTransport(Protocol):
         Raises:
             AgreementError: a rank makes another call, or has another key; on every rank.
         """
+        ...
+
+    def ready(self) -> None:
+        """Say that this rank is about to execute a step; wait for those that compute parts of the same stage, so that no
+        collective of theirs begins where one of them has failed before."""
         ...
 
     def end(self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart], mode: Mode = "mixed") -> torch.Tensor | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..collective import Among, Collective
 from ..control import Control
 from ..transport import Call, Link, LossPart, Mode, Transfer
 from .faults import Fault
@@ -81,6 +82,9 @@ class SimulatedTransport(Control):
 
     def connect(self, links: Iterable[Link]) -> None:
         self._wires.connect(self.rank, sorted({link for link in links if self.rank in (link.sender, link.receiver)}))
+
+    def collective(self, among: Among) -> Collective:
+        return Collective()
 
     def post(self, batch: Sequence[Transfer]) -> Call | None:
         return self._wires.post(self.rank, batch) if batch else None
