@@ -37,8 +37,8 @@ def append_tail(schedule: Schedule, *, tied: bool | Collection[int] | None = Non
     0F0 0B0 0REDUCE_GRAD
     1F0 1B0 1REDUCE_TIED+1REDUCE_GRAD
     """
-    everywhere = bool(schedule.replicas) if tied is None else tied is True
-    chosen = set(range(schedule.stages) if everywhere else tied or ())
+    tied = bool(schedule.replicas) if tied is None else tied
+    chosen = set(range(schedule.stages) if tied is True else tied or ())
     if not chosen <= set(range(schedule.stages)):
         raise ValueError(f"tied is {sorted(chosen)}, expected stages from 0 to {schedule.stages - 1}")
     there = {(i.op, i.stage) for program in schedule.programs for step in program for i in step if i.op in TAIL}
