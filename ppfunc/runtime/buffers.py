@@ -47,7 +47,7 @@ class Buffers:
         losses: the weighted losses of earlier passes, by stage of the schedule.
         scale: what the cotangents of the loss are multiplied by, None for 1.
         first: the number of the first microbatch among those of all passes and data ranks.
-        carry: what belongs to the caller's update, see :class:`ppfunc.runtime.lower.Update`.
+        carry: what belongs to the caller's update, see :class:`ppfunc.runtime.lower.ParameterUpdate`.
         pending: messages that the transport has posted and not waited for, by tag; only the transport looks into it.
     """
 

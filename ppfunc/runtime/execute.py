@@ -49,7 +49,7 @@ def fill(lowered: LoweredStep, arguments: StepArguments, before: Buffers | None 
     """New buffers with the arguments in their places.
 
     Args:
-        before: the buffers of an earlier pass, whose gradients, losses and states go on.
+        before: the buffers of an earlier pass, whose states go on, and its gradients and losses, or parameters.
 
     Raises:
         ValueError: a stage draws random numbers, and there is no seed.
@@ -60,14 +60,18 @@ def fill(lowered: LoweredStep, arguments: StepArguments, before: Buffers | None 
     buffers = Buffers(params=dict(arguments.params), state=dict(arguments.state), seed=arguments.seed)
     buffers.first, buffers.scale, buffers.carry = arguments.first, arguments.scale, arguments.carry
     if before is not None:
-        buffers.gradients, buffers.losses, buffers.state = before.gradients, before.losses, before.state
+        buffers.state, buffers.params = before.state, before.params
+    if before is not None and arguments.steps:
+        buffers.scale = before.scale
+    elif before is not None:
+        buffers.gradients, buffers.losses = before.gradients, before.losses
     for chain in schedule.chains:
         last = chain.stages[-1]
         for stage in chain.stages:
             if schedule.placement[stage] not in lowered.ranks:
                 continue
             model = schedule.model_stages[stage]
-            if not schedule.forward_only and before is None:
+            if not schedule.forward_only and stage not in buffers.gradients:
                 buffers.gradients[stage] = new_gradients(lowered)
             batches = [arguments.targets] if stage == last and arguments.targets else []
             batches += [arguments.extras[model]] if model in arguments.extras else []

@@ -27,14 +27,14 @@ BATCH = -1
 """The "stage" that the batch comes from."""
 
 
-class Update(NamedTuple):
+class ParameterUpdate(NamedTuple):
     """What a step does with gradients at REDUCE_GRAD and STEP. All functions read and write ``buffers.carry``, the caller's own.
 
     Args:
         reduce: at REDUCE_GRAD, ``reduce(buffers, stage of the model, {number of the leaf: gradient})``.
         join: between the last REDUCE_GRAD and the first STEP of this process, ``join(buffers, weighted losses by stage of the
             schedule)``; None where the stages need nothing of each other, and each makes its STEP where the schedule has it.
-        step: at STEP, ``step(buffers, stage of the model)``.
+        step: at STEP, ``step(buffers, stage of the model)``; puts new parameters into ``buffers.params`` for a further pass.
     """
 
     reduce: Callable[[Buffers, int, dict[int, torch.Tensor]], None]
@@ -65,7 +65,7 @@ class StepSpec(NamedTuple):
     tied: Tied = ()
     sum_dtype: torch.dtype | None = None
     primal: str = ""
-    update: Update | None = None
+    update: ParameterUpdate | None = None
 
 
 class Edge(NamedTuple):

@@ -127,9 +127,9 @@ class StepFunction(Generic[P, R]):
             # Under a torch.func transform from outside, that transform decides what is recorded.
             with torch.set_grad_enabled(torch.is_grad_enabled() and transforming()), _generators(arguments):
                 for n, part in enumerate(passes, 1):
-                    if buffers is not None:
+                    if buffers is not None and not part.steps:
                         buffers.losses = {stage: [losses] for stage, losses in losses_of(compiled.lowered, buffers).items()}
-                    buffers = execute(compiled, fill(compiled.lowered, part, buffers), n == len(passes))
+                    buffers = execute(compiled, fill(compiled.lowered, part, buffers), part.steps or n == len(passes))
                 assert buffers is not None
                 parts = entry.parts if self.spec.update is None else {}  # an update has them, and sums them over all pipelines
                 losses = losses_of(compiled.lowered, buffers) if parts else {}

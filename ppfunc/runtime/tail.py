@@ -182,8 +182,11 @@ def update_parameters(lowered: LoweredStep, updates: Sequence[Place]) -> Iterato
     update = lowered.spec.update
     reductions, steps = ([place for place in updates if place.instruction.op is op] for op in (Op.REDUCE_GRAD, Op.STEP))
     yield from ((call, place) for place in reductions if (call := update_call(lowered, place.instruction)))
-    if update is not None and (join := update.join) is not None and steps:
-        yield lambda buffers: join(buffers, losses_of(lowered, buffers)), steps[0]
+    if update is not None and (join := update.join) is not None:
+        rank = lowered.ranks[-1]
+        program = lowered.schedule.programs[rank]
+        place = steps[0] if steps else Place(rank, len(program) - 1, program[-1][-1])
+        yield lambda buffers: join(buffers, losses_of(lowered, buffers)), place
     yield from ((call, place) for place in steps if (call := update_call(lowered, place.instruction)))
 
 
