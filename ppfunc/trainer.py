@@ -67,7 +67,7 @@ class _Running:
 
     Args:
         state: from which it began; the new one at the end.
-        count: the sum of the weights of the microbatches is their number where these were given, None where it is 1.
+        weight: the sum of the weights of this data rank's microbatches, None where that of all data ranks is 1.
         pending: by stage, the sums over data ranks under way: flat buffers, the leaves in each, and what waits for it.
         gradients: by stage and number of the leaf, summed over the data ranks.
         factor: what gradients are multiplied by, None for 1.
@@ -77,7 +77,7 @@ class _Running:
     """
 
     state: TrainState
-    weighted: bool
+    weight: float | None
     pending: dict[int, list[tuple[Tensor, list[int], Wait]]] = field(default_factory=dict)
     gradients: dict[int, dict[int, Tensor]] = field(default_factory=dict)
     factor: Tensor | None = None
@@ -154,7 +154,7 @@ class Trainer:
         scale = None if state.scale is None else state.scale["scale"]
         return RawArguments(
             state.params, inputs, targets, extras, None, weights, seed, self._accumulate, first=self._data.place * microbatches,
-            scale=scale, carry=_Running(state, loss_weights is not None),
+            scale=scale, carry=_Running(state, None if loss_weights is None else float(torch.as_tensor(loss_weights, dtype=torch.float64).sum())),
         )  # fmt: skip
 
     def _reduce(self, buffers: Buffers, stage: int, gradients: dict[int, Tensor]) -> None:
@@ -178,20 +178,13 @@ class Trainer:
                 sizes = [gradients[n].numel() for n in numbers]
                 gradients |= {n: piece.view(gradients[n].shape) for n, piece in zip(numbers, flat.split(sizes), strict=True)}
         run.pending.clear()
-        counted = [g for stage, n, g in self._counted(run) if g.numel()]
-        power, wide = self._norm_type, torch.float64 if any(g.dtype == torch.float64 for g in counted) else torch.float32
-        device = run.state.step.device
-        norms = torch.stack(
-            [torch.linalg.vector_norm(g, power, dtype=wide if not g.is_complex() else None) for g in counted]
-            or [torch.zeros((), dtype=wide, device=device)]
-        )
+        power, device = self._norm_type, run.state.step.device
+        norms = torch.stack([torch.zeros((), dtype=torch.float64, device=device), *map(self._norm_of, self._counted(run))])
         first = self._model.place == 0
-        loss = torch.stack([part.sum().to(device, wide) for part in losses.values()] or [norms.new_zeros(())]).sum()
-        weight = norms.new_tensor(0.0)
-        if first and losses and run.weighted:
-            weight = torch.stack([torch.stack(weights).sum().to(device, wide) for weights in buffers.weights.values()]).sum()
+        loss = torch.stack([norms[0], *(part.sum().to(norms) for part in losses.values() if first)]).sum()
+        weight = norms.new_tensor(run.weight or 0.0 if first and 0 in self.transport.local_ranks(self.schedule.ranks) else 0.0)
         largest = math.isinf(power)
-        sums = torch.stack([norms.new_zeros(()) if largest else norms.pow(power).sum(), loss if first else torch.zeros_like(loss), weight])
+        sums = torch.stack([norms[0] if largest else norms.pow(power).sum(), loss, weight])
         self._world.all_reduce(sums)()
         norm, loss, weight = sums.unbind()
         if largest:
@@ -200,7 +193,7 @@ class Trainer:
         else:
             norm = norm.pow(1 / power)
         divisor = norm.new_ones(())
-        if run.weighted:
+        if run.weight is not None:
             loss, divisor = loss / weight, weight
         scale = norm.new_ones(()) if buffers.scale is None else buffers.scale.to(norm.dtype)
         divisor = divisor * scale
@@ -208,23 +201,23 @@ class Trainer:
         found = ~(norm.isfinite() & loss.isfinite())
         if self._on_nonfinite == "raise" and bool(found):
             raise FloatingPointError(f"loss {loss.item():g}, norm of the gradients {norm.item():g}; not finite")
-        factor = divisor.reciprocal() if run.weighted or buffers.scale is not None else None
+        factor = divisor.reciprocal() if (run.weight is not None) or buffers.scale is not None else None
         if self._clip is not None:
             clipped = (self._clip / (norm + 1e-6)).clamp(max=1.0)
             factor = clipped if factor is None else factor * clipped
         run.factor, run.found = factor, found if self._on_nonfinite == "skip" else torch.zeros_like(found)
         run.metrics.append(Metrics(loss, norm, scale, run.found))
 
-    def _counted(self, run: _Running) -> list[tuple[int, int, Tensor]]:
+    def _norm_of(self, gradient: Tensor) -> Tensor:
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        return torch.linalg.vector_norm(gradient.to(wide), self._norm_type).to(torch.float64)
+
+    def _counted(self, run: _Running) -> list[Tensor]:
         """The gradients that this rank adds to the norm: each parameter is counted on one rank."""
         if self._data.place or self._model.place:
             return []
-        return [
-            (stage, n, g)
-            for stage in sorted(run.gradients)
-            for n, g in sorted(run.gradients[stage].items())
-            if self._is_first(run, stage, n)
-        ]
+        places = ((stage, n) for stage in sorted(run.gradients) for n in sorted(run.gradients[stage]) if self._is_first(run, stage, n))
+        return [run.gradients[stage][n] for stage, n in places if run.gradients[stage][n].numel()]
 
     def _is_first(self, run: _Running, stage: int, leaf: int) -> bool:
         """Whether this is the first of the places of a parameter."""
