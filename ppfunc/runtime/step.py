@@ -118,7 +118,7 @@ class StepFunction(Generic[P, R]):
             raw = self._prepare(*args, **kwargs)
             arguments = self._read(raw)
             if "grads" in self.spec.wants:
-                require_declared(arguments.params, arguments.form.params, self.spec.tied, self.spec.primal)
+                require_declared(arguments.params, arguments.form, self.spec.tied, self.spec.primal)
             entry = self._ready(arguments, "run" if recorder is None else "recorded")
             compiled = entry.compiled if recorder is None else recorder.attach(entry.compiled)
             # Under a torch.func transform from outside, that transform decides what is recorded.
