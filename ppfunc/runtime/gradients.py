@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -56,12 +55,12 @@ class Sum:
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         self._dtype = dtype
         self._absent: Absent | None = None  # None until something has come
-        self._total: Sequence[torch.Tensor] = ()  # the sums of those that are not absent
+        self._total: list[torch.Tensor] | Leaves = ()  # the sums of those that are not absent
         self._is_own = False
 
     def add(self, gradients: LeafGradients, microbatch: int, absent: Absent | None = None) -> None:
         absent = tuple([g is None for g in gradients]) if absent is None else absent
-        present: Sequence[Any] = gradients if True not in absent else [g for g in gradients if g is not None]
+        present: Any = gradients if True not in absent else [g for g in gradients if g is not None]
         if self._absent is None:
             self._absent, self._total = absent, [self._wide(g) for g in present] if self._dtype else present
         elif absent != self._absent:
