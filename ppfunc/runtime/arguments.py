@@ -17,6 +17,7 @@ from ppfunc.stage.tree import tree_paths
 
 from .batch import Leaves, Microbatches, cut, cut_passes, refuse_microbatches, require_divisible
 from .functorch import transformed
+from .ownership import extent
 
 LossWeights = Sequence[float] | torch.Tensor | None
 Seed = tuple[int, int] | None
@@ -98,6 +99,7 @@ class StepForm(NamedTuple):
     Args:
         params, state: signatures.
         strides: of every leaf of the parameters, in elements.
+        extents: of every leaf of the parameters, bytes from its first element to its last.
         devices: where each stage computes.
         inputs, targets: signatures of the microbatches; None where this process was given none.
         rows: rows of a microbatch, where the inputs came as a whole batch; None where they came as Microbatches.
@@ -107,6 +109,7 @@ class StepForm(NamedTuple):
 
     params: Mapping[int, Signature]
     strides: Mapping[int, tuple[tuple[int, ...], ...]]
+    extents: tuple[int, ...]
     devices: Mapping[int, torch.device]
     inputs: tuple[Signature, ...] | None
     targets: tuple[Signature, ...] | None
@@ -278,6 +281,7 @@ def _form(
     return StepForm(
         {s: trees[f"params[{s}]"].signature for s in stages},
         {s: trees[f"params[{s}]"].strides for s in stages},
+        tuple(extent(leaf) for s in stages for leaf in params[s]),
         {s: _device(params, s, inputs) for s in stages},
         batch("inputs"),
         batch("targets"),

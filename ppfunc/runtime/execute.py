@@ -11,6 +11,7 @@ from ppfunc.stage.abstract import place as line_of
 from .arguments import StepArguments
 from .buffers import Buffers, Tag
 from .compile import CompiledStep, new_gradients
+from .functorch import values
 from .lower import BATCH, LoweredStep
 from .transport import Failure
 
@@ -93,13 +94,14 @@ def weights_of(lowered: LoweredStep, arguments: StepArguments, stage: int) -> tu
     m, weights = lowered.schedule.microbatches, arguments.loss_weights
     if weights is None:
         weights = torch.full((m,), 1 / m, dtype=torch.float64)
-    device = lowered.form.devices[lowered.schedule.model_stages[stage]]
-    if arguments.loss_weights is not None and bool(((weights != 0) & (weights.to(lowered.losses[stage].leaf.dtype) == 0)).any()):
-        raise ValueError(
-            f"loss_weights: got {weights.tolist()}, of which some become 0 in {lowered.losses[stage].leaf.dtype}, the dtype of the loss; "
-            f"compute the loss in float32"
-        )
-    return weights.to(device, lowered.losses[stage].leaf.dtype).unbind()
+    device, dtype = lowered.form.devices[lowered.schedule.model_stages[stage]], lowered.losses[stage].leaf.dtype
+    if arguments.loss_weights is not None:
+        given = values(weights)  # of all rows, under a transform
+        if bool(((given != 0) & (given.to(dtype) == 0)).any()):
+            raise ValueError(
+                f"loss_weights: got {given.tolist()}, of which some become 0 in {dtype}, the dtype of the loss; compute the loss in float32"
+            )
+    return weights.to(device, dtype).unbind()
 
 
 def describe_inputs(failure: Failure, lowered: LoweredStep) -> str:

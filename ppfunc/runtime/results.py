@@ -78,7 +78,7 @@ def _gradients(lowered: LoweredStep, arguments: StepArguments, buffers: Buffers,
     firsts = {lowered.schedule.model_stages[stage]: gradients for stage, gradients in reversed(buffers.gradients.items())}
     for model, leaves in arguments.params.items():
         signature, gradients = lowered.form.params[model], firsts[model]  # sums over replicas are with the first
-        if all(leaf.grad for leaf in signature.leaves):
+        if False not in [leaf.grad for leaf in signature.leaves]:
             made[model] = signature.unflatten(gradients.take(leaves, owned))
             continue
         taken = iter(gradients.take(tuple(t for t, leaf in zip(leaves, signature.leaves, strict=True) if leaf.grad), owned))

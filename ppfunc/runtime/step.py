@@ -120,7 +120,7 @@ class StepFunction(Generic[P, R]):
             passes = self._read_passes(raw)
             arguments = passes[0]
             if "grads" in self.spec.wants or self.spec.update is not None:
-                require_declared(arguments.params, arguments.form.params, self.spec.tied, self.spec.primal)
+                require_declared(arguments.params, arguments.form, self.spec.tied, self.spec.primal)
             entry = self._ready(arguments, "run" if recorder is None else "recorded")
             compiled = entry.compiled if recorder is None else recorder.attach(entry.compiled)
             self.transport.ready()

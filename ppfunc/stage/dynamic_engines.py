@@ -166,7 +166,9 @@ def _by_vjp(stage: DifferentiableStage) -> tuple[Forward, Backward]:
 
 def _by_tape(stage: DifferentiableStage) -> tuple[Forward, Backward]:
     def forward(params: Leaves, x: Leaves, extras: Leaves) -> tuple[Leaves, tuple[Any, ...]]:
-        x, extras = contiguous(x), contiguous(extras)
+        # Autograd saves no inference tensors: copies take their place.
+        given = (params, contiguous(x), contiguous(extras))
+        params, x, extras = (tuple(t.clone() if t.is_inference() else t for t in leaves) for leaves in given)
         with stage.unchanged(params, x, extras), torch.enable_grad():
             primals = tuple(tuple(t.detach().requires_grad_() for t in group) for group in stage.primals(params, x))
             y, outputs = stage.with_others(params, x, extras)(*primals)
