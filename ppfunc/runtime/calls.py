@@ -14,11 +14,12 @@ import torch
 
 from ppfunc.schedule import Instruction
 from ppfunc.stage import FlatProgram, LeafSignature
+from ppfunc.stage.process import process_lock
 
 from .buffers import Buffers, Key, Leaves, Tag
 from .gradients import Absent, LeafGradients
 from .lower import BATCH, Edge, LoweredStage
-from .rng import generator_of, process_lock
+from .rng import generator_of
 from .transport import Call
 
 
