@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
@@ -19,6 +18,9 @@ import torch._dynamo
 from torch._C._dynamo.guards import TensorGuards
 from torch._decomp import decomposition_table
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+# Collectives as operators without effects; their module registers their shapes.
+from torch.distributed import _functional_collectives  # noqa: F401
 
 # Types of dispatched operators: `OpOverload` has a schema, everything else is an operator on functions.
 from torch._ops import OpOverload as OpOverload
@@ -36,6 +38,8 @@ from torch.nn.functional import _verify_batch_size, _verify_spatial_size  # type
 # Sees every operator below autograd; `supports_higher_order_operators` is an attribute of such modes.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import SUPPORTED_NODES, register_pytree_node as register_pytree_node
+
+FUNCTIONAL_COLLECTIVES = torch.ops._c10d_functional
 
 # Operators as other operators, whose derivatives are exact to any order.
 DECOMPOSITIONS = decomposition_table
@@ -116,5 +120,4 @@ def storage(tensor: torch.Tensor) -> int | None:
 
 def awaited(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself; of the result of a functional collective a copy, which waits for it and keeps its gradient."""
-    module = sys.modules.get("torch.distributed._functional_collectives")  # imported by whoever made such a result
-    return tensor.clone() if module is not None and isinstance(tensor, module.AsyncCollectiveTensor) else tensor
+    return tensor.clone() if isinstance(tensor, _functional_collectives.AsyncCollectiveTensor) else tensor
