@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._torch import FUNCTIONAL_COLLECTIVES as functional
+from .layout import require_axis
 
 
 def psum(x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -86,8 +87,8 @@ class _Collective(NamedTuple):
     axes: tuple[int, ...]
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.is_complex() and self.kind in ("psum", "psum_scatter"):
-            return torch.view_as_complex(_MAPS[self.kind](self, torch.view_as_real(x)))
+        if x.is_complex() and self.kind != "pvary":
+            return torch.view_as_complex(_MAPS[self.kind](self, torch.view_as_real(x.resolve_conj())).contiguous())
         return _MAPS[self.kind](self, x)
 
     @property
@@ -130,16 +131,13 @@ def _apply(kind: str, x: Tensor, mesh: DeviceMesh, *axes: int) -> Tensor:
         raise TypeError(f"{name}: got {type(x).__name__}, expected a tensor")
     if x.dtype is torch.bool:
         raise TypeError(f"{name}: got a tensor of booleans, expected one of numbers; convert it: x.int()")
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"{name}: got {type(mesh).__name__} as the mesh, expected one axis of a DeviceMesh, such as mesh['tp']")
-    if mesh.ndim != 1:
-        raise ValueError(f"{name}: got a mesh with the axes {mesh.mesh_dim_names}, expected one of them, such as mesh['tp']")
+    require_axis(mesh, name)
     for axis in axes:
         if not -x.ndim <= axis < x.ndim:
             raise ValueError(f"{name}: got the axis {axis} of a tensor of shape {list(x.shape)}")
     size, places = mesh.size(), tuple(axis % x.ndim for axis in axes)
     if kind in ("psum_scatter", "all_to_all") and x.shape[places[0]] % size:
-        raise ValueError(f"{name}: got {x.shape[places[0]]} rows in axis {axes[0]} of shape {list(x.shape)}, which {size} ranks do not divide")
+        raise ValueError(f"{name}: got the shape {list(x.shape)}, axis {axes[0]} of which {size} ranks do not divide")
     return _Communicate.apply(x, _Collective(kind, mesh.get_group().group_name, size, mesh.get_local_rank(), places))
 
 
