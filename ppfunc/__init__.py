@@ -107,6 +107,13 @@ if TYPE_CHECKING:
         split_sequential as split_sequential,
         stage_from_module as stage_from_module,
     )
+    from .stage.collectives import (
+        all_gather as all_gather,
+        all_to_all as all_to_all,
+        psum as psum,
+        psum_scatter as psum_scatter,
+        pvary as pvary,
+    )
     from .stage.layers import params_of_stages as params_of_stages, stages_from_layers as stages_from_layers
     from .stage.output import Output as Output, Received as Received
     from .stage.program import Engine as Engine, Loss as Loss, Stage as Stage

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ppfunc.schedule import Schedule
-from ppfunc.stage import Signature
+from ppfunc.stage import LeafSignature, Signature
+from ppfunc.stage.layout import local
 from ppfunc.stage.signature import Form, flatten, form_of, same_form
 from ppfunc.stage.tree import tree_paths
 
@@ -75,9 +76,10 @@ class TreeForm:
 
     Args:
         form: to compare another tree with it.
-        types, strides, devices: of its leaves.
+        types, strides, devices: of its leaves; of DTensors, those of the parts of this rank, which alone go on from here.
         signature: of the tree, or, of a whole batch, of one microbatch.
         tracked: whether a leaf requires a gradient, and so may have a history.
+        whole: signature of the tree, of a whole batch too.
     """
 
     form: Form
@@ -86,6 +88,7 @@ class TreeForm:
     devices: tuple[torch.device, ...]
     signature: Signature
     tracked: bool
+    whole: Signature
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -182,7 +185,7 @@ def read_arguments(
 
     def read(tree: Any, name: str, microbatches: int = 0) -> Leaves:
         if abstract and isinstance(tree, Signature):
-            tree = tree.unflatten(torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in tree.leaves)
+            tree = tree.wrap(torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in tree.leaves)
         leaves, trees[name] = _read_tree(tree, known.get(name), name, microbatches)
         return leaves
 
@@ -257,13 +260,15 @@ def _read_tree(tree: Any, form: TreeForm | None, name: str, microbatches: int) -
         return same, form
     leaves, treedef = flatten(tree, name)
     refuse_microbatches(treedef, name)
-    example: Sequence[torch.Tensor] = leaves
+    parts = tuple(map(local, leaves))
+    signature = Signature(treedef, tuple(map(LeafSignature.of, leaves)))
+    whole = signature
     if microbatches:
-        require_divisible(leaves, tree_paths(treedef), microbatches, name)
-        example = [leaf[: leaf.shape[0] // microbatches] for leaf in leaves]
-    metadata = (tuple(map(type, leaves)), tuple(t.stride() for t in leaves), tuple(t.device for t in leaves))
+        require_divisible(parts, tree_paths(treedef), microbatches, name)
+        signature = signature.cut(microbatches)
+    metadata = (tuple(map(type, leaves)), tuple(t.stride() for t in parts), tuple(t.device for t in parts))
     tracked = any(t.requires_grad for t in leaves)
-    return leaves, TreeForm(form_of(leaves, treedef), *metadata, Signature.of(treedef.unflatten(example), name), tracked)
+    return parts, TreeForm(form_of(leaves, treedef), *metadata, signature, tracked, whole)
 
 
 def _form(

@@ -7,20 +7,21 @@ signatures that cross from process to process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ppfunc.schedule import Instruction, Op, Schedule
 from ppfunc.stage import LeafSignature, Loss, Outline, Signature, Stage
+from ppfunc.stage.layout import Boundary, same_placement
 from ppfunc.stage.output import children, received_signature
 
 from .arguments import StepForm
 from .buffers import Buffers, Key
 from .overlap import Overlapped
 from .stage_programs import StageFunction, outline_of
-from .ties import Tied
+from .ties import Tied, leaf_names
 from .transport import LossPart
 
 BATCH = -1
@@ -310,11 +311,15 @@ def _lower_stage(
 ) -> LoweredStage:
     """Lower a stage for these parts of its input."""
     model = schedule.model_stages[stage]
-    sources = (BATCH, *(schedule.model_stages[edge.stage] for edge in received[1:]))
-    example = (params, received_signature(sources, tuple(edge.signature for edge in received)), *extras)
+    boundary = Boundary.of(function.fn)
+    givers = [BATCH if edge.stage == BATCH else schedule.model_stages[edge.stage] for edge in received]
+    signatures = [edge.signature for edge in received]
+    _require_layouts(model, boundary, form.params[model], zip(givers, signatures, strict=True))
+    example = (params, received_signature(givers, signatures), *extras)
     outline = outline_of(function, example, f"stage {model}", form.devices[model])
     carry, skips, loss = children(outline.y)
     outputs, metrics, state = children(outline.aux)
+    carry, outputs = (tree.laid_out(boundary.mesh, boundary.outputs, f"the output of stage {model}") for tree in (carry, outputs))
     sent = (*(() if schedule.successor(stage) is None else (carry,)), *children(skips))
     sinks = tuple(map(Edge, sinks_of(schedule, stage), sent))
     low = LoweredStage(
@@ -324,6 +329,27 @@ def _lower_stage(
     _require_loss(low, loss, spec)
     _require_wanted(low, form, spec, bool(schedule.replicas))
     return low
+
+
+def _require_layouts(model: int, boundary: Boundary, params: Signature, received: Iterable[tuple[int, Signature]]) -> None:
+    """Raise where a stage is given parts of tensors that lie otherwise than it declares."""
+    for name, leaf in zip(leaf_names(params), params.leaves, strict=True):
+        if name in boundary.params and leaf.layout != boundary.params[name]:
+            raise ValueError(
+                f"params[{model}] {name!r}: got {leaf}, the stage was made for a DTensor {boundary.params[name]}; "
+                "give the parameters that pp.parallelize returned, or new values of their placements"
+            )
+    for n, (source, signature) in enumerate(received):
+        if source == BATCH and boundary.inputs is None:
+            continue  # a plain function takes the parts as they are
+        wanted = signature.parts.laid_out(boundary.mesh, boundary.inputs if n == 0 else None, f"the input of stage {model}")
+        for path, got, want in zip(signature.paths, signature.leaves, wanted.leaves, strict=True):
+            if not same_placement(got.layout, want.layout):
+                giver = "the batch" if source == BATCH else f"stage {source}"
+                raise ValueError(
+                    f"x{path}: {giver} gives {got}, and stage {model} declares {want.layout or 'none that is cut'}; "
+                    "declare the same at both ends: pp.parallelize(..., inputs=, outputs=), or pp.with_layouts"
+                )
 
 
 def _require_loss(low: LoweredStage, loss: Signature, spec: StepSpec) -> None:
@@ -351,7 +377,7 @@ def _require_wanted(low: LoweredStage, form: StepForm, spec: StepSpec, replicate
         raise ValueError(f"stage {stage} returns {got}; pass has_aux=True to get them{mend}")
     given = form.state.get(stage)
     if (state.leaves or (given is not None and given.leaves)) and (
-        given is None or (given.treedef, given.without_grad().leaves) != (state.treedef, state.without_grad().leaves)
+        given is None or given.without_grad().parts != state.without_grad().parts
     ):
         raise ValueError(
             f"stage {stage} returns the state {state}, it was given {given or 'none'}; pass state={{{stage}: ...}} of that form"
