@@ -81,7 +81,7 @@ class _Running:
     pending: dict[int, list[tuple[Tensor, list[int], Wait]]] = field(default_factory=dict)
     gradients: dict[int, dict[int, Tensor]] = field(default_factory=dict)
     factor: Tensor | None = None
-    found: Tensor | None = None
+    found: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.bool))
     params: dict[int, Any] = field(default_factory=dict)
     optimizer: dict[int, Any] = field(default_factory=dict)
     metrics: list[Metrics] = field(default_factory=list)
@@ -91,8 +91,8 @@ class Trainer:
     """Trains a pipeline, or several over a mesh: made by :func:`train_step`, a context manager that closes its transport."""
 
     def __init__(
-        self, stages: Sequence[Any], loss_fn: Loss, schedule: Schedule, optimizer: Optimizer, transport: Transport, engine: Engine, tied: Any,
-        clip: float | None, norm_type: float, scale: Any, accumulate: int, on_nonfinite: OnNonfinite,
+        self, stages: Sequence[Any], loss_fn: Loss, schedule: Schedule, optimizer: Optimizer, transport: Transport, engine: Engine,
+        tied: Any, clip: float | None, norm_type: float, scale: Any, accumulate: int, on_nonfinite: OnNonfinite,
     ) -> None:  # fmt: skip
         self.schedule, self.transport = schedule, transport
         self._optimizer, self._clip, self._norm_type, self._scale = optimizer, clip, norm_type, scale
@@ -152,9 +152,10 @@ class Trainer:
         microbatches = self._accumulate * self.schedule.microbatches
         weights = [1 / (self._data.size * microbatches)] * microbatches if loss_weights is None else loss_weights
         scale = None if state.scale is None else state.scale["scale"]
+        weight = None if loss_weights is None else float(torch.as_tensor(loss_weights, dtype=torch.float64).sum())
         return RawArguments(
             state.params, inputs, targets, extras, None, weights, seed, self._accumulate, first=self._data.place * microbatches,
-            scale=scale, carry=_Running(state, None if loss_weights is None else float(torch.as_tensor(loss_weights, dtype=torch.float64).sum())),
+            scale=scale, carry=_Running(state, weight),
         )  # fmt: skip
 
     def _reduce(self, buffers: Buffers, stage: int, gradients: dict[int, Tensor]) -> None:

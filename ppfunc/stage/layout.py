@@ -214,6 +214,7 @@ def _placement(text: str) -> Placement:
 
 def _strides(part: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of the whole, with its axes in the order in which those of a part lie in memory."""
-    order = sorted(range(part.ndim), key=lambda axis: (-part.stride(axis), axis))
+    own = part.stride()
+    order = sorted(range(part.ndim), key=lambda axis: (-own[axis], axis))
     after = [order[order.index(axis) + 1 :] for axis in range(part.ndim)]
     return tuple(math.prod(max(shape[axis], 1) for axis in inner) for inner in after)
