@@ -118,7 +118,21 @@ if TYPE_CHECKING:
     from .stage.output import Output as Output, Received as Received
     from .stage.program import Engine as Engine, Loss as Loss, Stage as Stage
     from .stage.transforms import clipped_sum as clipped_sum, dual as dual, ensemble as ensemble, square_norms as square_norms
-    from .training import Optimizer as Optimizer, adamw as adamw, sgd as sgd
+    from .training import (
+        LossScale as LossScale,
+        Optimizer as Optimizer,
+        Precision as Precision,
+        adamw as adamw,
+        chain as chain,
+        clip_by_global_norm as clip_by_global_norm,
+        constant as constant,
+        dynamic_scale as dynamic_scale,
+        from_updates as from_updates,
+        linear as linear,
+        sgd as sgd,
+        static_scale as static_scale,
+        warmup_cosine as warmup_cosine,
+    )
     from .transforms import gnvp as gnvp, hvp as hvp, jvp as jvp, per_sample_grad as per_sample_grad
 else:
     __getattr__, __dir__, __all__ = attach(__name__)
