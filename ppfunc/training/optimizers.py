@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..stage.tree import tree_leaves
 from ._torch import fused_adamw, fused_sgd
-from .leaves import LeafPlan, gradients_of, leaves_of, owned, plan_of, zeros_like
+from .leaves import LeafPlan, gradients_of, in_vectors, leaves_of, owned, plan_of, zeros_like
 from .protocols import Optimizer, Tree
 
 LearningRate = float | Callable[[Tensor], Tensor | float]
@@ -175,7 +175,7 @@ def _fused(kernel: Kernel, names: tuple[str, ...], lr: LearningRate, donate: boo
             columns = [c if len(group) == len(c) else [c[n] for n in group] for c in (own[0], gradients, *own[1:])]
             device = columns[0][0].device
             given = {"grad_scale": _on(device, grad_scale), "found_inf": _on(device, found_inf), "lr": _rate(rate, device)}
-            kernel(*columns, step.to(device), **given)
+            in_vectors(kernel, columns, step.to(device), **given)
         after = count + 1 if found_inf is None else torch.where(found_inf.to(count.device) > 0, count, count + 1)
         return new[0], {"updates": after, **dict(zip(names, new[1:], strict=True))}
 
