@@ -56,6 +56,7 @@ if TYPE_CHECKING:
         P2P as P2P,
         AgreementError as AgreementError,
         Aux as Aux,
+        Axes as Axes,
         InProcess as InProcess,
         Lowered as Lowered,
         Microbatches as Microbatches,
@@ -118,6 +119,7 @@ if TYPE_CHECKING:
     from .stage.output import Output as Output, Received as Received
     from .stage.program import Engine as Engine, Loss as Loss, Stage as Stage
     from .stage.transforms import clipped_sum as clipped_sum, dual as dual, ensemble as ensemble, square_norms as square_norms
+    from .trainer import Metrics as Metrics, Trainer as Trainer, TrainState as TrainState, train_step as train_step
     from .training import (
         LossScale as LossScale,
         Optimizer as Optimizer,

@@ -23,7 +23,7 @@ from ppfunc.stage.layout import local
 from ppfunc.stage.tree import tree_leaves, tree_map
 
 from .training import LossScale, Optimizer, Precision, accepting_scale
-from .training.update import Metrics, OnNonfinite, Recipe, Running, TrainState, update_of
+from .training.update import Metrics as Metrics, OnNonfinite, Running, TrainState as TrainState, UpdateRule, update_of
 
 
 class Trainer:
@@ -35,19 +35,19 @@ class Trainer:
         transport: carries messages, and sums over the mesh.
         engine: how a stage is differentiated.
         tied: places of tied parameters.
-        recipe: how gradients become new parameters.
+        rule: how gradients become new parameters.
         accumulate: passes of the schedule in a step.
     """
 
     def __init__(
         self, stages: Sequence[Stage | None], loss_fn: Loss, schedule: Schedule, transport: Transport, engine: Engine, tied: TiedPlaces,
-        recipe: Recipe, accumulate: int,
+        rule: UpdateRule, accumulate: int,
     ) -> None:  # fmt: skip
         self.schedule, self.transport = schedule, transport
-        self._recipe, self._accumulate = recipe, accumulate
+        self._recipe, self._accumulate = rule, accumulate
         self._data = transport.collective("data")
-        places, reduce = read_tied(tied, schedule), recipe.precision.reduce
-        update = update_of(recipe, schedule, transport, places)
+        places, reduce = read_tied(tied, schedule), rule.precision.reduce
+        update = update_of(rule, schedule, transport, places)
         sum_dtype = reduce if reduce in (torch.float32, torch.float64) else None
         spec = StepSpec("train_step", frozenset({"loss"}), tied=places, sum_dtype=sum_dtype, update=update)
         self._step = make_step(stages, loss_fn, schedule, transport, engine, spec, self._arguments, self._updated)
@@ -66,11 +66,11 @@ class Trainer:
         Args:
             params: ``{stage: tree}`` of the stages of this process, tensors or DTensors. They are the state's afterwards.
         """
-        recipe = self._recipe
-        masters = {s: recipe.precision.to_master(tree_map(torch.Tensor.detach, tree)) for s, tree in params.items()}
+        rule = self._recipe
+        masters = {s: rule.precision.to_master(tree_map(torch.Tensor.detach, tree)) for s, tree in params.items()}
         device = next((local(t).device for tree in masters.values() for t in tree_leaves(tree)), torch.device("cpu"))
         optimizer = {s: self._recipe.optimizer.init(tree_map(local, tree)) for s, tree in masters.items()}
-        scale = {} if recipe.scale is None else recipe.scale.init(device)
+        scale = {} if rule.scale is None else rule.scale.init(device)
         return TrainState(torch.zeros((), dtype=torch.int64, device=device), masters, optimizer, scale)
 
     def step(
@@ -198,11 +198,11 @@ def train_step(
     if optimizer.clipped is not None:
         first, optimizer = optimizer.clipped
         clip, norm_type = first.max_norm, first.norm_type
-    recipe = Recipe(
+    rule = UpdateRule(
         accepting_scale(optimizer), math.inf if clip is None else clip, norm_type, scale, precision or Precision(), on_nonfinite
     )
     if transport is None:
         transport = InProcess() if mesh is None else P2P(mesh=mesh, axes=axes)
     schedule = remove_tail(schedule)
     tailed = reduce_early(append_tail(schedule, tied=bool(tied) or bool(schedule.replicas)))
-    return Trainer(stages, loss_fn, tailed, transport, engine, tied, recipe, accumulate)
+    return Trainer(stages, loss_fn, tailed, transport, engine, tied, rule, accumulate)

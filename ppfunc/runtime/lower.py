@@ -29,7 +29,7 @@ BATCH = -1
 
 
 class ParameterUpdate(NamedTuple):
-    """What a step does with gradients at REDUCE_GRAD and STEP. All functions read and write ``buffers.carry``, the caller's own.
+    """Carry out REDUCE_GRAD and STEP. All functions read and write ``buffers.carry``, the caller's own.
 
     Args:
         reduce: at REDUCE_GRAD, ``reduce(buffers, stage of the model, {number of the leaf: gradient})``.

@@ -178,7 +178,7 @@ def losses_of(lowered: LoweredStep, buffers: Buffers) -> dict[int, torch.Tensor]
 
 
 def update_parameters(lowered: LoweredStep, updates: Sequence[Place]) -> Iterator[PlacedCall]:
-    """What REDUCE_GRAD and STEP do, of those that cannot be done where the schedule has them; see :func:`update_call`."""
+    """Bind the REDUCE_GRAD and STEP that cannot be carried out where the schedule has them; see :func:`update_call`."""
     update = lowered.spec.update
     reductions, steps = ([place for place in updates if place.instruction.op is op] for op in (Op.REDUCE_GRAD, Op.STEP))
     yield from ((call, place) for place in reductions if (call := update_call(lowered, place.instruction)))

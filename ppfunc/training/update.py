@@ -43,7 +43,7 @@ class TrainState(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """What is known of a step, the same on all ranks; tensors on the device, which nothing has read.
+    """Describe a step, the same on all ranks; tensors on the device, which nothing has read.
 
     Args:
         loss: the weighted sum over the microbatches of all data ranks, float64[].
@@ -58,7 +58,7 @@ class Metrics(NamedTuple):
     skipped: Tensor
 
 
-class Recipe(NamedTuple):
+class UpdateRule(NamedTuple):
     """How gradients become new parameters.
 
     Args:
@@ -80,7 +80,7 @@ class Recipe(NamedTuple):
 
 @dataclass
 class Running:
-    """What one step has found so far.
+    """Hold the findings of one step so far.
 
     Args:
         state: from which it began; after each update, the new one.
@@ -101,7 +101,7 @@ class Running:
     metrics: list[Metrics] = field(default_factory=list)
 
 
-def update_of(recipe: Recipe, schedule: Schedule, transport: Transport, tied: Tied) -> ParameterUpdate:
+def update_of(rule: UpdateRule, schedule: Schedule, transport: Transport, tied: Tied) -> ParameterUpdate:
     """The update of a step whose ``carry`` is :class:`Running`."""
     data, model, world = (transport.collective(among) for among in ("data", "model", "world"))
     ranks = transport.local_ranks(schedule.ranks)
@@ -114,23 +114,23 @@ def update_of(recipe: Recipe, schedule: Schedule, transport: Transport, tied: Ti
         for n, gradient in gradients.items() if data.size > 1 else ():
             by_dtype.setdefault(gradient.dtype, []).append(n)
         for dtype, numbers in by_dtype.items():
-            flat = torch.cat([gradients[n].reshape(-1) for n in numbers]).to(recipe.precision.reduced(dtype))
+            flat = torch.cat([gradients[n].reshape(-1) for n in numbers]).to(rule.precision.reduced(dtype))
             run.pending.append((stage, numbers, flat, data.all_reduce(flat)))
 
     def join(buffers: Buffers, losses: dict[int, Tensor]) -> None:
         """Wait for the sums; agree on norm, loss and total weight, and on whether all is finite."""
         run: Running = buffers.carry
         _receive(run)
-        shares = _shares(run, recipe.norm_type)
+        shares = _shares(run, rule.norm_type)
         loss = torch.stack([shares.new_zeros(()), *(part.sum().to(shares) for part in losses.values())]).sum()
         weighs = run.weight is not None and model.place == 0 and 0 in ranks
         total = torch.stack(
             [shares.sum(), loss if model.place == 0 else torch.zeros_like(loss), shares.new_tensor(run.weight if weighs else 0.0)]
         )
-        if isinf(recipe.norm_type):
+        if isinf(rule.norm_type):
             total[0] = 0.0
         world.all_reduce(total)()
-        if isinf(recipe.norm_type):
+        if isinf(rule.norm_type):
             total[0] = shares.amax()
             largest = total[:1].clone()
             world.all_reduce(largest, "max")()
@@ -138,7 +138,7 @@ def update_of(recipe: Recipe, schedule: Schedule, transport: Transport, tied: Ti
         _conclude(run, total, buffers.scale)
 
     def _shares(run: Running, p: float) -> Tensor:
-        """What this rank adds to the norm, every parameter being counted once, float64[n]."""
+        """The part of this rank in the norm, every parameter being counted once, float64[n]."""
         leaves = [(stage, n) for stage in sorted(run.gradients) for n in sorted(run.gradients[stage])]
         counted = [run.gradients[stage][n] for stage, n in leaves if counts(run, stage, n)]
         sums = leaf_sums(counted, p).to(run.state.step.device)
@@ -158,20 +158,20 @@ def update_of(recipe: Recipe, schedule: Schedule, transport: Transport, tied: Ti
         return group is None or schedule.placement[group[0]] in ranks
 
     def _conclude(run: Running, total: Tensor, loss_scale: Tensor | None) -> None:
-        norm, loss, weight = norm_of(total[0], recipe.norm_type), total[1], total[2]
+        norm, loss, weight = norm_of(total[0], rule.norm_type), total[1], total[2]
         scale = norm.new_ones(()) if loss_scale is None else loss_scale.to(norm)
         divisor = scale
         if run.weight is not None:
             loss, divisor = loss / weight, divisor * weight
         norm = norm / divisor
         found = overflow(loss, norm)
-        if recipe.on_nonfinite == "raise" and bool(found):
+        if rule.on_nonfinite == "raise" and bool(found):
             raise FloatingPointError(f"the loss is {loss.item():g}, the norm of the gradients {norm.item():g}; nothing was updated")
-        clipped = clip_coefficient(norm, recipe.clip)
+        clipped = clip_coefficient(norm, rule.clip)
         divisor = divisor if clipped is None else divisor / clipped
         run.divisor = None if loss_scale is None and run.weight is None and clipped is None else divisor
         run.found = found
-        run.metrics.append(Metrics(loss, norm, scale, found if recipe.on_nonfinite == "skip" else torch.zeros_like(found)))
+        run.metrics.append(Metrics(loss, norm, scale, found if rule.on_nonfinite == "skip" else torch.zeros_like(found)))
 
     def step(buffers: Buffers, stage: int) -> None:
         """Make the new parameters and optimizer state of a stage."""
@@ -183,13 +183,13 @@ def update_of(recipe: Recipe, schedule: Schedule, transport: Transport, tied: Ti
             scaled = multiply_each(list(gradients.values()), run.divisor.reciprocal())  # tied stages may share some
             gradients = dict(zip(gradients, scaled, strict=True))
         filled = [gradients[n].to(p.dtype) if n in gradients else torch.zeros_like(p) for n, p in enumerate(own)]
-        found = run.found if recipe.on_nonfinite == "skip" else None
+        found = run.found if rule.on_nonfinite == "skip" else None
         optimizer = run.state.optimizer[stage]
-        new, after = recipe.optimizer.update(treedef.unflatten(filled), tree_map(local, optimizer), treedef.unflatten(own), found_inf=found)
+        new, after = rule.optimizer.update(treedef.unflatten(filled), tree_map(local, optimizer), treedef.unflatten(own), found_inf=found)
         parts = tree_leaves(new)
         run.state.params[stage] = treedef.unflatten(distributed(t, layout) for t, layout in zip(parts, layouts, strict=True))
         run.state.optimizer[stage] = tree_map(lambda old, part: distributed(part, layout_of(old)), optimizer, after)
-        buffers.params[stage] = tuple(tree_leaves(recipe.precision.to_compute(new)))
+        buffers.params[stage] = tuple(tree_leaves(rule.precision.to_compute(new)))
 
     return ParameterUpdate(reduce, join, step)
 
