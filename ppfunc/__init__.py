@@ -115,10 +115,11 @@ if TYPE_CHECKING:
         pvary as pvary,
     )
     from .stage.layers import params_of_stages as params_of_stages, stages_from_layers as stages_from_layers
+    from .stage.layout import with_layouts as with_layouts
     from .stage.output import Output as Output, Received as Received
     from .stage.program import Engine as Engine, Loss as Loss, Stage as Stage
     from .stage.transforms import clipped_sum as clipped_sum, dual as dual, ensemble as ensemble, square_norms as square_norms
-    from .training import Optimizer as Optimizer, adamw as adamw, sgd as sgd
+    from .training import Optimizer as Optimizer, adamw as adamw, parallelize as parallelize, sgd as sgd, shard as shard
     from .transforms import gnvp as gnvp, hvp as hvp, jvp as jvp, per_sample_grad as per_sample_grad
 else:
     __getattr__, __dir__, __all__ = attach(__name__)

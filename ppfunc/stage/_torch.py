@@ -102,7 +102,7 @@ def dtensor(
 ) -> DTensor:
     """A DTensor of this part, in a tenth of the time of ``DTensor.from_local``, which gives it a history as well."""
     spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, strides, part.dtype))
-    return DTensor(part, spec, requires_grad=False)  # type: ignore[call-arg]  # the stubs have that of torch.Tensor
+    return DTensor(part, spec, requires_grad=False)
 
 
 @contextmanager

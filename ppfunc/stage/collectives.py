@@ -113,11 +113,11 @@ class _Communicate(torch.autograd.Function):
         ctx.collective = inputs[1]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]  # the stubs know the old style alone
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         return _Communicate.apply(gradient, ctx.collective.transpose), None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: None) -> Any:  # type: ignore[override]
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Any:
         return _Communicate.apply(tangent, ctx.collective)
 
     @staticmethod

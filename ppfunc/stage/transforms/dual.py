@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..layout import Boundary, declaring
 from ..output import Output, Received
 from ..program import Loss, Stage
 from ..signature import flatten
@@ -49,7 +50,7 @@ def dual(fn: Stage) -> Stage:
         skips = None if y.skips is None else {s: (v, None if ty.skips is None else ty.skips[s]) for s, v in y.skips.items()}
         return Output((y.y, ty.y), None if y.loss is None else _pair(y.loss, ty.loss), y.metrics, y.state, skips)
 
-    return stage
+    return declaring(stage, Boundary.of(fn).map(lambda prefix: (prefix, prefix)))
 
 
 def dual_loss(loss_fn: Loss) -> Loss:
