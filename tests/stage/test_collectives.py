@@ -211,7 +211,9 @@ def engines(rank, size, name, which):
 @pytest.mark.parametrize("name", MODELS)
 def test_every_engine_gives_the_gradients_of_the_whole(two, name, which):
     sources = two(engines, name, which)
-    called = [[re.findall(r"(all_reduce|all_gather|reduce_scatter|all_to_all)\w* =", source) for source in found or ()] for found in sources]
+    called = [
+        [re.findall(r"(all_reduce|all_gather|reduce_scatter|all_to_all)\w* =", source) for source in found or ()] for found in sources
+    ]
     assert called[0] == called[1]  # in the same order
     if which == "remat of collectives" and name == "rows and columns":
         forward = sources[0][0]
