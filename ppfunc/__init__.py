@@ -116,6 +116,7 @@ if TYPE_CHECKING:
         pvary as pvary,
     )
     from .stage.layers import params_of_stages as params_of_stages, stages_from_layers as stages_from_layers
+    from .stage.layout import with_layouts as with_layouts
     from .stage.output import Output as Output, Received as Received
     from .stage.program import Engine as Engine, Loss as Loss, Stage as Stage
     from .stage.transforms import clipped_sum as clipped_sum, dual as dual, ensemble as ensemble, square_norms as square_norms
@@ -131,7 +132,9 @@ if TYPE_CHECKING:
         dynamic_scale as dynamic_scale,
         from_updates as from_updates,
         linear as linear,
+        parallelize as parallelize,
         sgd as sgd,
+        shard as shard,
         static_scale as static_scale,
         warmup_cosine as warmup_cosine,
     )

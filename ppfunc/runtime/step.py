@@ -242,7 +242,7 @@ class StepFunction(Generic[P, R]):
             raise RuntimeError(f"a stage calls the step function that it is part of ({self!r}); call a function of its own from a stage")
         self._building.active = True
         try:
-            exchange = self._agreement.exchange(name)
+            exchange = self._agreement.exchange(name, arguments.form)
             lowered = self._lower(arguments, name, exchange)
             compiled = compile_step(lowered, self._engine, self.transport)
             agreed = self._agreement.conclude(name, lowered, exchange)

@@ -129,6 +129,8 @@ def inductor() -> Any:
 
 def storage(tensor: torch.Tensor) -> int | None:
     """Identity of the memory of a tensor while it lives; None where it has none of its own, sparse or wrapped by a transform."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor._local_tensor
     try:
         return tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):

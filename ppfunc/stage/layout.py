@@ -54,8 +54,15 @@ class MeshLayout:
 
     def stacked(self, rows: int) -> MeshLayout:
         """The layout of as many such tensors, beside each other in a new axis 0."""
-        moved = tuple(re.sub(r"\d+", lambda axis: str(int(axis[0]) + 1), p, count=1) for p in self.placements)
-        return replace(self, placements=moved, shape=(rows, *self.shape))
+        return self._moved(1, (rows, *self.shape))
+
+    def without(self, axes: int) -> MeshLayout:
+        """The layout of a sum over that many axes in front, which are whole on every rank."""
+        return self._moved(-axes, self.shape[axes:])
+
+    def _moved(self, by: int, shape: tuple[int, ...]) -> MeshLayout:
+        moved = tuple(re.sub(r"\d+", lambda axis: str(int(axis[0]) + by), p, count=1) for p in self.placements)
+        return replace(self, placements=moved, shape=shape)
 
     def to_json(self) -> list[Any]:
         """Lists, texts and numbers."""
@@ -116,6 +123,12 @@ def distributed(tensor: torch.Tensor, layout: MeshLayout | None) -> torch.Tensor
     if layout.mesh is None:
         raise ValueError(f"got a layout {layout} that was read from a text, and so knows no mesh to make a DTensor on")
     return dtensor(tensor, layout.mesh, placements_of(layout.placements), torch.Size(layout.shape), _strides(tensor, layout.shape))
+
+
+def as_dtensor(tensor: torch.Tensor, layout: MeshLayout) -> DTensor:
+    """As :func:`distributed`, with the history of ``tensor``: for use inside a stage."""
+    shape, strides = torch.Size(layout.shape), _strides(tensor, layout.shape)
+    return DTensor.from_local(tensor, layout.mesh, placements_of(layout.placements), run_check=False, shape=shape, stride=strides)
 
 
 def cut_by(mesh: DeviceMesh, placements: Sequence[Placement], part: Sequence[int]) -> MeshLayout:
@@ -181,7 +194,13 @@ def with_layouts(fn: Callable[..., Any], mesh: DeviceMesh, *, inputs: Any = None
     def stage(params: Any, x: Any, *extras: Any) -> Any:
         return fn(params, x, *extras)
 
-    stage.boundary = Boundary.of(fn)._replace(mesh=mesh, inputs=inputs, outputs=outputs)  # type: ignore[attr-defined]
+    return declaring(stage, Boundary.of(fn)._replace(mesh=mesh, inputs=inputs, outputs=outputs))
+
+
+def declaring(stage: Callable[..., Any], boundary: Boundary) -> Callable[..., Any]:
+    """The stage itself, with this boundary."""
+    if boundary.mesh is not None:
+        stage.boundary = boundary  # type: ignore[attr-defined]
     return stage
 
 
@@ -214,7 +233,6 @@ def _placement(text: str) -> Placement:
 
 def _strides(part: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of the whole, with its axes in the order in which those of a part lie in memory."""
-    own = part.stride()
-    order = sorted(range(part.ndim), key=lambda axis: (-own[axis], axis))
+    order = sorted(range(part.ndim), key=lambda axis: (-part.stride()[axis], axis))
     after = [order[order.index(axis) + 1 :] for axis in range(part.ndim)]
     return tuple(math.prod(max(shape[axis], 1) for axis in inner) for inner in after)

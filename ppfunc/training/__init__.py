@@ -3,11 +3,11 @@
 from .buckets import Bucket, LeafPlace, plan_buckets, views
 from .norms import clip_coefficient, global_norm, leaf_sums, norm_of, norm_sum
 from .optimizers import adamw, sgd
+from .parallelize import parallelize, shard
 from .precision import LossScale, Precision, cast, dynamic_scale, overflow, static_scale
 from .protocols import Clip, Optimizer, Transform, accepting_scale
 from .rates import constant, linear, warmup_cosine
 from .reducer import Reducer
-from .sharding import Pending, gather, reduce_shards, shard, shard_dim, shard_dims
 from .updates import chain, clip_by_global_norm, from_updates
 
 __all__ = [
@@ -16,7 +16,6 @@ __all__ = [
     "LeafPlace",
     "LossScale",
     "Optimizer",
-    "Pending",
     "Precision",
     "Reducer",
     "Transform",
@@ -29,19 +28,16 @@ __all__ = [
     "constant",
     "dynamic_scale",
     "from_updates",
-    "gather",
     "global_norm",
     "leaf_sums",
     "linear",
     "norm_of",
     "norm_sum",
     "overflow",
+    "parallelize",
     "plan_buckets",
-    "reduce_shards",
     "sgd",
     "shard",
-    "shard_dim",
-    "shard_dims",
     "static_scale",
     "views",
     "warmup_cosine",
