@@ -4,7 +4,7 @@ from .buckets import Bucket, LeafPlace, plan_buckets, views
 from .norms import clip_coefficient, global_norm, leaf_sums, norm_of, norm_sum
 from .optimizers import adamw, sgd
 from .precision import LossScale, Precision, cast, dynamic_scale, overflow, static_scale
-from .protocols import Clip, Optimizer, Transform, accepting_scale
+from .protocols import Clip, Optimizer, Ranks, Transform, accepting_scale
 from .rates import constant, linear, warmup_cosine
 from .reducer import Reducer
 from .sharding import Pending, gather, reduce_shards, shard, shard_dim, shard_dims
@@ -18,6 +18,7 @@ __all__ = [
     "Optimizer",
     "Pending",
     "Precision",
+    "Ranks",
     "Reducer",
     "Transform",
     "accepting_scale",
