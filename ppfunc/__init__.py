@@ -122,6 +122,7 @@ if TYPE_CHECKING:
         dynamic_scale as dynamic_scale,
         from_updates as from_updates,
         linear as linear,
+        materialize as materialize,
         sgd as sgd,
         static_scale as static_scale,
         warmup_cosine as warmup_cosine,

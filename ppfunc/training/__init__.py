@@ -1,6 +1,7 @@
 """Train with gradients: optimizers, precision, norms, reductions over ranks, sharded state; pure functions of trees of tensors."""
 
 from .buckets import Bucket, LeafPlace, plan_buckets, views
+from .materialize import materialize
 from .norms import clip_coefficient, global_norm, leaf_sums, norm_of, norm_sum
 from .optimizers import adamw, sgd
 from .precision import LossScale, Precision, cast, dynamic_scale, overflow, static_scale
@@ -34,6 +35,7 @@ __all__ = [
     "global_norm",
     "leaf_sums",
     "linear",
+    "materialize",
     "norm_of",
     "norm_sum",
     "overflow",
