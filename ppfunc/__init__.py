@@ -132,6 +132,7 @@ if TYPE_CHECKING:
         dynamic_scale as dynamic_scale,
         from_updates as from_updates,
         linear as linear,
+        materialize as materialize,
         parallelize as parallelize,
         sgd as sgd,
         shard as shard,

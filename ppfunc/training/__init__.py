@@ -1,11 +1,12 @@
 """Train with gradients: optimizers, precision, norms, reductions over ranks, sharded state; pure functions of trees of tensors."""
 
 from .buckets import Bucket, LeafPlace, plan_buckets, views
+from .materialize import materialize
 from .norms import clip_coefficient, global_norm, leaf_sums, norm_of, norm_sum
 from .optimizers import adamw, sgd
 from .parallelize import parallelize, shard
 from .precision import LossScale, Precision, cast, dynamic_scale, overflow, static_scale
-from .protocols import Clip, Optimizer, Transform, accepting_scale
+from .protocols import Clip, Optimizer, Ranks, Transform, accepting_scale
 from .rates import constant, linear, warmup_cosine
 from .reducer import Reducer
 from .updates import chain, clip_by_global_norm, from_updates
@@ -17,6 +18,7 @@ __all__ = [
     "LossScale",
     "Optimizer",
     "Precision",
+    "Ranks",
     "Reducer",
     "Transform",
     "accepting_scale",
@@ -31,6 +33,7 @@ __all__ = [
     "global_norm",
     "leaf_sums",
     "linear",
+    "materialize",
     "norm_of",
     "norm_sum",
     "overflow",
