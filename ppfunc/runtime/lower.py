@@ -33,14 +33,16 @@ class ParameterUpdate(NamedTuple):
 
     Args:
         reduce: at REDUCE_GRAD, ``reduce(buffers, stage of the model, {number of the leaf: gradient})``.
-        join: between the last REDUCE_GRAD and the first STEP of this process, ``join(buffers, weighted losses by stage of the
-            schedule)``; None where the stages need nothing of each other, and each makes its STEP where the schedule has it.
+        join: once in a program, ``join(buffers, weighted losses by stage of the schedule)``: between its last REDUCE_GRAD and its
+            first STEP, or in the end.
         step: at STEP, ``step(buffers, stage of the model)``; puts new parameters into ``buffers.params`` for a further pass.
+        together: whether every STEP comes after ``join``; else each comes where the schedule has it, and ``join`` in the end.
     """
 
     reduce: Callable[[Buffers, int, dict[int, torch.Tensor]], None]
-    join: Callable[[Buffers, dict[int, torch.Tensor]], None] | None
+    join: Callable[[Buffers, dict[int, torch.Tensor]], None]
     step: Callable[[Buffers, int], None]
+    together: bool
 
 
 class StepSpec(NamedTuple):

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..runtime.rng import process_lock
 from ..schedule import Schedule
 from ..splitter import Split
 from ..stage._torch import version
+from ..stage.process import process_lock
 
 Init = Callable[[str, Tensor, torch.Generator], object]
 Tied = Mapping[str, Sequence[tuple[int, str]]]
