@@ -75,6 +75,7 @@ METHODS = torch._C.TensorBase
 # The innermost torch.func transform, None outside of all; and whether a tensor is wrapped by one.
 innermost_transform = torch._C._functorch.peek_interpreter_stack
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+unwrapped = torch._C._functorch.get_unwrapped
 
 # Copy and add lists of tensors in few kernels; the first two write into the first list.
 copy_each = torch._foreach_copy_

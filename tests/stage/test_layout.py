@@ -280,3 +280,47 @@ def test_a_stage_that_returns_dtensors_says_how_they_lie(rank_of):
         assert y.shape == (16, 3) and type(program.backward(residuals, y)[1]) is torch.Tensor
     with pytest.raises(TypeError, match="got a DTensor whose ranks hold parts of a sum"):
         pp.eager(lambda w, x: DTensor.from_local(x * w, tp, [Partial()]), (torch.ones(3), torch.ones(2, 3)))
+
+
+def test_dtensors_under_a_transform_of_torch_are_refused(rank_of):
+    _, tp = rank_of(0)
+    w = pp.shard(torch.ones(8, 2), tp, lambda *_: Shard(0))
+    step = pp.value_and_grad([lambda w, x: x * w.sum()], lambda y, t: y.sum(), pp.one_f_one_b(1, 1))
+    x = torch.ones(2)
+    for run in (
+        lambda: torch.func.grad(lambda w: step({0: w}, x, x)[0])(w),
+        lambda: torch.func.vmap(lambda x: step({0: w}, x, x)[0])(x[None]),
+    ):
+        with pytest.raises(ValueError, match=r"params\[0\]: got a DTensor under a torch.func transform"):
+            run()
+
+
+def test_tied_leaves_lie_alike(rank_of):
+    _, tp = rank_of(0)
+    w = torch.ones(8, 8)
+    stages, tied = [lambda w, x: x * w.sum()] * 2, {"w": [(0, ""), (1, "")]}
+    step = pp.value_and_grad(stages, lambda y, t: y.sum(), pp.one_f_one_b(2, 1), tied=tied)
+    laid = [pp.shard(w, tp, lambda *_, p=p: p) for p in (Shard(0), Shard(0), Replicate())]
+    with pytest.raises(ValueError, match=r"tied\['w'\]: '' of stage 0 is .* S\(0\) over tp=8, '' of stage 1 is .* R over tp=8"):
+        step({0: laid[0], 1: laid[2]}, torch.ones(2, 8), torch.ones(2))
+
+
+def test_a_step_is_lowered_for_signatures_with_layouts(rank_of):
+    _, tp = rank_of(0)
+    params = {0: pp.shard({"w": torch.ones(8, 2)}, tp, lambda *_: Shard(0))}
+    step = pp.value_and_grad([lambda p, x: x * p["w"].sum()], lambda y, t: y.sum(), pp.one_f_one_b(1, 1))
+    signatures = {s: Signature.of(tree) for s, tree in params.items()}
+    assert str(step.lower(signatures, torch.ones(2), torch.ones(2)).step.form.params[0]) == "{'w': float32[1,2] of [8,2] S(0) over tp=8}"
+
+
+def test_a_state_that_lies_otherwise_than_the_one_before_is_refused(rank_of):
+    _, tp = rank_of(0)
+
+    def stage(w, x, state):
+        return pp.Output(x * w, state=DTensor.from_local(state.clone(), tp, [Replicate()]))
+
+    step = pp.value_and_grad([stage], lambda y, t: y.sum(), pp.one_f_one_b(1, 1), has_aux=True)
+    with pytest.raises(
+        ValueError, match=r"returns the state float32\[1\] of \[1\] R over tp=8.*, it was given float32\[1\] of \[8\] S\(0\)"
+    ):
+        step({0: torch.ones(2)}, torch.ones(2), torch.ones(2), state={0: pp.shard(torch.ones(8), tp, lambda *_: Shard(0))})
