@@ -22,6 +22,8 @@ engine                  a function that differentiates a stage: ``graph``, ``fun
 stage program           the functions that an engine makes of a stage: its forward, its backward, and that in two parts
 residuals               the tensors that the forward of a stage keeps for its backward
 signature               structure, shapes and dtypes of a tree of tensors, without values
+layout                  how the leaf of a signature lies over the ranks of a mesh, as placements: that of a DTensor
+collective              a function over the ranks of an axis that stages may call: ``psum``, ``pvary``, ``all_gather``, ...
 edge                    two stages, the first of which sends activations to the second
 skip                    an edge between stages that are not neighbours
 transport               an object that carries messages between ranks: ``InProcess``, ``P2P`` or ``runtime.Simulated``

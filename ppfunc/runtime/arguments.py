@@ -17,7 +17,7 @@ from ppfunc.stage.signature import Form, flatten, form_of, same_form
 from ppfunc.stage.tree import tree_paths
 
 from .batch import Leaves, Microbatches, cut, cut_passes, refuse_microbatches, require_divisible
-from .functorch import transformed
+from .functorch import is_transformed_dtensor, transformed, transforming
 from .ownership import extent
 
 LossWeights = Sequence[float] | torch.Tensor | None
@@ -257,6 +257,9 @@ def _read_tree(tree: Any, form: TreeForm | None, name: str, microbatches: int) -
         return same, form
     leaves, treedef = flatten(tree, name)
     refuse_microbatches(treedef, name)
+    for leaf, path in zip(leaves, tree_paths(treedef, name), strict=True) if transforming() else ():
+        if is_transformed_dtensor(leaf):
+            raise ValueError(f"{path}: got a DTensor under a torch.func transform, which knows none; use ppfunc.jvp, hvp or gnvp")
     parts = tuple(map(local, leaves))
     signature = Signature(treedef, tuple(map(LeafSignature.of, leaves)))
     whole = signature

@@ -102,6 +102,7 @@ def shard(params: Any, mesh: DeviceMesh, rule: Rule) -> Any:
     Raises:
         TypeError, ValueError: the rule gives something else than placements that replicate or shard, or an axis that a leaf lacks.
 
+    >>> import torch
     >>> shard({"w": torch.ones(2)}, None, lambda name, leaf: None)
     {'w': tensor([1., 1.])}
     """

@@ -132,9 +132,7 @@ def derivatives(rank, size, pipe, kind):
             for one, other in zip(trees, wanted, strict=True):
                 assert all(isinstance(t, DTensor) for s in one for t in one[s].values())
                 assert largest_difference(full(one), p.own(other)) < TOLERANCE, which
-        with pytest.raises(
-            (ValueError, pp.PipelineError), match=r"tangent of .*: got torch.float64\[4, 16\], expected .* S\(1\) over tp=2"
-        ):
+        with pytest.raises((ValueError, pp.PipelineError), match=r"tangent of .*: got torch.float64\[4, 16\], expected .* S\(1\) over"):
             pp.jvp(p.stages, p.loss, p.schedule, p.transport)(p.params, p.own(along), p.lay(x), p.lay(target))
 
 
