@@ -266,7 +266,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any, list[str]]] = {
 
 def main_tensor(output: Any) -> torch.Tensor:
     """A scalar of what a model returns."""
-    tensors = [t for t in (output.values() if isinstance(output, Mapping) else output) if isinstance(t, torch.Tensor)]
+    found = output.values() if isinstance(output, Mapping) else output
+    tensors = [t for t in found if isinstance(t, torch.Tensor) and t.is_floating_point() and t.ndim]
     return sum(((t * torch.arange(1, t.shape[-1] + 1)).square().mean() for t in tensors), torch.zeros((), dtype=torch.float64))
 
 
