@@ -379,6 +379,7 @@ def test_parameters_that_share_memory_and_are_not_one_are_refused():
     m.require_equal(model, pp.split(model, m.rows(), at=["b"]), m.rows())
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of scripts
 def test_modules_that_cannot_be_traced_are_refused_by_name():
     for wrap, message in ((torch.jit.script, "cannot be traced; give the module from before"), (torch.compile, "is compiled; give the")):
         model = made(m.Plain)
