@@ -16,15 +16,21 @@ from ..tree import tree_leaves, tree_map
 from .ensemble import batched
 
 
-def per_sample(fn: Stage, *, randomness: str = "error") -> Stage:
+def per_sample(fn: Stage, *, randomness: str = "error", alone: bool = True, joined: bool = True) -> Stage:
     """The stage with parameters of its own for every sample, so that gradients do not add up over them.
 
     Equivalent to ``torch.func.vmap(fn)``, with every sample a batch of one: parameters (see :func:`for_samples`), ``x`` and the
-    further arguments have a leading axis b. ``randomness`` is that of ``vmap``.
+    further arguments have a leading axis b.
+
+    Args:
+        randomness: that of ``vmap``.
+        alone: whether ``x`` and the further arguments have a batch axis, which becomes one sample long; else the stage
+            gets what the one before it returned for that sample.
+        joined: whether outputs have a batch axis, which becomes b long; else they get a further axis b.
     """
 
     def one(params: Any, *sample: Any) -> Any:
-        out = fn(params, *_alone(sample))
+        out = fn(params, *(_alone(sample) if alone else sample))
         if isinstance(out, Output) and (out.loss, out.metrics, out.state) != (None, None, None):
             raise ValueError(
                 "it returns an auxiliary loss, metrics or a state, of which there are none per sample; return y and skips alone"
@@ -33,16 +39,17 @@ def per_sample(fn: Stage, *, randomness: str = "error") -> Stage:
 
     @wraps(fn)
     def stage(params: Any, x: Any, *extras: Any) -> Any:
-        return tree_map(_joined, batched(one, (params, x, *extras), (True,) * (2 + len(extras)), randomness))
+        out = batched(one, (params, x, *extras), (True,) * (2 + len(extras)), randomness)
+        return tree_map(_joined, out) if joined else out
 
     return stage
 
 
-def per_sample_loss(loss_fn: Loss) -> Loss:
-    """The losses of every sample as a batch of one: ``loss(y, target) -> tensor[b]``."""
+def per_sample_loss(loss_fn: Loss, *, joined: bool = True) -> Loss:
+    """The losses of every sample as a batch of one: ``loss(y, target) -> tensor[b]``. ``joined`` is that of the stages."""
 
-    def one(*sample: Any) -> torch.Tensor:
-        return loss_fn(*_alone(sample))
+    def one(y: Any, target: Any) -> torch.Tensor:
+        return loss_fn(_alone(y) if joined else y, _alone(target))
 
     def losses(y: Any, target: Any) -> torch.Tensor:
         return batched(one, (y, target), (True, True))
