@@ -10,7 +10,7 @@ from ppfunc.stage import Outline
 
 from .arguments import StepArguments
 from .compile import CompiledStep
-from .stage_programs import modes
+from .stage_programs import autocast, modes
 from .transport import LossPart, Mode
 
 V = TypeVar("V")
@@ -54,12 +54,22 @@ class Entry(NamedTuple):
 
 
 class Last(NamedTuple):
-    """The last call: its arguments without their tensors, the name of its batch, autocast, and the step that it ran."""
+    """A step with what it was compiled for: the arguments without their tensors, the name of the batch, autocast."""
 
     arguments: StepArguments
     name: str
     autocast: tuple[Any, ...]
     entry: Entry
+
+    @classmethod
+    def of(cls, arguments: StepArguments, name: str, entry: Entry) -> Last:
+        """A step for these arguments under the present autocast."""
+        return cls(arguments._replace(params={}, state={}, inputs=(), targets=(), extras={}), name, autocast(), entry)
+
+    def require_same_modes(self) -> None:
+        """Raise ValueError where modules or autocast have another mode than then."""
+        if self.autocast != autocast() or not self.entry.holds():
+            raise ValueError("modules or autocast have another mode than when the step was lowered; lower and compile it again")
 
 
 def keep(cache: OrderedDict[tuple[Any, ...], V], key: tuple[Any, ...], value: V) -> None:
