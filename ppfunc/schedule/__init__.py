@@ -70,6 +70,7 @@ if TYPE_CHECKING:
         remove_tail as remove_tail,
     )
     from .passes.send_completion import send_completion as send_completion
+    from .passes.skips import with_skips as with_skips
     from .planner.plan import Plan as Plan, plan as plan
     from .schedule import (
         Chain as Chain,
