@@ -1,7 +1,5 @@
 """Make a pipeline an ordinary function from parameters and a batch to a loss and gradients."""
 
-from __future__ import annotations
-
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps

@@ -1,7 +1,5 @@
 """Lowered steps for people: their text, their memory and their cost, from shapes alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 

@@ -1,10 +1,8 @@
 """The cache of a step function: compiled steps by the form of the arguments, bounded."""
 
-from __future__ import annotations
-
 import warnings
 from collections import OrderedDict
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 from ppfunc.stage import Outline
 
@@ -38,7 +36,7 @@ class Entry(NamedTuple):
     parts: dict[int, LossPart]
 
     @classmethod
-    def of(cls, compiled: CompiledStep, parts: dict[int, LossPart]) -> Entry:
+    def of(cls, compiled: CompiledStep, parts: dict[int, LossPart]) -> Self:
         """The entry of a step compiled in the present modes."""
         outlines = {id(low.outline): low.outline for low in compiled.lowered.stages.values()}.values()
         return cls(compiled, tuple((outline, modes(outline)) for outline in outlines), parts)
@@ -62,7 +60,7 @@ class Last(NamedTuple):
     entry: Entry
 
     @classmethod
-    def of(cls, arguments: StepArguments, name: str, entry: Entry) -> Last:
+    def of(cls, arguments: StepArguments, name: str, entry: Entry) -> Self:
         """A step for these arguments under the present autocast."""
         return cls(arguments._replace(params={}, state={}, inputs=(), targets=(), extras={}), name, autocast(), entry)
 

@@ -5,8 +5,6 @@ the exchanges that end a program, a transport those of messages, which post what
 what has arrived.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 

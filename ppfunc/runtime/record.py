@@ -1,7 +1,5 @@
 """Record when the calls of a step run, on one clock for all ranks, as the timeline of its schedule."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence

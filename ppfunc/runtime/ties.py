@@ -4,8 +4,6 @@ They are one parameter in several places. Its values are the same everywhere, wh
 its gradient is the sum over all places, the same at each of them.
 """
 
-from __future__ import annotations
-
 import ctypes
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
