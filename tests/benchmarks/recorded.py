@@ -67,7 +67,8 @@ def main() -> None:
     dist.all_gather_object(told, median(shares))
     if rank == 0:
         wall, cpu = (median(recorded[i] / plain[i] for plain, recorded in rounds) for i in (0, 1))
-        print(f"{ranks} ranks, width {options.width}: recorded over plain {wall:.3f}, in CPU seconds {cpu:.3f}")
+        plain = median(plain[1] for plain, _ in rounds) / ranks
+        print(f"{ranks} ranks, width {options.width}: recorded over plain {wall:.3f}, in CPU seconds {cpu:.3f} (a rank has {plain:.4f})")
         print("measured compute over the profiler's operators, by rank: " + " ".join(f"{share:.3f}" for share in told))
     dist.destroy_process_group()
 
