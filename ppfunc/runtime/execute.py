@@ -3,6 +3,7 @@
 import torch
 
 from ppfunc.schedule import Op, parts_of
+from ppfunc.schedule.instruction import TAIL
 from ppfunc.stage.abstract import place as line_of
 
 from .arguments import StepArguments
@@ -21,11 +22,12 @@ class StepFailed(Exception):
         super().__init__(failure)
 
 
-def execute(compiled: CompiledStep, buffers: Buffers) -> Buffers:
+def execute(compiled: CompiledStep, buffers: Buffers, last: bool = True) -> Buffers:
     """Run every call in turn.
 
     Args:
         compiled: what to run.
+        last: whether no further pass follows, so that the gradients are complete and what ends a program runs, too.
         buffers: the arguments, see :func:`fill`; hold the results afterwards.
 
     Raises:
@@ -33,16 +35,20 @@ def execute(compiled: CompiledStep, buffers: Buffers) -> Buffers:
     """
     index = 0
     try:
-        for index, call in enumerate(compiled.calls):  # noqa: B007 - names the call that raised
-            call(buffers)
+        for index, call in enumerate(compiled.calls):
+            if last or compiled.places[index].instruction.op not in TAIL:
+                call(buffers)
     except BaseException as cause:
         place = compiled.places[index]
         raise StepFailed(Failure(place.rank, place.position, place.instruction, cause)) from cause
     return buffers
 
 
-def fill(lowered: LoweredStep, arguments: StepArguments) -> Buffers:
+def fill(lowered: LoweredStep, arguments: StepArguments, before: Buffers | None = None) -> Buffers:
     """New buffers with the arguments in their places.
+
+    Args:
+        before: the buffers of an earlier pass, whose states go on, and its gradients and losses, or parameters.
 
     Raises:
         ValueError: a stage draws random numbers, and there is no seed.
@@ -51,20 +57,29 @@ def fill(lowered: LoweredStep, arguments: StepArguments) -> Buffers:
         raise ValueError(f"stage {lowered.drawing[0]} draws random numbers; pass seed=(seed, step) to the step, two integers")
     schedule = lowered.schedule
     buffers = Buffers(params=dict(arguments.params), state=dict(arguments.state), seed=arguments.seed)
+    buffers.first, buffers.scale, buffers.carry = arguments.first, arguments.scale, arguments.carry
+    if before is not None:
+        buffers.state, buffers.params = before.state, before.params
+    if before is not None and arguments.steps:
+        buffers.scale = before.scale
+    elif before is not None:
+        buffers.gradients, buffers.losses = before.gradients, before.losses
     for chain in schedule.chains:
         last = chain.stages[-1]
         for stage in chain.stages:
             if schedule.placement[stage] not in lowered.ranks:
                 continue
             model = schedule.model_stages[stage]
-            if not schedule.forward_only:
+            if not schedule.forward_only and stage not in buffers.gradients:
                 buffers.gradients[stage] = new_gradients(lowered)
             batches = [arguments.targets] if stage == last and arguments.targets else []
             batches += [arguments.extras[model]] if model in arguments.extras else []
             if batches:
                 buffers.extras.update(((stage, m), sum((tuple(b[m]) for b in batches), ())) for m in chain.microbatches)
             if stage in lowered.losses:
-                weights = weights_of(lowered, arguments, stage)
+                weights = buffers.weights[stage] = weights_of(lowered, arguments, stage)
+                if buffers.scale is not None:
+                    weights = tuple([weight * buffers.scale.to(weight.device, weight.dtype) for weight in weights])
                 shape = lowered.losses[stage].leaf.shape[1:]
                 buffers.cotangents.update(((stage, m), (weights[m].expand(shape),)) for m in chain.microbatches)
             if stage == chain.stages[0]:

@@ -127,7 +127,7 @@ class Stack:
         self._merged.merge(gradients)
 
     def signature(self, leaf: LeafSignature) -> LeafSignature:
-        return replace(leaf, shape=(len(self._rows), *leaf.shape))
+        return leaf.stacked(len(self._rows))
 
     def take(self, like: Leaves, owned: Owned) -> Leaves:
         if any(row is not None for row in self._rows):

@@ -8,6 +8,8 @@ from operator import add, gt
 
 import torch
 
+from ppfunc.stage.layout import distributed, layout_of, local
+
 from .functorch import transformed, transforming
 
 
@@ -22,6 +24,8 @@ class Owned:
         self._taken = {t.untyped_storage().data_ptr() for t in arguments if not transformed(t)}
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        if (layout := layout_of(tensor)) is not None:
+            return distributed(self(local(tensor)), layout)
         if transformed(tensor):
             return tensor
         storage = tensor.untyped_storage()
