@@ -16,7 +16,7 @@ from ppfunc.runtime import P2P, Axes, InProcess, Microbatches, StepSpec, Transpo
 from ppfunc.runtime.arguments import LossWeights, RawArguments, Seed
 from ppfunc.runtime.lower import ParameterUpdate
 from ppfunc.runtime.results import StepResult
-from ppfunc.runtime.ties import TiedPlaces, read_tied
+from ppfunc.runtime.ties import Tied, TiedPlaces
 from ppfunc.schedule import Schedule, append_tail, forward_only, reduce_early, remove_tail
 from ppfunc.stage import Engine, Loss, Stage, graph
 from ppfunc.stage.layout import local
@@ -40,19 +40,19 @@ class Trainer:
     """
 
     def __init__(
-        self, stages: Sequence[Stage | None], loss_fn: Loss, schedule: Schedule, transport: Transport, engine: Engine, tied: TiedPlaces,
+        self, stages: Sequence[Stage | None], loss_fn: Loss, schedule: Schedule, transport: Transport, engine: Engine, tied: Tied,
         rule: UpdateRule, accumulate: int,
     ) -> None:  # fmt: skip
         self.schedule, self.transport = schedule, transport
         self._recipe, self._accumulate = rule, accumulate
         self._data = transport.collective("data")
-        places, reduce = read_tied(tied, schedule), rule.precision.reduce
-        update = update_of(rule, schedule, transport, places)
+        reduce = rule.precision.reduce
+        update = update_of(rule, schedule, transport, tied)
         sum_dtype = reduce if reduce in (torch.float32, torch.float64) else None
-        spec = StepSpec("train_step", frozenset({"loss"}), tied=places, sum_dtype=sum_dtype, update=update)
+        spec = StepSpec("train_step", frozenset({"loss"}), tied=tied, sum_dtype=sum_dtype, update=update)
         self._step = make_step(stages, loss_fn, schedule, transport, engine, spec, self._arguments, self._updated)
         spec = StepSpec(
-            "train_step, evaluation", frozenset({"loss"}), tied=places, update=ParameterUpdate(update.reduce, update.join, update.step)
+            "train_step, evaluation", frozenset({"loss"}), tied=tied, update=ParameterUpdate(update.reduce, update.join, update.step)
         )
         ahead = forward_only(remove_tail(schedule))
         self._evaluate = make_step(stages, loss_fn, ahead, transport, engine, spec, self._arguments, self._loss, training=False)
@@ -184,7 +184,7 @@ def train_step(
     Raises:
         ScheduleError, ValueError, TypeError: as :func:`value_and_grad`; arguments that do not fit together.
     """
-    stages, schedule, tied = unpacked(stages, loss_fn, schedule, tied)
+    stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied)
     if mesh is not None and transport is not None:
         raise ValueError("got a mesh and a transport, expected one of the two; ppfunc.P2P(mesh=mesh, axes=axes) is a transport over a mesh")
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
@@ -204,5 +204,5 @@ def train_step(
     if transport is None:
         transport = InProcess() if mesh is None else P2P(mesh=mesh, axes=axes)
     schedule = remove_tail(schedule)
-    tailed = reduce_early(append_tail(schedule, tied=bool(tied) or bool(schedule.replicas)))
-    return Trainer(stages, loss_fn, tailed, transport, engine, tied, rule, accumulate)
+    tailed = reduce_early(append_tail(schedule, tied=bool(ties) or bool(schedule.replicas)))
+    return Trainer(stages, loss_fn, tailed, transport, engine, ties, rule, accumulate)

@@ -62,7 +62,8 @@ class Last(NamedTuple):
     @classmethod
     def of(cls, arguments: StepArguments, name: str, entry: Entry) -> Self:
         """A step for these arguments under the present autocast."""
-        return cls(arguments._replace(params={}, state={}, inputs=(), targets=(), extras={}), name, autocast(), entry)
+        bare = arguments._replace(params={}, state={}, inputs=(), targets=(), extras={}, scale=None, carry=None)
+        return cls(bare, name, autocast(), entry)
 
     def require_same_modes(self) -> None:
         """Raise ValueError where modules or autocast have another mode than then."""

@@ -222,12 +222,7 @@ class StepFunction(Generic[P, R]):
         with self._lock:
             entry = self._found(own)
         entry = entry or self._build(arguments, name, own)
-<<<<<<< HEAD
         self._last = Last.of(arguments, name, entry)
-=======
-        bare = arguments._replace(params={}, state={}, inputs=(), targets=(), extras={}, scale=None, carry=None)
-        self._last = Last(bare, name, now, entry)
->>>>>>> main
         return entry
 
     def _still(self, kept: Last, generation: int | None, arguments: StepArguments) -> Entry:
