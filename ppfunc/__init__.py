@@ -53,7 +53,7 @@ if TYPE_CHECKING:
         training as training,
     )
     from .measurement import measure as measure
-    from .pipeline import evaluate as evaluate, microbatch as microbatch, value_and_grad as value_and_grad, with_skips as with_skips
+    from .pipeline import evaluate as evaluate, microbatch as microbatch, value_and_grad as value_and_grad
     from .runtime import (
         P2P as P2P,
         AgreementError as AgreementError,
@@ -95,6 +95,7 @@ if TYPE_CHECKING:
         simulate as simulate,
         v_half as v_half,
         v_min as v_min,
+        with_skips as with_skips,
         zb_h1 as zb_h1,
         zb_h2 as zb_h2,
         zbv as zbv,

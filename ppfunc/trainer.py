@@ -15,7 +15,7 @@ from ppfunc.pipeline import Stages, make_step, unpacked
 from ppfunc.runtime import P2P, Axes, InProcess, Microbatches, StepSpec, Transport
 from ppfunc.runtime.arguments import LossWeights, RawArguments, Seed
 from ppfunc.runtime.results import StepResult
-from ppfunc.runtime.ties import TiedPlaces, read_tied
+from ppfunc.runtime.ties import TiedPlaces
 from ppfunc.schedule import Schedule, append_tail, forward_only, reduce_early, remove_tail
 from ppfunc.stage import Engine, Loss, Stage, graph
 from ppfunc.stage.layout import local
@@ -217,7 +217,7 @@ def train_step(
     Raises:
         ScheduleError, ValueError, TypeError: as :func:`value_and_grad`; arguments that do not fit together.
     """
-    stages, schedule, tied = unpacked(stages, loss_fn, schedule, tied)
+    stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied)
     if mesh is not None and transport is not None:
         raise ValueError("got a mesh and a transport, expected one of the two; ppfunc.P2P(mesh=mesh, axes=axes) is a transport over a mesh")
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
@@ -240,7 +240,6 @@ def train_step(
     axes = axes or Axes()
     if transport is None:
         transport = InProcess() if mesh is None else P2P(mesh=mesh, axes=axes)
-    places = read_tied(tied, schedule)
-    schedule = reduce_early(append_tail(remove_tail(schedule), tied=bool(places) or bool(schedule.replicas)))
-    ground = Ground.of(rule, schedule, places, transport, mesh, axes)
+    schedule = reduce_early(append_tail(remove_tail(schedule), tied=bool(ties) or bool(schedule.replicas)))
+    ground = Ground.of(rule, schedule, ties, transport, mesh, axes)
     return Trainer(stages, loss_fn, schedule, transport, engine, ground, accumulate)

@@ -1,7 +1,5 @@
 """The memory of one call of a compiled step: made for the call, dropped with it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 

@@ -5,9 +5,7 @@ the exchanges that end a program, a transport those of messages, which post what
 what has arrived.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,12 +32,24 @@ class CompiledStep(NamedTuple):
         programs: of every stage of this process, by (stage of the schedule, microbatch).
         calls: what a step runs, in order.
         places: where in the schedule each call comes from.
+        run: runs the step function with this program, where it was compiled by itself.
     """
 
     lowered: LoweredStep
     programs: Mapping[Key, StageProgram]
     calls: tuple[Call, ...]
     places: tuple[Place, ...]
+    run: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step, as a call of the step function does; where ranks are processes, every one calls what it has compiled.
+
+        Raises:
+            ValueError: the arguments have another form than those for which the step was lowered.
+            RuntimeError: a step has failed since: what the ranks agreed on has to be agreed on again.
+        """
+        assert self.run is not None
+        return self.run(*args, **kwargs)
 
     def __repr__(self) -> str:
         return f"<compiled {self.lowered.spec.name}, {self.lowered.schedule!r}, {len(self.calls)} calls>"

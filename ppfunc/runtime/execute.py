@@ -1,7 +1,5 @@
 """Execute the calls of a compiled step, with buffers made for this step alone."""
 
-from __future__ import annotations
-
 import torch
 
 from ppfunc.schedule import Op, parts_of

@@ -1,7 +1,5 @@
 """Tell whether a transform of torch.func is at work around a step."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 
 import torch

@@ -1,7 +1,5 @@
 """All ranks in one process: for tests, notebooks, one GPU, and torch.func transforms from outside."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Literal, Self

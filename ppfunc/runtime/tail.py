@@ -1,7 +1,5 @@
 """Bind the exchanges that end a program: sums over the places of a parameter, and gradients of the inputs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from typing import NamedTuple

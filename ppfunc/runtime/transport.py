@@ -1,7 +1,5 @@
 """The two protocols of a transport: data, which carries tensors between stages, and control, which keeps ranks together."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Literal, NamedTuple, Protocol, Self

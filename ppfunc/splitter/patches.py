@@ -56,8 +56,9 @@ def _unseen() -> Iterator[tuple[Any, str, str, str]]:
         yield owner, "manual_seed", "seeds the default random generator", "leave that out"
     for name in ("register_hook", "register_post_accumulate_grad_hook"):
         yield torch.Tensor, name, f"puts a hook onto the gradient of a tensor ({name})", "write an autograd.Function"
-    for module, drawing in ((random, "Random"), (sys.modules.get("numpy.random"), "RandomState")):
-        for name in _bound(module, drawing) if module is not None else ():
+    generators = [(random, "Random"), *([(numpy, "RandomState")] if (numpy := sys.modules.get("numpy.random")) is not None else [])]
+    for module, drawing in generators:
+        for name in _bound(module, drawing):
             yield module, name, f"draws from the generator of {module.__name__} ({name})", "draw by torch"
 
 
