@@ -22,6 +22,7 @@ from ppfunc.stage.layout import local
 from ppfunc.stage.tree import tree_leaves, tree_map
 
 from .training import LossScale, Optimizer, Precision, accepting_scale
+from .training.norms import require_norm_type
 from .training.update import Ground, Metrics as Metrics, OnNonfinite, Running, TrainState as TrainState, UpdateRule
 
 
@@ -228,6 +229,7 @@ def train_step(
         raise ValueError("clip: got one, and the optimizer clips, too; leave one of them out")
     if clip is not None and not clip >= 0:
         raise ValueError(f"clip: got {clip}, expected a norm, at least 0")
+    require_norm_type(norm_type)
     if optimizer.clipped is not None:
         first, optimizer = optimizer.clipped
         clip, norm_type = first.max_norm, first.norm_type

@@ -215,7 +215,7 @@ def copy_of(tree):
     ],
 )
 def test_wrong_arguments_are_named(options, text):
-    stages, params, x, y = problem()
+    stages, *_ = problem()
     with pytest.raises(ValueError, match=text):
         pp.train_step(stages, squared, pp.one_f_one_b(4, 4), pp.adamw(1e-2), **options)
 
@@ -296,7 +296,7 @@ def grid(rank, size, pipes, schedule, option):
     return losses
 
 
-@pytest.mark.parametrize("schedule, option", [("zbv", "plain"), ("dualpipev", "accumulate"), ("interleaved", "sharded"), ("zbv", "ignore")])
+@pytest.mark.parametrize("schedule, option", [("dualpipev", "plain"), ("interleaved", "accumulate"), ("zbv", "sharded"), ("zbv", "ignore")])
 def test_two_pipelines_of_two_ranks_train_as_one_process(four, schedule, option):
     answers = four(grid, 2, schedule, option)
     assert all(answer == answers[0] for answer in answers)
