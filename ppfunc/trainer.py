@@ -16,7 +16,7 @@ from ppfunc.runtime import P2P, Axes, InProcess, Microbatches, StepSpec, Transpo
 from ppfunc.runtime.arguments import LossWeights, RawArguments, Seed
 from ppfunc.runtime.results import StepResult
 from ppfunc.runtime.ties import TiedPlaces
-from ppfunc.schedule import Schedule, append_tail, forward_only, reduce_early, remove_tail
+from ppfunc.schedule import Schedule, append_tail, forward_only, insert_unshards, reduce_early, remove_tail, remove_unshards
 from ppfunc.stage import Engine, Loss, Stage, graph
 from ppfunc.stage.layout import local
 from ppfunc.stage.tree import tree_leaves, tree_map
@@ -50,7 +50,8 @@ class Trainer:
         self._step = make_step(stages, loss_fn, schedule, transport, engine, spec, self._steps, self._updated)
         looking = ground._replace(rule=self._rule._replace(scale=None, clip=math.inf, on_nonfinite="skip"))
         spec = StepSpec("evaluation of train_step", frozenset({"loss"}), tied=ground.tied, update=looking.update())
-        ahead = forward_only(remove_tail(schedule))
+        ahead = forward_only(remove_unshards(remove_tail(schedule)))
+        ahead = insert_unshards(ahead) if self._rule.shard == "params" else ahead
         self._evaluate = make_step(stages, loss_fn, ahead, transport, engine, spec, self._passes, self._loss, training=False)
 
     def __repr__(self) -> str:
@@ -65,7 +66,8 @@ class Trainer:
         precision, scale = self._rule.precision, self._rule.scale
         masters = {s: precision.to_master(tree_map(torch.Tensor.detach, tree)) for s, tree in params.items()}
         device = next((local(t).device for tree in masters.values() for t in tree_leaves(tree)), torch.device("cpu"))
-        optimizer = {s: self._ground.init(tree) for s, tree in masters.items()}
+        kept = {s: self._ground.init(tree) for s, tree in masters.items()}
+        masters, optimizer = ({s: pair[n] for s, pair in kept.items()} for n in (0, 1))
         step = torch.zeros((), dtype=torch.int64, device=device)
         return TrainState(step, masters, optimizer, {} if scale is None else scale.init(device))
 
@@ -147,7 +149,7 @@ class Trainer:
         count, precision, data = self._accumulate, self._rule.precision, self._ground.data
         microbatches = count * self.schedule.microbatches
         weights = [1 / (data.size * microbatches)] * microbatches if loss_weights is None else loss_weights
-        params = {s: precision.to_compute(tree) for s, tree in state.params.items()}
+        params = {s: self._ground.given(tree) for s, tree in state.params.items()}
         cast = inputs.map(precision.to_compute) if isinstance(inputs, Microbatches) else precision.to_compute(inputs)
         running = Running(state._replace(params=dict(state.params), optimizer=dict(state.optimizer)), [_sum_of(loss_weights)])
         raw = RawArguments(
@@ -185,7 +187,7 @@ def train_step(
     norm_type: float = 2.0,
     scale: LossScale | None = None,
     accumulate: int = 1,
-    shard: Literal["none", "optimizer"] = "none",
+    shard: Literal["none", "optimizer", "params"] = "none",
     precision: Precision | None = None,
     on_nonfinite: OnNonfinite = "skip",
 ) -> Trainer:
@@ -210,7 +212,9 @@ def train_step(
         accumulate: how many times the schedule runs in a step, each with a part of the batch; the gradients are those of
             one schedule with as many times the microbatches, bit by bit.
         shard: ``"optimizer"`` keeps, on each data rank, a part of the state of the optimizer, and updates that part of the
-            parameters, which are then gathered; the same bits over two data ranks.
+            parameters, which are then gathered. ``"params"`` keeps a part of the parameters, too: each stage is gathered before it
+            computes and freed behind, at most two at a time. The same bits as ``"none"`` over two data ranks. What cannot be
+            cut evenly is whole on every rank.
         precision: dtypes of computing, reducing and keeping parameters.
         on_nonfinite: where loss or gradients are not finite: ``"skip"`` the update, ``"raise"`` on every rank (reads a number of
             the device in every step), or ``"ignore"`` it.
@@ -233,15 +237,17 @@ def train_step(
     if optimizer.clipped is not None:
         first, optimizer = optimizer.clipped
         clip, norm_type = first.max_norm, first.norm_type
-    if shard not in ("none", "optimizer"):
-        raise ValueError(f"shard: got {shard!r}, expected 'none' or 'optimizer'")
+    if shard not in ("none", "optimizer", "params"):
+        raise ValueError(f"shard: got {shard!r}, expected 'none', 'optimizer' or 'params'")
     rule = UpdateRule(
         accepting_scale(optimizer), math.inf if clip is None else clip, norm_type, scale, precision or Precision(), on_nonfinite,
-        shard == "optimizer",
+        shard,
     )  # fmt: skip
     axes = axes or Axes()
     if transport is None:
         transport = InProcess() if mesh is None else P2P(mesh=mesh, axes=axes)
-    schedule = reduce_early(append_tail(remove_tail(schedule), tied=bool(ties) or bool(schedule.replicas)))
+    schedule = remove_unshards(remove_tail(schedule))
+    schedule = insert_unshards(schedule) if shard == "params" else schedule
+    schedule = reduce_early(append_tail(schedule, tied=bool(ties) or bool(schedule.replicas)))
     ground = Ground.of(rule, schedule, ties, transport, mesh, axes)
     return Trainer(stages, loss_fn, schedule, transport, engine, ground, accumulate)
