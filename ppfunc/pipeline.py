@@ -6,14 +6,14 @@ from typing import Any
 import torch
 
 from ppfunc.making import Stages, make_step, named_step, shown, told_to_peers, unpacked
-from ppfunc.runtime import StepFunction, StepResult, StepSpec, Transport, microbatch
+from ppfunc.runtime import StepFunction, StepResult, StepSpec, Transport
 from ppfunc.runtime.arguments import LossWeights, RawArguments, Seed
 from ppfunc.runtime.overlap import Overlapped
 from ppfunc.runtime.ties import TiedPlaces
 from ppfunc.schedule import Schedule
 from ppfunc.stage import Engine, Loss, graph
 
-__all__ = ["evaluate", "microbatch", "value_and_grad"]
+__all__ = ["evaluate", "value_and_grad"]
 
 
 @told_to_peers
