@@ -53,7 +53,7 @@ if TYPE_CHECKING:
         training as training,
     )
     from .measurement import measure as measure
-    from .pipeline import evaluate as evaluate, microbatch as microbatch, value_and_grad as value_and_grad
+    from .pipeline import evaluate as evaluate, value_and_grad as value_and_grad
     from .runtime import (
         P2P as P2P,
         AgreementError as AgreementError,
@@ -66,6 +66,7 @@ if TYPE_CHECKING:
         StepFunction as StepFunction,
         Transport as Transport,
         interleaved as interleaved,
+        microbatch as microbatch,
         two_streams as two_streams,
     )
     from .schedule import (

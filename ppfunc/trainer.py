@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ppfunc.pipeline import Stages, make_step, unpacked
+from ppfunc.making import Stages, make_step, unpacked
 from ppfunc.runtime import P2P, Axes, InProcess, Microbatches, StepSpec, Transport
 from ppfunc.runtime.arguments import LossWeights, RawArguments, Seed
 from ppfunc.runtime.results import StepResult

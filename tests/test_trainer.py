@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import ppfunc as pp
@@ -429,3 +429,20 @@ def misnamed(rank, size):
 
 def test_every_axis_is_named(four):
     four(misnamed)
+
+
+def laid_differently(rank, size):
+    """Two ranks that compute parts of the same stage cut its parameter along other axes."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    stages, params, x, y = problem(2)
+    pipe, axis = mesh.get_local_rank("pp"), mesh.get_local_rank("tp")
+    own = DTensor.from_local(params[pipe]["w"].chunk(2, axis)[axis].contiguous(), mesh["tp"], [Shard(axis)])
+    with (
+        pp.train_step(stages, squared, pp.one_f_one_b(2, 4), pp.sgd(1e-2), mesh, axes=pp.Axes("pp", model="tp")) as trainer,
+        pytest.raises(pp.AgreementError, match=r"params\[.\]\['w'\]: torch.float64 of \[6,6\] S\(.\) over tp=2; rank"),
+    ):
+        trainer.step(trainer.init({pipe: {"w": own}}), x, y)
+
+
+def test_parts_of_a_stage_lie_the_same_way(four):
+    four(laid_differently)
