@@ -5,10 +5,10 @@ from .materialize import materialize
 from .norms import clip_coefficient, global_norm, leaf_sums, norm_of, norm_sum
 from .optimizers import adamw, sgd
 from .precision import LossScale, Precision, cast, dynamic_scale, overflow, static_scale
-from .protocols import Clip, Optimizer, Ranks, Transform, accepting_scale
+from .protocols import Clip, Optimizer, Ranks, ShardOf, Transform, accepting_scale
 from .rates import constant, linear, warmup_cosine
 from .reducer import Reducer
-from .sharding import Pending, gather, reduce_shards, shard, shard_dim, shard_dims
+from .sharding import Pending, gather, parts_of, reduce_shards, shard, shard_dim, shard_dims
 from .updates import chain, clip_by_global_norm, from_updates
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "Precision",
     "Ranks",
     "Reducer",
+    "ShardOf",
     "Transform",
     "accepting_scale",
     "adamw",
@@ -39,6 +40,7 @@ __all__ = [
     "norm_of",
     "norm_sum",
     "overflow",
+    "parts_of",
     "plan_buckets",
     "reduce_shards",
     "sgd",
