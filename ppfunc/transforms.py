@@ -11,11 +11,11 @@ import torch
 from ppfunc.pipeline import Stages, make_step, named_step, told_to_peers, unpacked
 from ppfunc.runtime import Microbatches, StepFunction, StepResult, StepSpec, Transport
 from ppfunc.runtime.arguments import LossWeights, RawArguments, Seed
-from ppfunc.runtime.ties import TiedPlaces, read_tied
+from ppfunc.runtime.ties import TiedPlaces
 from ppfunc.schedule import Schedule
 from ppfunc.splitter import Split
 from ppfunc.stage import Engine, Loss, Stage, graph
-from ppfunc.stage.signature import differentiable
+from ppfunc.stage.signature import differentiable, flatten
 from ppfunc.stage.transforms import (
     dual,
     dual_loss,
@@ -74,7 +74,7 @@ def jvp(
     (tensor([30.]), tensor([15.]))
     """
 
-    stages, schedule, tied = unpacked(stages, loss_fn, schedule, tied, loss_wanted=False)
+    stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied, _PAIR, loss_wanted=False)
     default = loss_weights
 
     def step(
@@ -103,7 +103,7 @@ def jvp(
         return (made, result.aux) if has_aux else made
 
     wants = {"outputs" if loss_fn is None else "loss", *(["aux"] if has_aux else [])}
-    spec = StepSpec("jvp", frozenset(wants), loss_shape=(2,), tied=read_tied(tied, schedule, _PAIR), primal="0")
+    spec = StepSpec("jvp", frozenset(wants), loss_shape=(2,), tied=ties, primal="0")
     losses = None if loss_fn is None else dual_loss(loss_fn)
     return make_step(_each(stages, dual), losses, schedule, transport, engine, spec, named_step(step), finish, loss_weights, training=False)
 
@@ -147,7 +147,7 @@ def hvp(
     ({0: tensor(36.), 1: tensor(24.)}, {0: tensor(18.), 1: tensor(24.)})
     """
 
-    stages, schedule, tied = unpacked(stages, loss_fn, schedule, tied)
+    stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied, _PAIR)
 
     def finish(result: StepResult, raw: RawArguments) -> Any:
         grads = {stage: _complete(gradient, raw.params[stage][0]) for stage, (_, gradient) in result.grads.items()}
@@ -156,7 +156,7 @@ def hvp(
         return (values, result.aux) if has_aux else values, (grads, products)
 
     wants = frozenset({"loss", "grads", *(["aux"] if has_aux else [])})
-    spec = StepSpec("hvp", wants, loss_shape=(2,), tied=read_tied(tied, schedule, _PAIR), primal="0")
+    spec = StepSpec("hvp", wants, loss_shape=(2,), tied=ties, primal="0")
     prepare = _along_tangents(loss_weights)
     return make_step(_each(stages, sloping), hessian_loss(loss_fn), schedule, transport, engine, spec, prepare, finish, loss_weights)
 
@@ -200,14 +200,14 @@ def gnvp(
     {0: tensor(18.), 1: tensor(12.)}
     """
 
-    stages, schedule, tied = unpacked(stages, loss_fn, schedule, tied)
+    stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied, _PAIR)
 
     def finish(result: StepResult, raw: RawArguments) -> Any:
         values = tuple(result.loss.unbind())
         return (values, result.aux) if has_aux else values, {stage: product for stage, (product, _) in result.grads.items()}
 
     wants = frozenset({"loss", "grads", *(["aux"] if has_aux else [])})
-    spec = StepSpec("gnvp", wants, loss_shape=(2,), tied=read_tied(tied, schedule, _PAIR), primal="0")
+    spec = StepSpec("gnvp", wants, loss_shape=(2,), tied=ties, primal="0")
     prepare = _along_tangents(loss_weights)
     return make_step(_each(stages, held_dual), gauss_newton_loss(loss_fn), schedule, transport, engine, spec, prepare, finish, loss_weights)
 
@@ -230,7 +230,8 @@ def per_sample_grad(
 
     Args:
         stages: as in :func:`ppfunc.value_and_grad`; every leaf that they take or return beside the
-            parameters has a leading batch axis b, along which samples do not depend on each other.
+            parameters has a leading batch axis b, along which samples do not depend on each other. A split is traced
+            for a batch of one; it has no state.
         loss_fn: ``loss(y, target) -> scalar``, here called with batches of one.
         schedule, transport, engine, tied: as in :func:`ppfunc.value_and_grad`.
         samples: b, the number of samples in a microbatch.
@@ -248,12 +249,14 @@ def per_sample_grad(
     >>> step(params, torch.tensor([1.0, 2.0, 3.0]), torch.zeros(3))
     (tensor(12.), {0: tensor([[3., 6., 9.]]), 1: tensor([[2., 4., 6.]])})
     """
-    if isinstance(stages, Split):
-        raise TypeError("stages: got a split, whose stages pass on tensors without a batch axis; give per_sample_grad stages of your own")
+    whole = isinstance(stages, Split)  # what its stages pass on need not have a batch axis
+    if isinstance(stages, Split) and stages.state:
+        (name, *_) = next(iter(stages.state.values()))
+        raise ValueError(f"stages: got a split that writes into the buffer {name}, and there is none per sample; split in evaluation")
     if not isinstance(samples, int) or samples < 1:
         raise ValueError(f"samples: got {samples!r}, expected the number of samples in a microbatch, an integer of at least 1")
-    stages, schedule, tied = unpacked(stages, loss_fn, schedule, tied)
-    losses = per_sample_loss(loss_fn)
+    stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied)
+    losses = per_sample_loss(loss_fn, joined=not whole)
     m = schedule.microbatches
 
     def step(
@@ -270,7 +273,9 @@ def per_sample_grad(
             **{f"extras[{s}]": b for s, b in _stages(extras or {}, "extras").items()},
         }.items():
             _require_samples(batch, samples, m, name)
-        copies = {stage: for_samples(tree, samples) for stage, tree in _stages(params, "params").items()}
+        for stage, tree in _stages(params, "params").items():
+            flatten(tree, f"params[{stage}]")  # refuses other leaves than tensors
+        copies = {stage: for_samples(tree, samples) for stage, tree in params.items()}
         return RawArguments(copies, inputs, targets, extras, None, [1.0] * m, seed)
 
     def finish(result: StepResult, raw: RawArguments) -> tuple[torch.Tensor, dict[int, Any]]:
@@ -279,10 +284,11 @@ def per_sample_grad(
     def loss(y: Any, target: Any) -> torch.Tensor:
         return losses(y, target).sum()
 
-    transform = partial(per_sample, randomness=randomness)
     name = f"per_sample_grad of {samples} samples"
-    spec = StepSpec(name, frozenset({"loss", "grads"}), per_microbatch=True, tied=read_tied(tied, schedule))
-    return make_step(_each(stages, transform), loss, schedule, transport, engine, spec, named_step(step), finish)
+    spec = StepSpec(name, frozenset({"loss", "grads"}), per_microbatch=True, tied=ties)
+    transform = partial(per_sample, randomness=randomness, joined=not whole)
+    each = _each(stages[:1], transform) + _each(stages[1:], partial(transform, alone=not whole)) if whole else _each(stages, transform)
+    return make_step(each, loss, schedule, transport, engine, spec, named_step(step), finish)
 
 
 def _each(stages: Sequence[Stage | None], transform: Transform) -> list[Stage | None]:

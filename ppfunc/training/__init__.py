@@ -4,11 +4,11 @@ from .buckets import Bucket, LeafPlace, plan_buckets, views
 from .materialize import materialize
 from .norms import clip_coefficient, global_norm, leaf_sums, norm_of, norm_sum
 from .optimizers import adamw, sgd
+from .parallelize import parallelize, shard
 from .precision import LossScale, Precision, cast, dynamic_scale, overflow, static_scale
 from .protocols import Clip, Optimizer, Ranks, ShardOf, Transform, accepting_scale
 from .rates import constant, linear, warmup_cosine
 from .reducer import Reducer
-from .sharding import Pending, gather, parts_of, reduce_shards, shard, shard_dim, shard_dims
 from .updates import chain, clip_by_global_norm, from_updates
 
 __all__ = [
@@ -17,7 +17,6 @@ __all__ = [
     "LeafPlace",
     "LossScale",
     "Optimizer",
-    "Pending",
     "Precision",
     "Ranks",
     "Reducer",
@@ -32,7 +31,6 @@ __all__ = [
     "constant",
     "dynamic_scale",
     "from_updates",
-    "gather",
     "global_norm",
     "leaf_sums",
     "linear",
@@ -40,13 +38,10 @@ __all__ = [
     "norm_of",
     "norm_sum",
     "overflow",
-    "parts_of",
+    "parallelize",
     "plan_buckets",
-    "reduce_shards",
     "sgd",
     "shard",
-    "shard_dim",
-    "shard_dims",
     "static_scale",
     "views",
     "warmup_cosine",

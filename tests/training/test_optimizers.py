@@ -21,11 +21,10 @@ from ppfunc.training import (
     global_norm,
     linear,
     overflow,
-    parts_of,
     sgd,
-    shard,
     warmup_cosine,
 )
+from ppfunc.training.sharding import parts_of, shard
 
 
 class Pair(NamedTuple):

@@ -4,7 +4,8 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from ppfunc.training import Reducer, adamw, gather, parts_of, reduce_shards, sgd, shard, shard_dim, shard_dims
+from ppfunc.training import Reducer, adamw, sgd
+from ppfunc.training.sharding import gather, parts_of, reduce_shards, shard, shard_dim, shard_dims
 from tests.training.world import World
 
 
