@@ -310,7 +310,7 @@ def _join(ground: Ground, buffers: Buffers, losses: dict[int, Tensor]) -> None:
 
 
 def _conclude(rule: UpdateRule, run: Running, total: Tensor, weighted: bool, loss_scale: Tensor | None) -> None:
-    """What the sums over all ranks say of the update: whether it is made, and what gradients are divided by."""
+    """Conclude from the sums over all ranks whether the update is made, and by what gradients are divided."""
     norm, loss, weight = norm_of(total[0], rule.norm_type), total[1], total[2]
     scale = norm.new_ones(()) if loss_scale is None else loss_scale.to(norm)
     divisor = scale
