@@ -55,7 +55,8 @@ if TYPE_CHECKING:
     from .formats.steps import to_steps as to_steps
     from .formats.svg import to_svg as to_svg
     from .formats.text import FormatError as FormatError, parse_instruction as parse_instruction
-    from .formats.trace import to_trace as to_trace
+    from .formats.torch_csv import to_torch_csv as to_torch_csv
+    from .formats.trace import from_trace as from_trace, to_trace as to_trace
     from .instruction import Instruction as Instruction, Op as Op, overlap as overlap, parts_of as parts_of
     from .passes.allocate_slots import allocate_slots as allocate_slots
     from .passes.backward import merge_backward as merge_backward, split_backward as split_backward
