@@ -165,7 +165,7 @@ def _require(name: str, value: Any) -> None:
         return
     if not isinstance(value, Real) or isinstance(value, bool):
         raise ValueError(f"{name} is {reprlib.repr(value)}, expected a number")
-    if not 0 <= value <= _MOST:
+    if value < 0 or not value <= _MOST:
         raise ValueError(f"{name} is {reprlib.repr(value)}, expected a number from 0 to {_MOST:g}")
     if name == "bandwidth" and value == 0:
         raise ValueError("bandwidth is 0, expected more; leave it out for messages that take no time per byte")
@@ -181,7 +181,7 @@ def _plain(value: Any) -> Any:
         return [_plain(number) for number in value]
     if value is None or not isinstance(value, Rational):
         return value if value is None else float(value)
-    return int(value) if value.denominator == 1 else f"{value.numerator}/{value.denominator}"
+    return int(value.numerator) if value.denominator == 1 else f"{value.numerator}/{value.denominator}"
 
 
 def _read(name: str, value: Any) -> Any:
