@@ -166,7 +166,7 @@ def _require(name: str, value: Any) -> None:
     if not isinstance(value, Real) or isinstance(value, bool):
         raise ValueError(f"{name} is {reprlib.repr(value)}, expected a number")
     if value < 0 or not value <= _MOST:
-        raise ValueError(f"{name} is {reprlib.repr(value)}, expected a number from 0 to {_MOST:g}")
+        raise ValueError(f"{name} is {reprlib.repr(value)}, expected a finite number from 0 to {_MOST:g}")
     if name == "bandwidth" and value == 0:
         raise ValueError("bandwidth is 0, expected more; leave it out for messages that take no time per byte")
     if name == "weight_share" and not value <= 1:

@@ -265,7 +265,7 @@ def _part(value: Number, parts: int) -> Number:
 
 
 def _sent(values: list[Number], wanted: int) -> list[Number]:
-    """What stages send that are cut or joined: the last of the joined, or what the whole sends, the last what it receives."""
+    """The messages of stages that are cut or joined: that of the last of the joined, or of the whole, for the last what it receives."""
     if wanted <= len(values):
         width = len(values) // wanted
         return values[width - 1 :: width]
