@@ -56,7 +56,16 @@ if TYPE_CHECKING:
     from .formats.svg import to_svg as to_svg
     from .formats.text import FormatError as FormatError, parse_instruction as parse_instruction
     from .formats.trace import to_trace as to_trace
-    from .instruction import Instruction as Instruction, Op as Op, overlap as overlap, parts_of as parts_of
+    from .instruction import (
+        B as B,
+        F as F,
+        I as I,
+        Instruction as Instruction,
+        Op as Op,
+        W as W,
+        overlap as overlap,
+        parts_of as parts_of,
+    )
     from .passes.allocate_slots import allocate_slots as allocate_slots
     from .passes.backward import merge_backward as merge_backward, split_backward as split_backward
     from .passes.insert import append_tail as append_tail, insert_loads as insert_loads, insert_offloads as insert_offloads
