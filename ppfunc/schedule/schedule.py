@@ -10,6 +10,7 @@ from itertools import chain, pairwise
 from operator import itemgetter
 from typing import NamedTuple
 
+from .._lazy import late
 from ..parallel.placement import stages_of
 from .instruction import COMMUNICATION, Instruction, Op
 
@@ -65,6 +66,9 @@ class Schedule:
             f"Schedule({self.name!r}, ranks={self.ranks}, stages={self.stages}, microbatches={self.microbatches}, "
             f"instructions={sum(self.counts.values())}, digest={self.digest[:12]!r})"
         )
+
+    _repr_pretty_ = late("ppfunc.schedule.formats.grid", "show_grid")
+    _repr_svg_ = late("ppfunc.schedule.formats.svg", "picture")
 
     @property
     def ranks(self) -> int:

@@ -6,13 +6,16 @@ other one stands step by step, the instructions of a step joined by ``+``, so th
 so does one that cannot run, which has no times.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..costs import Costs
 from ..errors import ScheduleError
 from ..instruction import COMPUTE, Instruction, Op
 from ..schedule import Schedule
 from ..simulate import Timeline, simulate
+from ..table import clipped
+
+_MOST = 20_000  # instructions whose grid is made only to show its beginning
 
 
 class Bar(NamedTuple):
@@ -44,6 +47,13 @@ def to_grid(schedule: Schedule) -> str:
         except ScheduleError:
             pass  # saying what is wrong with it is the work of check
     return _in_steps([["+".join(map(str, step)) or "." for step in program] for program in schedule.programs])
+
+
+def show_grid(schedule: Schedule, printer: Any, cycle: bool) -> None:
+    """Show the short form of a schedule and, where IPython displays it by itself, the grid: its ``_repr_pretty_``."""
+    printer.text(repr(schedule))
+    if len(printer.stack) == 1 and sum(schedule.counts.values()) <= _MOST:
+        printer.text("\n" + clipped(to_grid(schedule)))
 
 
 def _in_time(rows: list[list[Bar]]) -> str:

@@ -10,7 +10,8 @@ from html import escape
 from math import floor, log10
 from typing import NamedTuple
 
-from ..instruction import Op, parts_of
+from ..errors import ScheduleError
+from ..instruction import COMPUTE, Op, parts_of
 from ..schedule import Schedule
 from ..simulate import Timeline, simulate
 from .grid import Bar, compute_bars
@@ -18,6 +19,7 @@ from .grid import Bar, compute_bars
 _KINDS = {Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient"}
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76.0, 168.0, 104.0, 44.0
 _DIGIT = 6.8  # pixels of one digit at 11 px
+_MOST = 1000  # compute instructions that a notebook shows as a picture, of some 200 bytes each
 
 _STYLE = """
 svg { font: 11px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; font-variant-numeric: tabular-nums }
@@ -74,6 +76,20 @@ def to_svg(schedule: Schedule, timeline: Timeline | None = None) -> str:
     for rank, row in enumerate(rows):
         lines += [*_margins(scale, timeline, rank), *_bars(schedule, scale, rank, row)]
     return "\n".join([*lines, "</svg>"]) + "\n"
+
+
+def picture(value: Schedule | Timeline) -> str | None:
+    """Return the picture of a schedule or a timeline for a notebook: its ``_repr_svg_``.
+
+    None where it would be too large, or where a schedule cannot run and has no times: the text stands alone there.
+    """
+    schedule, timeline = (value.schedule, value) if isinstance(value, Timeline) else (value, None)
+    if sum(count for op, count in schedule.counts.items() if op in COMPUTE) > _MOST:
+        return None
+    try:
+        return to_svg(schedule, timeline)
+    except ScheduleError:  # saying what is wrong with it is the work of check
+        return None
 
 
 def _scale(rows: list[list[Bar]], makespan: float) -> _Scale:
