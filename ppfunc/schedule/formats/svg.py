@@ -21,16 +21,22 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 76.0, 168.0, 104.0, 44.0
 _DIGIT = 6.8  # pixels of one digit at 11 px
 _MOST = 1000  # compute instructions that a notebook shows as a picture, of some 200 bytes each
 
+# Every rule begins with the class of the picture, because notebooks put pictures into their own page.
 _STYLE = """
-svg { font: 11px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; font-variant-numeric: tabular-nums }
-.paper { fill: #ffffff } .track { fill: #eceff4 } .ink { fill: #1c2330 } .soft { fill: #667085 } .level { fill: #b4bdcc }
-.tick { stroke: #d5dae3 } .F { fill: #3f72d0 } .B { fill: #23906c } .I { fill: #8a5cc8 } .W { fill: #e5a62f }
-.n { fill: #ffffff; text-anchor: middle } .n.dark { fill: #3a2600 } .n.pale { fill: #16202f } .n.half { font-size: 10px }
-.h { font-size: 18px; font-weight: 600 } .end { text-anchor: end } .mid { text-anchor: middle }
+.ppfunc { font: 11px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; font-variant-numeric: tabular-nums }
+.ppfunc .paper { fill: #ffffff } .ppfunc .track { fill: #eceff4 } .ppfunc .ink { fill: #1c2330 } .ppfunc .soft { fill: #667085 }
+.ppfunc .level { fill: #b4bdcc }
+.ppfunc .tick { stroke: #d5dae3 } .ppfunc .F { fill: #3f72d0 } .ppfunc .B { fill: #23906c } .ppfunc .I { fill: #8a5cc8 }
+.ppfunc .W { fill: #e5a62f }
+.ppfunc .n { fill: #ffffff; text-anchor: middle } .ppfunc .n.dark { fill: #3a2600 } .ppfunc .n.pale { fill: #16202f }
+.ppfunc .n.half { font-size: 10px }
+.ppfunc .h { font-size: 18px; font-weight: 600 } .ppfunc .end { text-anchor: end } .ppfunc .mid { text-anchor: middle }
 @media (prefers-color-scheme: dark) {
-.paper { fill: #12161d } .track { fill: #232a35 } .ink { fill: #e8ebf1 } .soft { fill: #98a2b3 } .level { fill: #566277 }
-.tick { stroke: #333c4a } .F { fill: #4477dd } .B { fill: #23906c } .I { fill: #9165d6 } .W { fill: #e5ad42 }
-.n.pale { fill: #f2f4f8 }
+.ppfunc .paper { fill: #12161d } .ppfunc .track { fill: #232a35 } .ppfunc .ink { fill: #e8ebf1 } .ppfunc .soft { fill: #98a2b3 }
+.ppfunc .level { fill: #566277 }
+.ppfunc .tick { stroke: #333c4a } .ppfunc .F { fill: #4477dd } .ppfunc .B { fill: #23906c } .ppfunc .I { fill: #9165d6 }
+.ppfunc .W { fill: #e5ad42 }
+.ppfunc .n.pale { fill: #f2f4f8 }
 }"""
 
 
@@ -66,7 +72,7 @@ def to_svg(schedule: Schedule, timeline: Timeline | None = None) -> str:
     width, height = _LEFT + scale.width + _RIGHT, scale.y(len(rows)) + _BOTTOM
     size = f'width="{_n(width)}" height="{_n(height)}"'
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" viewBox="0 0 {_n(width)} {_n(height)}" {size}>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="ppfunc" role="img" viewBox="0 0 {_n(width)} {_n(height)}" {size}>',
         f"<title>{_escaped(schedule.name)}</title>\n<style>{_STYLE}\n</style>",
         f'<rect class="paper" {size}/>',
         *_heading(schedule, timeline),
@@ -111,7 +117,7 @@ def _heading(schedule: Schedule, timeline: Timeline) -> Iterator[str]:
         f"makespan {_time(timeline.makespan)}",
         f"bubble {float(timeline.bubble):.1%}",
         f"bubble of the span {float(timeline.span_bubble):.1%}",
-        f"peak activations {_n(max(timeline.peak_activations, default=0))}",
+        f"peak activations {_amount(max(timeline.peak_activations, default=0))}",
     ]
     yield _text("ink h", _LEFT, 34, schedule.name)
     yield _text("soft", _LEFT, 56, " · ".join(facts))
@@ -173,7 +179,7 @@ def _margins(scale: _Scale, timeline: Timeline, rank: int) -> Iterator[str]:
     yield _text("ink end", _LEFT - 10, middle, f"rank {rank}")
     yield _text("soft end", right + 52, middle, f"{idle:.0%}")
     yield _rect("level", right + 70, scale.y(rank) + scale.row / 2 - 5, 56 * peak / most, 10, 'rx="2"')
-    yield _text("ink", right + 76 + 56 * peak / most, middle, _n(peak))
+    yield _text("ink", right + 76 + 56 * peak / most, middle, _amount(peak))
 
 
 def _bars(schedule: Schedule, scale: _Scale, rank: int, row: list[Bar]) -> Iterator[str]:
@@ -210,6 +216,12 @@ def _text(kind: str, x: float, y: float, text: str) -> str:
 def _time(time: float) -> str:
     """A time in whatever unit it has, seconds or multiples of a forward, in six digits."""
     return f"{float(time):.6g}"
+
+
+def _amount(memory: float) -> str:
+    """Memory in whatever unit it has, activations or bytes: in short from ten thousand on."""
+    power = next((n for n in (4, 3, 2, 1) if memory >= 10.0 ** (3 * n)), 0) if memory >= 10_000 else 0
+    return f"{memory / 10.0 ** (3 * power):.3g} {'kMGT'[power - 1]}" if power else _n(memory)
 
 
 def _escaped(text: str) -> str:
