@@ -58,7 +58,16 @@ if TYPE_CHECKING:
     from .formats.text import FormatError as FormatError, parse_instruction as parse_instruction
     from .formats.torch_csv import to_torch_csv as to_torch_csv
     from .formats.trace import from_trace as from_trace, to_trace as to_trace
-    from .instruction import Instruction as Instruction, Op as Op, overlap as overlap, parts_of as parts_of
+    from .instruction import (
+        B as B,
+        F as F,
+        I as I,
+        Instruction as Instruction,
+        Op as Op,
+        W as W,
+        overlap as overlap,
+        parts_of as parts_of,
+    )
     from .overview import Overview as Overview, compare_schedules as compare_schedules
     from .passes.allocate_slots import allocate_slots as allocate_slots
     from .passes.backward import merge_backward as merge_backward, split_backward as split_backward

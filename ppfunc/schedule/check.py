@@ -16,6 +16,7 @@ from .proof.structure import check_structure
 from .proof.tail import check_loads, check_tail
 from .proof.traffic import Traffic, traffic
 from .schedule import Schedule
+from .table import show_table
 
 __all__ = ["Certificate", "ScheduleError", "check", "is_step_atomic"]
 
@@ -76,6 +77,8 @@ class Certificate:
             lines.append(f"slots per stage   {_row(self.slots, 'stage')}")
         lines.append(f"step-atomic       {'yes' if self.step_atomic else 'no'}")
         return "\n".join(lines)
+
+    _repr_pretty_ = show_table
 
 
 @collector_paused()

@@ -6,14 +6,18 @@ import json
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from numbers import Rational, Real
 from typing import Any, Literal, Self, get_args, overload
+
+from .schedule import Schedule
+from .table import show_table, table
 
 Number = Any  # int, float or Fraction; nothing is converted
 PerStage = Number | Sequence[Number] | Mapping[int, Number]
 _Optional = Literal["backward", "overlapped", "bandwidth"]
 _MOST = 1e100  # sums of many stay within the floats
+_OF_THE_MODEL = ("forward", "backward_input", "backward_weight", "backward", "overlapped", "activation", "parameters")
 
 
 @dataclass(frozen=True, repr=False)
@@ -67,6 +71,19 @@ class Costs:
         given = ((field.name, getattr(self, field.name)) for field in fields(self))
         return f"Costs({', '.join(f'{name}={reprlib.repr(value)}' for name, value in given if value is not getattr(Costs, name))})"
 
+    def __str__(self) -> str:
+        """A table, a line per stage, of what differs from the defaults, and of the times."""
+        times = ("forward", "backward_input", "backward_weight")
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        names = [name for name, value in values.items() if name in times or value != getattr(Costs, name)]
+        stages = sorted({s for v in values.values() for s in _stages(v)})
+        rows: list[tuple[Any, int]] = [(s, s) for s in stages]
+        if not any(isinstance(value, Sequence) for value in values.values()):
+            rows.append(("others" if stages else "each", -1))
+        return table(["stage", *names], [[label, *(self.of(name, s) for name in names)] for label, s in rows])
+
+    _repr_pretty_ = show_table
+
     @overload
     def of(self, name: _Optional, stage: int) -> Number | None: ...
 
@@ -79,6 +96,42 @@ class Costs:
         if isinstance(value, Mapping):
             return value.get(stage, getattr(type(self), name))
         return value[stage] if isinstance(value, Sequence) else value
+
+    def of_stages(self, stages: Sequence[int]) -> Self:
+        """Return the costs of these stages, in this order, each at least once.
+
+        So costs of the stages of a model become those of a schedule with replicas: ``costs.of_stages(schedule.model_stages)``.
+
+        Raises:
+            ValueError: these costs are for another number of stages.
+
+        >>> Costs(forward=[1, 2]).of_stages([0, 1, 0, 1]).forward
+        (1, 2, 1, 2)
+        """
+        self.fitting(1 + max(stages, default=-1))
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: tuple(self.of(name, s) for s in stages) for name, value in given.items() if _stages(value)})
+
+    def per_rank(self, schedule: Schedule) -> Self:
+        """Return the costs of a stage of ``schedule``, where these are those of one rank's share of the model.
+
+        So schedules with one stage per rank, with several, and with replicas are timed for one model. Times, activations and
+        parameters are shared among the stages of a share; messages stay as they are.
+
+        Raises:
+            ValueError: a value is not one number for all.
+
+        >>> from ppfunc.schedule import one_f_one_b, simulate, zbv
+        >>> share = Costs(forward=2, backward_input=2, backward_weight=2)
+        >>> [simulate(s, share.per_rank(s)).makespan for s in (one_f_one_b(4, 8), zbv(4, 8))]
+        [66, 51]
+        """
+        given = {name: value for name in _OF_THE_MODEL if (value := getattr(self, name)) is not None}
+        for name, value in given.items():
+            if _stages(value):
+                raise ValueError(f"{name} is {value!r}, expected one number: that of a rank's share of the model")
+        stages = len(set(schedule.model_stages))
+        return replace(self, **{name: _portion(value, schedule.ranks, stages) for name, value in given.items()})
 
     def fitting(self, stages: int) -> Self:
         """Return these costs after checking that they fit a schedule of so many stages.
@@ -158,6 +211,23 @@ def _values(value: Any) -> Sequence[Any]:
     if isinstance(value, Mapping):
         return list(value.values())
     return value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+
+
+def _stages(value: Any) -> Sequence[int]:
+    """The stages that a value names; none where it is one number for all."""
+    if isinstance(value, Mapping):
+        return list(value)
+    return range(len(value)) if isinstance(value, Sequence) else ()
+
+
+def _portion(value: Number, part: int, whole: int) -> Number:
+    """``value * part / whole``, exact where ``value`` is."""
+    if not isinstance(value, Rational):
+        return value * part / whole
+    from fractions import Fraction  # here, because most uses of schedules need none and it loads slowly
+
+    share = Fraction(value) * part / whole
+    return int(share) if share.denominator == 1 else share
 
 
 def _require(name: str, value: Any) -> None:

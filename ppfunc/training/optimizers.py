@@ -1,7 +1,7 @@
 """Optimizers as pairs of pure functions over trees of tensors, run by torch's fused kernels."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -22,7 +22,8 @@ class Optimizer(NamedTuple):
     kernels make both in one pass. For the same reason it does not run under ``torch.func.vmap``.
 
     Args:
-        init: ``init(params) -> state``, a tree of tensors.
+        init: ``init(params) -> state``, a tree of tensors, in which ``torch.save`` and ``torch.load`` meet nothing but
+            dictionaries and tensors where the parameters are such.
         update: ``update(grads, state, params) -> (params, state)``, where ``grads`` has the
             structure, shapes, dtypes and devices of ``params``. Leaves that are neither floating nor
             complex are returned unchanged. The results carry no autograd graph.
@@ -32,8 +33,8 @@ class Optimizer(NamedTuple):
     update: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
 
 
-class AdamWState(NamedTuple):
-    """The number of updates made, int64[] on the CPU, and both moments of every gradient.
+class AdamWState(TypedDict):
+    """The number of updates made, int64[] on the CPU, and both moments of every gradient: a plain dictionary, as checkpoints want.
 
     The moments have the structure of the parameters, None for leaves that are neither floating nor complex.
     """
@@ -43,7 +44,7 @@ class AdamWState(NamedTuple):
     square: Tree
 
 
-class SGDState(NamedTuple):
+class SGDState(TypedDict):
     """The number of updates made, int64[] on the CPU, and a buffer for every gradient, or None without momentum."""
 
     updates: Tensor
@@ -87,15 +88,15 @@ def adamw(
     """
 
     def init(params: Tree) -> AdamWState:
-        return AdamWState(_zero_count(), _zeros_like(params), _zeros_like(params))
+        return {"updates": _zero_count(), "mean": _zeros_like(params), "square": _zeros_like(params)}
 
     @torch.no_grad()
     def update(grads: Tree, state: AdamWState, params: Tree) -> tuple[Tree, AdamWState]:
-        count = int(state.updates)
+        count = int(state["updates"])
         gradients = _gradients(grads, params)
         new, trained = _owned(params, donate)
-        mean, means = _owned(state.mean, donate)
-        square, squares = _owned(state.square, donate)
+        mean, means = _owned(state["mean"], donate)
+        square, squares = _owned(state["square"], donate)
         torch_adamw(
             trained,
             gradients,
@@ -112,7 +113,7 @@ def adamw(
             eps=eps,
             maximize=False,
         )
-        return new, AdamWState(state.updates + 1, mean, square)
+        return new, {"updates": state["updates"] + 1, "mean": mean, "square": square}
 
     return Optimizer(init, update)
 
@@ -153,14 +154,14 @@ def sgd(
         raise ValueError(f"nesterov needs momentum > 0 and dampening 0, got momentum={momentum} and dampening={dampening}")
 
     def init(params: Tree) -> SGDState:
-        return SGDState(_zero_count(), _zeros_like(params) if momentum else None)
+        return {"updates": _zero_count(), "momentum": _zeros_like(params) if momentum else None}
 
     @torch.no_grad()
     def update(grads: Tree, state: SGDState, params: Tree) -> tuple[Tree, SGDState]:
-        count = int(state.updates)
+        count = int(state["updates"])
         gradients = _gradients(grads, params)
         new, trained = _owned(params, donate)
-        buffers, filled = _owned(state.momentum, donate)
+        buffers, filled = _owned(state["momentum"], donate)
         # torch knows the first update by buffers that are None, and makes new ones for it.
         handed: list[Tensor | None] = list(filled) if filled and count else [None] * len(trained)
         torch_sgd(
@@ -177,7 +178,7 @@ def sgd(
         )
         if filled and not count:
             torch._foreach_copy_(filled, [buffer for buffer in handed if buffer is not None])
-        return new, SGDState(state.updates + 1, buffers)
+        return new, {"updates": state["updates"] + 1, "momentum": buffers}
 
     return Optimizer(init, update)
 

@@ -185,3 +185,16 @@ def test_steps_are_deepspeeds_words():
 
 def test_steps_keep_what_deepspeed_has_no_word_for():
     assert to_steps(BUILDERS["zb_h1"](1, 1)) == "rank 0\nForwardPass(micro_batch_id=0)\n0I0\n0W0\n"
+
+
+def test_rules_of_a_picture_reach_no_other():
+    (style,) = re.findall(r"<style>(.*)</style>", to_svg(gpipe(2, 2)), re.DOTALL)
+    selectors = [s.strip() for s in re.findall(r"([^{}]+)\{", style) if "@media" not in s]
+    assert len(selectors) > 20 and all(s.split("{")[-1].startswith(".ppfunc") for s in selectors)
+
+
+@pytest.mark.parametrize(("size", "told"), [(1, "4"), (2500, "10 k"), (123456789, "494 M"), (1e15, "4e+03 T"), (0.125, "0.5")])
+def test_memory_in_bytes_has_room(size, told):
+    root = ElementTree.fromstring(to_svg(gpipe(2, 4), simulate(gpipe(2, 4), Costs(activation=size))))
+    texts = [t.text for t in root.iter(f"{SVG}text")]
+    assert told in texts and any(t.endswith(f"peak activations {told}") for t in texts)

@@ -88,7 +88,7 @@ def test_mixed_dtypes_and_integer_leaves():
     grads["ids"] = torch.zeros_like(params["ids"])
     optimizer = adamw(0.25, weight_decay=0.0)
     state = optimizer.init(params)
-    assert state.mean["ids"] is None and state.mean["half"].dtype == torch.bfloat16
+    assert state["mean"]["ids"] is None and state["mean"]["half"].dtype == torch.bfloat16
     new, state = optimizer.update(grads, state, params)
     assert new["ids"] is params["ids"]
     assert new["half"].dtype == torch.bfloat16
@@ -127,11 +127,11 @@ def test_inputs_are_left_alone(make):
     optimizer, params = make(), tree()
     state, grads = optimizer.init(params), gradients(0)
     for _ in range(2):
-        before = [x.clone() for x in (*leaves(params), *leaves(grads), state.updates)]
+        before = [x.clone() for x in (*leaves(params), *leaves(grads), state["updates"])]
         new, after = optimizer.update(grads, state, params)
         again, _ = optimizer.update(grads, state, params)
         assert all(map(torch.equal, leaves(new), leaves(again)))
-        assert all(map(torch.equal, before, (*leaves(params), *leaves(grads), state.updates)))
+        assert all(map(torch.equal, before, (*leaves(params), *leaves(grads), state["updates"])))
         params, state = new, after
 
 
@@ -165,7 +165,20 @@ def test_learning_rate_may_follow_the_count(rates):
     for _ in rates:
         params, state = optimizer.update([torch.tensor(1.0, dtype=torch.float64)], state, params)
     assert params[0].item() == pytest.approx(1 - sum(rates), abs=1e-12)
-    assert int(state.updates) == len(rates)
+    assert int(state["updates"]) == len(rates)
+
+
+@pytest.mark.parametrize("make", [lambda: adamw(0.1), lambda: sgd(0.1, 0.9), lambda: sgd(0.1)])
+def test_training_goes_on_from_a_file(make, tmp_path):
+    """Under the default of ``torch.load``, which takes no classes of ours."""
+    optimizer, params = make(), {0: {"w": torch.ones(3), "ids": torch.arange(3)}}
+    grads = {0: {"w": torch.full((3,), 0.5), "ids": torch.zeros_like(params[0]["ids"])}}
+    params, state = optimizer.update(grads, optimizer.init(params), params)
+    torch.save((params, state), tmp_path / "checkpoint.pt")
+    loaded, again = torch.load(tmp_path / "checkpoint.pt")
+    expected, _ = optimizer.update(grads, state, params)
+    got, after = optimizer.update(grads, again, loaded)
+    assert torch.equal(got[0]["w"], expected[0]["w"]) and int(after["updates"]) == 2
 
 
 def test_empty_tree():

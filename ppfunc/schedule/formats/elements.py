@@ -1,11 +1,12 @@
 """Write the page and the elements of SVG pictures, light and dark."""
 
+import re
 from collections.abc import Iterable, Iterator
 from html import escape
 from math import floor, log10
 
+_FONT = '.ppfunc { font: 11px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; font-variant-numeric: tabular-nums }'
 _STYLE = """
-svg { font: 11px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; font-variant-numeric: tabular-nums }
 .paper { fill: #ffffff } .ink { fill: #1c2330 } .soft { fill: #667085 } .tick { stroke: #d5dae3 }
 .h { font-size: 18px; font-weight: 600 } .end { text-anchor: end } .mid { text-anchor: middle }"""
 _DARK = """
@@ -16,14 +17,19 @@ def page(title: str, width: float, height: float, style: str, dark: str, element
     """Return a picture: ``style`` for its classes, and ``dark`` for those that differ on a dark page."""
     size = f'width="{number(width)}" height="{number(height)}"'
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" viewBox="0 0 {number(width)} {number(height)}" {size}>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="ppfunc" role="img" viewBox="0 0 {number(width)} {number(height)}" {size}>',
         f"<title>{escaped(title)}</title>",
-        f"<style>{_STYLE}{style}\n@media (prefers-color-scheme: dark) {{{_DARK}{dark}\n}}\n</style>",
+        f"<style>\n{_FONT}{_scoped(_STYLE + style)}\n@media (prefers-color-scheme: dark) {{{_scoped(_DARK + dark)}\n}}\n</style>",
         f'<rect class="paper" {size}/>',
         *elements,
         "</svg>",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _scoped(style: str) -> str:
+    """Rules that hold within the picture alone: notebooks put pictures into their own page."""
+    return re.sub(r"(?<![\w.])\.(?=[a-zA-Z])", ".ppfunc .", style)
 
 
 def rect(kind: str, x: float, y: float, width: float, height: float, extra: str = "", inside: str = "") -> str:
@@ -51,6 +57,12 @@ def escaped(content: str) -> str:
 def number(value: float) -> str:
     """A number with at most two decimals, none where it is whole."""
     return f"{float(value):.2f}".rstrip("0").rstrip(".")
+
+
+def amount(memory: float) -> str:
+    """Memory in whatever unit it has, activations or bytes: in short from ten thousand on."""
+    power = next((n for n in (4, 3, 2, 1) if memory >= 10.0 ** (3 * n)), 0) if memory >= 10_000 else 0
+    return f"{memory / 10.0 ** (3 * power):.3g} {'kMGT'[power - 1]}" if power else number(memory)
 
 
 def short(value: float) -> str:

@@ -7,13 +7,17 @@ so does one that cannot run, which has no times. Given a timeline, any schedule 
 """
 
 from math import ceil, floor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..costs import Costs
 from ..errors import ScheduleError
 from ..instruction import COMPUTE, Instruction, Op
 from ..schedule import Schedule
 from ..simulate import Timeline, simulate
+from ..table import clipped
+
+_SHOWN = 20_000  # instructions whose grid is made only to show its beginning
+_MOST = 50_000_000  # characters
 
 
 class Bar(NamedTuple):
@@ -22,9 +26,6 @@ class Bar(NamedTuple):
     instruction: Instruction
     start: float
     end: float
-
-
-_MOST = 50_000_000  # characters
 
 
 def to_grid(schedule: Schedule, timeline: Timeline | None = None, *, width: int | None = None) -> str:
@@ -66,6 +67,13 @@ def _lines(schedule: Schedule, timeline: Timeline | None) -> list[str]:
         except ScheduleError:
             pass  # saying what is wrong with it is the work of check
     return _in_steps([["+".join(map(str, step)) or "." for step in program] for program in schedule.programs])
+
+
+def show_grid(schedule: Schedule, printer: Any, cycle: bool) -> None:
+    """Show the short form of a schedule and, where IPython displays it by itself, the grid: its ``_repr_pretty_``."""
+    printer.text(repr(schedule))
+    if len(printer.stack) == 1 and sum(schedule.counts.values()) <= _SHOWN:
+        printer.text("\n" + clipped(to_grid(schedule)))
 
 
 def _in_time(rows: list[list[Bar]]) -> list[str]:

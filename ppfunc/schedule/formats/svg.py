@@ -8,15 +8,17 @@ above. At the right: how much of the time a rank is idle, and its peak of live a
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..instruction import Op, parts_of
+from ..errors import ScheduleError
+from ..instruction import COMPUTE, Op, parts_of
 from ..schedule import Schedule
 from ..simulate import Timeline, simulate
-from .elements import line, number, page, rect, short, text, ticks
+from .elements import amount, line, number, page, rect, short, text, ticks
 from .grid import Bar, compute_bars
 
 _KINDS = {Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient"}
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76.0, 168.0, 104.0, 44.0
 _DIGIT = 6.8  # pixels of one digit at 11 px
+_MOST = 1000  # compute instructions that a notebook shows as a picture, of some 200 bytes each
 
 _STYLE = """
 .track { fill: #eceff4 } .level { fill: #b4bdcc } .F { fill: #3f72d0 } .B { fill: #23906c } .I { fill: #8a5cc8 } .W { fill: #e5a62f }
@@ -68,6 +70,20 @@ def to_svg(schedule: Schedule, timeline: Timeline | None = None, *, width: float
     return page(schedule.name, whole, height, _STYLE, _DARK, elements)
 
 
+def picture(value: Schedule | Timeline) -> str | None:
+    """Return the picture of a schedule or a timeline for a notebook: its ``_repr_svg_``.
+
+    None where it would be too large, or where a schedule cannot run and has no times: the text stands alone there.
+    """
+    schedule, timeline = (value.schedule, value) if isinstance(value, Timeline) else (value, None)
+    if sum(count for op, count in schedule.counts.items() if op in COMPUTE) > _MOST:
+        return None
+    try:
+        return to_svg(schedule, timeline)
+    except ScheduleError:  # saying what is wrong with it is the work of check
+        return None
+
+
 def _scale(rows: list[list[Bar]], makespan: float, width: float | None) -> _Scale:
     """As wide as is asked, or wide enough for the numbers of three bars in four, within what a page can show."""
     durations = sorted(bar.end - bar.start for row in rows for bar in row)
@@ -87,7 +103,7 @@ def _heading(schedule: Schedule, timeline: Timeline) -> Iterator[str]:
         f"makespan {short(timeline.makespan)}",
         f"bubble {float(timeline.bubble):.1%}",
         f"bubble of the span {float(timeline.span_bubble):.1%}",
-        f"peak activations {number(max(timeline.peak_activations, default=0))}",
+        f"peak activations {amount(max(timeline.peak_activations, default=0))}",
     ]
     yield text("ink h", _LEFT, 34, schedule.name)
     yield text("soft", _LEFT, 56, " · ".join(facts))
@@ -137,7 +153,7 @@ def _margins(scale: _Scale, timeline: Timeline, rank: int) -> Iterator[str]:
     yield text("ink end", _LEFT - 10, middle, f"rank {rank}")
     yield text("soft end", right + 52, middle, f"{idle:.0%}")
     yield rect("level", right + 70, scale.y(rank) + scale.row / 2 - 5, 56 * peak / most, 10, 'rx="2"')
-    yield text("ink", right + 76 + 56 * peak / most, middle, number(peak))
+    yield text("ink", right + 76 + 56 * peak / most, middle, amount(peak))
 
 
 def _bars(schedule: Schedule, scale: _Scale, rank: int, row: list[Bar]) -> Iterator[str]:
