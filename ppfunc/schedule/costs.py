@@ -131,7 +131,7 @@ class Costs:
             if _stages(value):
                 raise ValueError(f"{name} is {value!r}, expected one number: that of a rank's share of the model")
         stages = len(set(schedule.model_stages))
-        return replace(self, **{name: _portion(value, schedule.ranks, stages) for name, value in given.items()})
+        return replace(self, **{name: portion(value, schedule.ranks, stages) for name, value in given.items()})
 
     def fitting(self, stages: int) -> Self:
         """Return these costs after checking that they fit a schedule of so many stages.
@@ -220,14 +220,15 @@ def _stages(value: Any) -> Sequence[int]:
     return range(len(value)) if isinstance(value, Sequence) else ()
 
 
-def _portion(value: Number, part: int, whole: int) -> Number:
+def portion(value: Number, part: int, whole: int) -> Number:
     """``value * part / whole``, exact where ``value`` is."""
     if not isinstance(value, Rational):
         return value * part / whole
     from fractions import Fraction  # here, because most uses of schedules need none and it loads slowly
 
     share = Fraction(value) * part / whole
-    return int(share) if share.denominator == 1 else share
+    short = int(share) if share.denominator == 1 else float(share)
+    return short if short == share else share  # a float that is exact is much faster
 
 
 def _require(name: str, value: Any) -> None:

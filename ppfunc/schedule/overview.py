@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from numbers import Rational
 from operator import add
 from typing import NamedTuple
 
@@ -13,12 +12,11 @@ from .bounds import lower_bound
 from .builders import BUILDERS
 from .check import check
 from .config import find_builder
-from .costs import Costs, Number
+from .costs import Costs, Number, portion
 from .instruction import Op
 from .schedule import Schedule
 from .simulate import Timeline, simulate
 
-_SHARED = ("forward", "backward_input", "backward_weight", "backward", "overlapped", "activation", "parameters")
 _SENT = ("communication", "bytes", "bandwidth")
 _HEAD = ("schedule", "makespan", "bubble", "of span", "peak", "messages", "held", "over bound")
 
@@ -225,43 +223,31 @@ def _stage_costs(costs: Costs, schedule: Schedule) -> Costs:
     """The costs of every stage of ``schedule``, where those of the model are given (see :func:`compare_schedules`)."""
     wanted = len(set(schedule.model_stages))
     given = {field.name: value for field in fields(costs) if (value := getattr(costs, field.name)) is not None}
-    sizes = {len(value) for value in given.values() if isinstance(value, Sequence)}
+    if not any(isinstance(value, Sequence | Mapping) for value in given.values()):
+        return costs.per_rank(schedule)
+    sizes = {len(value) for value in given.values() if isinstance(value, Sequence)} or {schedule.ranks}
     if len(sizes) > 1:
         raise ValueError(f"costs are given for {' and for '.join(map(str, sorted(sizes)))} stages, expected one number of stages")
-    count = sizes.pop() if sizes else schedule.ranks
+    (count,) = sizes
     costs.fitting(count)
     if wanted % count and count % wanted:
         raise ValueError(
             f"costs for {count} stages are not those of the {wanted} stages of {schedule.name}: expected a divisor or a multiple"
         )
     parts = {name: [costs.of(name, stage) for stage in range(count)] for name in given}
-    found = {name: _regrouped(values, wanted) for name, values in parts.items() if name in _SHARED}
-    found |= {name: _sent(values, wanted) for name, values in parts.items() if name in _SENT}
-    kept = _regrouped([a * share for a, share in zip(parts["activation"], parts["weight_share"], strict=True)], wanted)
-    shares = parts["weight_share"]
-    one = shares[0] if len(set(shares)) == 1 else None
-    found["weight_share"] = [(k / a if a else 0) if one is None else one for k, a in zip(kept, found["activation"], strict=True)]
-    return replace(costs, **{name: [values[s] for s in schedule.model_stages] for name, values in found.items()})
+    parts["kept"] = [a * share for a, share in zip(parts["activation"], parts.pop("weight_share"), strict=True)]
+    found = {name: _sent(values, wanted) if name in _SENT else _regrouped(values, wanted) for name, values in parts.items()}
+    found["weight_share"] = [min(1, k / a) if a else 0 for k, a in zip(found.pop("kept"), found["activation"], strict=True)]
+    return replace(costs, **found).of_stages(schedule.model_stages)
 
 
 def _regrouped(values: list[Number], wanted: int) -> list[Number]:
     """The values of stages cut in equal parts, or summed over neighbours."""
     if wanted >= len(values):
         parts = wanted // len(values)
-        return [_part(value, parts) for value in values for _ in range(parts)]
+        return [portion(value, 1, parts) for value in values for _ in range(parts)]
     width = len(values) // wanted
     return [sum(values[at : at + width]) for at in range(0, len(values), width)]
-
-
-def _part(value: Number, parts: int) -> Number:
-    """A part of a value, exact where the value is."""
-    if parts == 1 or not isinstance(value, Rational):
-        return value / parts if parts > 1 else value
-    from fractions import Fraction  # here, because most uses of schedules need none and it loads slowly
-
-    share = Fraction(value, parts)
-    short = value // parts if share.denominator == 1 else float(share)
-    return short if short == share else share
 
 
 def _sent(values: list[Number], wanted: int) -> list[Number]:
