@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -14,6 +16,7 @@ from .table import show_table, table
 Number = Any  # int, float or Fraction; nothing is converted
 PerStage = Number | Sequence[Number] | Mapping[int, Number]
 _Optional = Literal["backward", "overlapped", "bandwidth"]
+_MOST = 1e100  # sums of many stay within the floats
 _OF_THE_MODEL = ("forward", "backward_input", "backward_weight", "backward", "overlapped", "activation", "parameters")
 
 
@@ -128,7 +131,7 @@ class Costs:
             if _stages(value):
                 raise ValueError(f"{name} is {value!r}, expected one number: that of a rank's share of the model")
         stages = len(set(schedule.model_stages))
-        return replace(self, **{name: _portion(value, schedule.ranks, stages) for name, value in given.items()})
+        return replace(self, **{name: portion(value, schedule.ranks, stages) for name, value in given.items()})
 
     def fitting(self, stages: int) -> Self:
         """Return these costs after checking that they fit a schedule of so many stages.
@@ -144,6 +147,41 @@ class Costs:
             if unknown:
                 raise ValueError(f"{field.name} names stage {unknown[0]!r}, expected stages from 0 to {stages - 1}")
         return self
+
+    def to_json(self) -> str:
+        """Return these costs as one JSON object, without the values that are left at their default; Fractions as ``"1/3"``.
+
+        >>> Costs(forward=[1, 2], bandwidth=0.5).to_json()
+        '{"forward": [1, 2], "bandwidth": 0.5}'
+        """
+        given = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return json.dumps({name: _plain(value) for name, value in given if value is not getattr(Costs, name)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read costs from one JSON object; a list has one number per stage and comes back as a tuple.
+
+        Raises:
+            ValueError: the text is something else; a key or a value is wrong, which is named.
+
+        >>> Costs.from_json('{"forward": [1, "3/2"], "backward": {"0": 4}}')
+        Costs(forward=(1, Fraction(3, 2)), backward={0: 4})
+        """
+        expected = f"expected an object with some of {', '.join(field.name for field in fields(cls))}"
+        try:
+            document = json.loads(text, object_pairs_hook=_unique)
+        except RecursionError:
+            raise ValueError(f"nested too deeply, {expected}") from None
+        except json.JSONDecodeError as error:
+            raise ValueError(f"not JSON: {error}; {expected}") from None
+        except ValueError as error:
+            raise ValueError(f"{str(error).partition(';')[0]}; {expected}") from None
+        if not isinstance(document, dict):
+            raise ValueError(f"got {reprlib.repr(document)}, {expected}")
+        unknown = [key for key in document if key not in cls.__dataclass_fields__]
+        if unknown:
+            raise ValueError(f"has {reprlib.repr(unknown[0])}, {expected}")
+        return cls(**{name: _read(name, value) for name, value in document.items()})
 
     def backward_of(self, stage: int) -> Number:
         """Return the time of a whole backward."""
@@ -182,24 +220,59 @@ def _stages(value: Any) -> Sequence[int]:
     return range(len(value)) if isinstance(value, Sequence) else ()
 
 
-def _portion(value: Number, part: int, whole: int) -> Number:
+def portion(value: Number, part: int, whole: int) -> Number:
     """``value * part / whole``, exact where ``value`` is."""
     if not isinstance(value, Rational):
         return value * part / whole
     from fractions import Fraction  # here, because most uses of schedules need none and it loads slowly
 
     share = Fraction(value) * part / whole
-    return int(share) if share.denominator == 1 else share
+    short = int(share) if share.denominator == 1 else float(share)
+    return short if short == share else share  # a float that is exact is much faster
 
 
 def _require(name: str, value: Any) -> None:
     if value is None and name in get_args(_Optional):
         return
     if not isinstance(value, Real) or isinstance(value, bool):
-        raise ValueError(f"{name} is {value!r}, expected a number")
-    if value < 0 or not value < float("inf"):
-        raise ValueError(f"{name} is {value}, expected a finite number of at least 0")
+        raise ValueError(f"{name} is {reprlib.repr(value)}, expected a number")
+    if value < 0 or not value <= _MOST:
+        raise ValueError(f"{name} is {reprlib.repr(value)}, expected a finite number from 0 to {_MOST:g}")
     if name == "bandwidth" and value == 0:
         raise ValueError("bandwidth is 0, expected more; leave it out for messages that take no time per byte")
     if name == "weight_share" and not value <= 1:
-        raise ValueError(f"weight_share is {value}, expected at most 1")
+        raise ValueError(f"weight_share is {reprlib.repr(value)}, expected at most 1")
+
+
+def _plain(value: Any) -> Any:
+    """A value of costs as JSON has it."""
+    if isinstance(value, Mapping):
+        return {str(stage): _plain(number) for stage, number in value.items()}
+    if isinstance(value, Sequence):
+        return [_plain(number) for number in value]
+    if value is None or not isinstance(value, Rational):
+        return value if value is None else float(value)
+    return int(value.numerator) if value.denominator == 1 else f"{value.numerator}/{value.denominator}"
+
+
+def _read(name: str, value: Any) -> Any:
+    """The value ``name`` of costs from JSON; what is no number stays as it is, to be refused with its name."""
+    if isinstance(value, list):
+        return tuple(_read(name, number) for number in value)
+    if isinstance(value, dict):
+        wrong = [key for key in value if not re.fullmatch("0|[1-9][0-9]{0,9}", key)]
+        if wrong:
+            raise ValueError(f"{name} has the key {reprlib.repr(wrong[0])}, expected the number of a stage")
+        return {int(stage): _read(name, number) for stage, number in value.items()}
+    if isinstance(value, str) and re.fullmatch("[0-9]{1,99}/[1-9][0-9]{0,99}", value):
+        from fractions import Fraction  # here, because most uses of schedules need none and it loads slowly
+
+        return Fraction(value)
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"one of the keys {', '.join(map(reprlib.repr, found))} occurs twice in one object")
+    return found
