@@ -46,6 +46,12 @@ def test_what_is_shown_is_bounded(schedule):
     assert shown(LARGE).endswith("… 8 more lines") and " …\n" in shown(LARGE)
 
 
+def test_a_picture_fits_the_column_of_a_notebook():
+    schedule = pp.one_f_one_b(ranks=8, microbatches=60)
+    width = float(ElementTree.fromstring(to_svg(schedule)).get("width"))
+    assert float(ElementTree.fromstring(schedule._repr_svg_()).get("width")) == 1200 < width
+
+
 def test_the_largest_picture_is_small_enough_for_a_page():
     largest = max((pp.dualpipev(8, m) for m in range(16, 60)), key=lambda s: len(s._repr_svg_() or ""))
     assert 150_000 < len(largest._repr_svg_()) < 300_000
