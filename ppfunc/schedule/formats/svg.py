@@ -18,7 +18,7 @@ from .grid import Bar, compute_bars
 _KINDS = {Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient"}
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76.0, 168.0, 104.0, 44.0
 _DIGIT = 6.8  # pixels of one digit at 11 px
-_NARROWEST, _COLUMN, _WIDEST = 960.0, 1200.0, 30000.0  # pixels; a notebook has a column of its page for a picture
+_COLUMN = 960.0  # pixels of a page that a notebook has for a picture
 _MOST = 1000  # compute instructions that a notebook shows as a picture, of some 200 bytes each
 
 _STYLE = """
@@ -59,17 +59,11 @@ def to_svg(schedule: Schedule, timeline: Timeline | None = None, *, width: float
     Raises:
         ValueError: a width out of range.
     """
-    if width is not None and not _NARROWEST <= width <= 100_000:
+    if width is not None and not 960 <= width <= 100_000:
         raise ValueError(f"width is {width!r}, expected a number of pixels from 960 to 100000")
-    least, most = (_NARROWEST, _WIDEST) if width is None else (width, width)
-    return _drawn(schedule, timeline, least, most)
-
-
-def _drawn(schedule: Schedule, timeline: Timeline | None, least: float, most: float) -> str:
-    """The picture, as wide as its numbers want, within bounds."""
     timeline = simulate(schedule) if timeline is None else timeline
     rows, makespan = compute_bars(schedule, timeline), float(timeline.makespan)
-    scale = _scale(rows, makespan, least, most)
+    scale = _scale(rows, makespan, width)
     whole, height = _LEFT + scale.width + _RIGHT, scale.y(len(rows)) + _BOTTOM
     elements = [*_heading(schedule, timeline), *_legend(schedule, rows), *_axis(scale, makespan, len(rows))]
     for rank, row in enumerate(rows):
@@ -86,19 +80,19 @@ def picture(value: Schedule | Timeline) -> str | None:
     if sum(count for op, count in schedule.counts.items() if op in COMPUTE) > _MOST:
         return None
     try:
-        return _drawn(schedule, timeline, _NARROWEST, _COLUMN)
+        return to_svg(schedule, timeline, width=_COLUMN)
     except ScheduleError:  # saying what is wrong with it is the work of check
         return None
 
 
-def _scale(rows: list[list[Bar]], makespan: float, least: float, most: float) -> _Scale:
-    """Wide enough for the numbers of three bars in four, with a picture of ``least`` to ``most`` pixels."""
+def _scale(rows: list[list[Bar]], makespan: float, width: float | None) -> _Scale:
+    """As wide as is asked, or wide enough for the numbers of three bars in four, within what a page can show."""
     durations = sorted(bar.end - bar.start for row in rows for bar in row)
     parts = (part for row in rows for bar in row for part in parts_of(bar.instruction))
     digits = max((len(str(part.microbatch)) for part in parts), default=1)
     typical = durations[len(durations) // 4] if durations else makespan
     wanted = (_DIGIT * digits + 5) * makespan / typical if typical else 0.0
-    across = min(max(wanted, least - _LEFT - _RIGHT), most - _LEFT - _RIGHT)
+    across = min(max(wanted, 720.0), 30000.0) if width is None else width - _LEFT - _RIGHT
     paired = any(bar.instruction.parts for row in rows for bar in row)
     return _Scale(across / (makespan or 1.0), across, 30.0 if paired or len(rows) <= 16 else 22.0)
 
