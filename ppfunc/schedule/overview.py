@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from operator import add
 from typing import NamedTuple
 
+from .._lazy import late
 from ..parallel.counts import require_counts
 from .bounds import lower_bound
 from .builders import BUILDERS
@@ -17,6 +18,7 @@ from .costs import Costs, Number, portion
 from .instruction import Op
 from .schedule import Schedule
 from .simulate import Timeline, simulate
+from .table import show_table
 
 _SENT = ("communication", "bytes", "bandwidth")
 _HEAD = ("schedule", "makespan", "bubble", "of span", "peak", "messages", "held", "over bound")
@@ -77,6 +79,9 @@ class Overview:
         lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in cells]
         over = ["", *("  over the cap" if self.exceeds(row) else "" for row in self.rows)]
         return "\n".join([*map(add, lines, over), *(f"left out: {name}: {reason}" for name, reason in self.refused)])
+
+    _repr_pretty_ = show_table
+    _repr_svg_ = late("ppfunc.schedule.formats.scatter", "to_scatter")
 
     def exceeds(self, row: ScheduleFigures) -> bool:
         """Whether a schedule takes more memory than the cap."""

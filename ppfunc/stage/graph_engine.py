@@ -144,8 +144,8 @@ def _unread(joint: Joint, example: Example) -> list[str]:
 
 
 def _warning_of(unread: list[str], name: str) -> str:
-    """The warning of a backward that computes nothing for these parameters."""
+    """The warning of a backward that computes nothing for these parameters. For another form of inputs there is another program."""
     if not unread:
         return ""
     more = f" and {len(unread) - 3} more" if len(unread) > 3 else ""
-    return f"{name}: nothing depends on {', '.join(unread[:3])}{more}, so the gradient is zero in every step; use it, or leave it out"
+    return f"{name}: nothing depends on {', '.join(unread[:3])}{more} for such inputs, so the gradient is zero; use it, or leave it out"

@@ -32,7 +32,7 @@ HUGE = pp.gpipe(ranks=64, microbatches=1024)
 
 
 def test_a_schedule_shows_its_picture_and_its_grid():
-    assert SMALL._repr_svg_() == to_svg(SMALL)
+    assert SMALL._repr_svg_() == to_svg(SMALL, width=960)
     assert shown(SMALL) == f"{SMALL!r}\n{to_grid(SMALL)}".rstrip()
     assert shown(SMALL, depth=2) == repr(SMALL)
 
@@ -44,6 +44,12 @@ def test_what_is_shown_is_bounded(schedule):
         assert len(text) < 5000 and all(len(line) <= 120 for line in text.splitlines())
     assert "rank 31" not in shown(HUGE) and shown(HUGE).count("\n") == 0
     assert shown(LARGE).endswith("… 8 more lines") and " …\n" in shown(LARGE)
+
+
+def test_a_picture_fits_the_column_of_a_notebook():
+    schedule = pp.one_f_one_b(ranks=8, microbatches=60)
+    width = float(ElementTree.fromstring(to_svg(schedule)).get("width"))
+    assert float(ElementTree.fromstring(schedule._repr_svg_()).get("width")) == 960 < width
 
 
 def test_the_largest_picture_is_small_enough_for_a_page():
@@ -60,7 +66,7 @@ def test_a_schedule_that_cannot_run_shows_its_steps():
 def test_a_timeline_shows_its_picture_and_its_figures():
     timeline = simulate(SMALL, Costs(forward=1, backward=[2, 2, 2, 4]))
     root = ElementTree.fromstring(timeline._repr_svg_())
-    assert timeline._repr_svg_() == to_svg(SMALL, timeline) != SMALL._repr_svg_()
+    assert timeline._repr_svg_() == to_svg(SMALL, timeline, width=960) != SMALL._repr_svg_()
     assert root.tag.endswith("svg")
     assert shown(timeline) == str(timeline)
     assert str(timeline).splitlines() == [
@@ -74,8 +80,10 @@ def test_a_timeline_shows_its_picture_and_its_figures():
     assert shown(timeline, depth=3) == repr(timeline)
 
 
-def test_proofs_are_shown_as_tables():
-    assert shown(check(SMALL)) == str(check(SMALL))
+def test_proofs_and_comparisons_are_shown_as_tables():
+    comparison = pp.compare(simulate(SMALL, Costs(forward=2)), simulate(SMALL))
+    assert shown(check(SMALL)) == str(check(SMALL)) and shown(comparison) == str(comparison)
+    assert "\n" not in shown(check(SMALL), depth=2) + shown(comparison, depth=2)
 
 
 def test_costs_are_tables_of_what_was_given():

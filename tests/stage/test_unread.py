@@ -27,7 +27,7 @@ def params(dtype=torch.float32):
 
 @pytest.mark.parametrize("schedule", [SCHEDULE, pp.gpipe(2, 2)], ids=lambda s: s.name)
 def test_it_is_named_once(schedule):
-    with pytest.warns(UserWarning, match=r"stage \d: nothing depends on params\['spare'\], so the gradient is zero") as caught:
+    with pytest.warns(UserWarning, match=r"stage \d: nothing depends on params\['spare'\] for such inputs, so") as caught:
         step = pp.value_and_grad([half, lambda p, x: half(p, x)], loss_fn, schedule)
         for _ in range(3):
             _, grads = step(params(), X, X)

@@ -18,6 +18,7 @@ from .grid import Bar, compute_bars
 _KINDS = {Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient"}
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76.0, 168.0, 104.0, 44.0
 _DIGIT = 6.8  # pixels of one digit at 11 px
+_COLUMN = 960.0  # pixels of a page that a notebook has for a picture
 _MOST = 1000  # compute instructions that a notebook shows as a picture, of some 200 bytes each
 
 _STYLE = """
@@ -79,7 +80,7 @@ def picture(value: Schedule | Timeline) -> str | None:
     if sum(count for op, count in schedule.counts.items() if op in COMPUTE) > _MOST:
         return None
     try:
-        return to_svg(schedule, timeline)
+        return to_svg(schedule, timeline, width=_COLUMN)
     except ScheduleError:  # saying what is wrong with it is the work of check
         return None
 
