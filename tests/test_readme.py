@@ -84,7 +84,7 @@ def test_its_python_runs_from_top_to_bottom(capsys, library, monkeypatch, tmp_pa
     names: dict[str, object] = {"__name__": "readme"}
     for found in re.finditer(r"```python\n(.*?)```", text, re.DOTALL):
         block = found[1]
-        if "init_process_group" in block:  # that is for one process per rank
+        if "init_process_group" in block or "init_device_mesh" in block:  # those are for one process per rank
             continue
         if outside := LIBRARY.match(block):
             library(outside[1])
@@ -93,4 +93,6 @@ def test_its_python_runs_from_top_to_bottom(capsys, library, monkeypatch, tmp_pa
     shown = capsys.readouterr().out
     for words in ("last_first: proved", "peak activations", "program", "def backward_weight"):
         assert words in shown
+    split, model = names["split"], names["model"]
+    assert split.params[3]["7.bias"].data_ptr() == model[7].bias.data_ptr()  # trained in place by torch's optimizer
     assert {"test_last_first", "moe", "parts", "rates", "moments", "costs", "program"} <= names.keys()
