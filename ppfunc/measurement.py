@@ -1,7 +1,5 @@
 """Measure stages: the seconds and bytes of their programs, as costs of schedules."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from statistics import median

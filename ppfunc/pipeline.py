@@ -1,10 +1,7 @@
 """Make a pipeline an ordinary function from parameters and a batch to a loss and gradients."""
 
-from __future__ import annotations
-
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -14,12 +11,12 @@ from ppfunc.runtime import InProcess, StepFunction, StepResult, StepSpec, Transp
 from ppfunc.runtime.arguments import LossWeights, RawArguments, Seed, read_loss_weights
 from ppfunc.runtime.lower import require_honoured
 from ppfunc.runtime.overlap import Overlapped
-from ppfunc.runtime.ties import TiedPlaces, read_tied
-from ppfunc.schedule import Op, Schedule, append_tail, check, forward_only, place_communication, remove_communication
+from ppfunc.runtime.ties import Tied, TiedPlaces, read_tied
+from ppfunc.schedule import Op, Schedule, append_tail, check, forward_only, place_communication, with_skips
 from ppfunc.splitter import Split
 from ppfunc.stage import Engine, Loss, ModuleStage, Stage, graph
 
-__all__ = ["evaluate", "make_step", "microbatch", "value_and_grad", "with_skips"]
+__all__ = ["evaluate", "make_step", "microbatch", "value_and_grad"]
 
 
 P = ParamSpec("P")
@@ -149,7 +146,7 @@ def value_and_grad(
     >>> loss, grads[0], grads[1]
     (tensor(2.5000), tensor(15.), tensor(10.))
     """
-    stages, schedule, tied = unpacked(stages, loss_fn, schedule, tied)
+    stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied)
     wanted = argnums if isinstance(argnums, tuple) else (argnums,)
     if wanted not in ((0,), (1,), (0, 1), (1, 0)):
         raise ValueError(f"argnums: got {argnums!r}, expected 0 (parameters), 1 (inputs), or a tuple of both, each once")
@@ -164,9 +161,7 @@ def value_and_grad(
         raise ValueError("sum_dtype: got one, and no gradients of parameters are added up over microbatches; leave it out")
     changes = f"{' of each microbatch' if per_microbatch else ''}{' and inputs' if 1 in wanted else ''}{_of_shape(loss_shape)}"
     changes += f" summed in {sum_dtype}" if sum_dtype else ""
-    spec = StepSpec(
-        f"value_and_grad{changes}", frozenset(wants), per_microbatch, loss_shape, overlapped, read_tied(tied, schedule), sum_dtype
-    )
+    spec = StepSpec(f"value_and_grad{changes}", frozenset(wants), per_microbatch, loss_shape, overlapped, ties, sum_dtype)
 
     def finish(result: StepResult, raw: RawArguments) -> tuple[Any, Any]:
         made = tuple(result.input_grads if n else result.grads for n in wanted)
@@ -213,7 +208,7 @@ def evaluate(
     >>> step({0: torch.tensor(2.0), 1: torch.tensor(3.0)}, torch.tensor([1.0, 2.0]))
     tensor([ 6., 12.])
     """
-    stages, schedule, tied = unpacked(stages, loss_fn, schedule, tied, loss_wanted=False)
+    stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied, loss_wanted=False)
     if loss_fn is None and not return_outputs and not has_aux:
         raise ValueError("evaluate got neither a loss function nor return_outputs=True; it would return nothing")
     if loss_fn is None and loss_shape:
@@ -226,7 +221,7 @@ def evaluate(
         made = tuple(getattr(result, name) for name in wants)
         return made if len(made) > 1 else made[0]
 
-    spec = StepSpec(name, frozenset(wants), loss_shape=loss_shape, tied=read_tied(tied, schedule))
+    spec = StepSpec(name, frozenset(wants), loss_shape=loss_shape, tied=ties)
     prepare = _arguments(loss_weights)
     return make_step(stages, loss_fn, schedule, transport, engine, spec, prepare, finish, loss_weights, training=False)
 
@@ -238,8 +233,8 @@ def make_step(
     transport: Transport | None,
     engine: Engine,
     spec: StepSpec,
-    prepare: Callable[..., RawArguments],
-    finish: Callable[[StepResult, RawArguments], Any],
+    prepare: Callable[..., Any],
+    finish: Callable[[StepResult, Any], Any],
     loss_weights: LossWeights = None,
     *,
     training: bool = True,
@@ -281,43 +276,22 @@ def prove(schedule: Schedule, spec: StepSpec) -> Schedule:
     return schedule
 
 
-def with_skips(schedule: Schedule, skips: Sequence[tuple[int, int]]) -> Schedule:
-    """The schedule with skip connections: what ``Output.skips`` carries from one stage to a later one.
+def unpacked(
+    stages: Stages,
+    loss_fn: Loss | None,
+    schedule: Schedule,
+    tied: TiedPlaces,
+    parts: Sequence[str] = ("",),
+    *,
+    loss_wanted: bool = True,
+) -> tuple[Sequence[Stage | None], Schedule, Tied]:
+    """The functions of the stages, the schedule, the tied parameters; of a split its own, with its skip connections and ties.
 
     Args:
-        schedule: any; its communication is placed anew if it has some.
-        skips: ``(source stage, destination stage)`` of each, stages of the model, the source before the destination.
-            The source returns ``Output(y, skips={destination: tree})``, the destination gets
-            ``Received(x, {source: tree})`` in the place of ``x``. Replicas have the same ones.
+        parts: as of :func:`read_tied`.
 
     Raises:
-        ValueError: a stage does not exist, or the destination does not come after the source and its neighbour.
-
-    >>> from ppfunc import gpipe
-    >>> with_skips(gpipe(ranks=3, microbatches=2), [(0, 2)]).skips
-    ((0, 2),)
-    """
-    if not all(isinstance(edge, tuple | list) and len(edge) == 2 for edge in skips):
-        raise TypeError(f"skips: got {_short(skips)}, expected a list of pairs (source, destination)")
-    places = {schedule.model_stages[stage]: place for place, stage in enumerate(schedule.chains[0].stages)}
-    for source, destination in skips:
-        if not {source, destination} <= places.keys() or places[destination] < places[source] + 2:
-            raise ValueError(
-                f"got a skip connection from stage {source} to stage {destination}; expected two stages of the model, "
-                f"the destination after the neighbour of the source"
-            )
-    edges = [(c.stages[places[a]], c.stages[places[b]]) for a, b in skips for c in schedule.chains]
-    bare = remove_communication(schedule) if schedule.ops & {Op.SEND_F, Op.RECV_F} else schedule
-    return replace(bare, skips=tuple(dict.fromkeys(edges)))
-
-
-def unpacked(
-    stages: Stages, loss_fn: Loss | None, schedule: Schedule, tied: TiedPlaces, *, loss_wanted: bool = True
-) -> tuple[Sequence[Stage | None], Schedule, TiedPlaces]:
-    """The functions of a split, the schedule with its skip connections, and the ties with its own; others as they are.
-
-    Raises:
-        TypeError: something else than stages, a schedule, a loss function.
+        TypeError, ValueError: something else than stages, a schedule, a loss function, places.
     """
     if not isinstance(schedule, Schedule):
         raise TypeError(f"schedule: got {_short(schedule)}, expected a schedule, such as ppfunc.one_f_one_b(ranks=4, microbatches=8)")
@@ -326,14 +300,10 @@ def unpacked(
     if not isinstance(stages, Split):
         if not isinstance(stages, Sequence) or isinstance(stages, str):
             raise TypeError(f"stages: got {_short(stages)}, expected a list of functions, one per stage")
-        return stages, schedule, tied
+        return stages, schedule, read_tied(tied, schedule, parts)
     _require_count(stages.stages, schedule)
     schedule = with_skips(schedule, stages.skips) if stages.skips else schedule
-    if not isinstance(tied or {}, Mapping):
-        raise TypeError(f"tied: got {_short(tied)}, expected {{name: [(stage, name of a leaf), ...]}}")
-    if twice := stages.tied.keys() & (tied or {}).keys():
-        raise ValueError(f"tied: got {min(twice)!r}, which the split has tied; leave it out, or take another name")
-    return stages.stages, schedule, {**stages.tied, **(tied or {})}
+    return stages.stages, schedule, read_tied(tied, schedule, parts, stages.tied)
 
 
 def _arguments(default: LossWeights) -> Callable[..., RawArguments]:

@@ -11,11 +11,11 @@ import torch
 from ppfunc.pipeline import Stages, make_step, named_step, told_to_peers, unpacked
 from ppfunc.runtime import Microbatches, StepFunction, StepResult, StepSpec, Transport
 from ppfunc.runtime.arguments import LossWeights, RawArguments, Seed
-from ppfunc.runtime.ties import TiedPlaces, read_tied
+from ppfunc.runtime.ties import TiedPlaces
 from ppfunc.schedule import Schedule
 from ppfunc.splitter import Split
 from ppfunc.stage import Engine, Loss, Stage, graph
-from ppfunc.stage.signature import differentiable
+from ppfunc.stage.signature import differentiable, flatten
 from ppfunc.stage.transforms import (
     dual,
     dual_loss,
@@ -74,7 +74,7 @@ def jvp(
     (tensor([30.]), tensor([15.]))
     """
 
-    stages, schedule, tied = unpacked(stages, loss_fn, schedule, tied, loss_wanted=False)
+    stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied, _PAIR, loss_wanted=False)
     default = loss_weights
 
     def step(
@@ -103,7 +103,7 @@ def jvp(
         return (made, result.aux) if has_aux else made
 
     wants = {"outputs" if loss_fn is None else "loss", *(["aux"] if has_aux else [])}
-    spec = StepSpec("jvp", frozenset(wants), loss_shape=(2,), tied=read_tied(tied, schedule, _PAIR), primal="0")
+    spec = StepSpec("jvp", frozenset(wants), loss_shape=(2,), tied=ties, primal="0")
     losses = None if loss_fn is None else dual_loss(loss_fn)
     return make_step(_each(stages, dual), losses, schedule, transport, engine, spec, named_step(step), finish, loss_weights, training=False)
 
@@ -147,7 +147,7 @@ def hvp(
     ({0: tensor(36.), 1: tensor(24.)}, {0: tensor(18.), 1: tensor(24.)})
     """
 
-    stages, schedule, tied = unpacked(stages, loss_fn, schedule, tied)
+    stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied, _PAIR)
 
     def finish(result: StepResult, raw: RawArguments) -> Any:
         grads = {stage: _complete(gradient, raw.params[stage][0]) for stage, (_, gradient) in result.grads.items()}
@@ -156,7 +156,7 @@ def hvp(
         return (values, result.aux) if has_aux else values, (grads, products)
 
     wants = frozenset({"loss", "grads", *(["aux"] if has_aux else [])})
-    spec = StepSpec("hvp", wants, loss_shape=(2,), tied=read_tied(tied, schedule, _PAIR), primal="0")
+    spec = StepSpec("hvp", wants, loss_shape=(2,), tied=ties, primal="0")
     prepare = _along_tangents(loss_weights)
     return make_step(_each(stages, sloping), hessian_loss(loss_fn), schedule, transport, engine, spec, prepare, finish, loss_weights)
 
@@ -200,14 +200,14 @@ def gnvp(
     {0: tensor(18.), 1: tensor(12.)}
     """
 
-    stages, schedule, tied = unpacked(stages, loss_fn, schedule, tied)
+    stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied, _PAIR)
 
     def finish(result: StepResult, raw: RawArguments) -> Any:
         values = tuple(result.loss.unbind())
         return (values, result.aux) if has_aux else values, {stage: product for stage, (product, _) in result.grads.items()}
 
     wants = frozenset({"loss", "grads", *(["aux"] if has_aux else [])})
-    spec = StepSpec("gnvp", wants, loss_shape=(2,), tied=read_tied(tied, schedule, _PAIR), primal="0")
+    spec = StepSpec("gnvp", wants, loss_shape=(2,), tied=ties, primal="0")
     prepare = _along_tangents(loss_weights)
     return make_step(_each(stages, held_dual), gauss_newton_loss(loss_fn), schedule, transport, engine, spec, prepare, finish, loss_weights)
 
@@ -255,7 +255,7 @@ def per_sample_grad(
         raise ValueError(f"stages: got a split that writes into the buffer {name}, and there is none per sample; split in evaluation")
     if not isinstance(samples, int) or samples < 1:
         raise ValueError(f"samples: got {samples!r}, expected the number of samples in a microbatch, an integer of at least 1")
-    stages, schedule, tied = unpacked(stages, loss_fn, schedule, tied)
+    stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied)
     losses = per_sample_loss(loss_fn, joined=not whole)
     m = schedule.microbatches
 
@@ -273,7 +273,9 @@ def per_sample_grad(
             **{f"extras[{s}]": b for s, b in _stages(extras or {}, "extras").items()},
         }.items():
             _require_samples(batch, samples, m, name)
-        copies = {stage: for_samples(tree, samples) for stage, tree in _stages(params, "params").items()}
+        for stage, tree in _stages(params, "params").items():
+            flatten(tree, f"params[{stage}]")  # refuses other leaves than tensors
+        copies = {stage: for_samples(tree, samples) for stage, tree in params.items()}
         return RawArguments(copies, inputs, targets, extras, None, [1.0] * m, seed)
 
     def finish(result: StepResult, raw: RawArguments) -> tuple[torch.Tensor, dict[int, Any]]:
@@ -283,7 +285,7 @@ def per_sample_grad(
         return losses(y, target).sum()
 
     name = f"per_sample_grad of {samples} samples"
-    spec = StepSpec(name, frozenset({"loss", "grads"}), per_microbatch=True, tied=read_tied(tied, schedule))
+    spec = StepSpec(name, frozenset({"loss", "grads"}), per_microbatch=True, tied=ties)
     transform = partial(per_sample, randomness=randomness, joined=not whole)
     each = _each(stages[:1], transform) + _each(stages[1:], partial(transform, alone=not whole)) if whole else _each(stages, transform)
     return make_step(each, loss, schedule, transport, engine, spec, named_step(step), finish)

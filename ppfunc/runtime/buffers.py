@@ -1,7 +1,5 @@
 """The memory of one call of a compiled step: made for the call, dropped with it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -43,6 +41,12 @@ class Buffers:
         kept: outputs that belong to the caller, by (stage, microbatch).
         gradients: sums of the parameter gradients so far, by stage of the schedule.
         seed: ``(seed, step)``, None where the caller gave none.
+        weights: of the losses of all microbatches, scalars, by stage of the schedule.
+        losses: the weighted losses of earlier passes, by stage of the schedule.
+        scale: what the cotangents of the loss are multiplied by, None for 1.
+        ends: whether the gradients are complete after this pass.
+        first: the number of the first microbatch among those of all passes and data ranks.
+        carry: what belongs to the caller's update, see :class:`ppfunc.runtime.lower.ParameterUpdate`.
         pending: messages that the transport has posted and not waited for, by tag; only the transport looks into it.
     """
 
@@ -55,4 +59,10 @@ class Buffers:
     kept: dict[Key, Leaves] = field(default_factory=dict)
     gradients: dict[int, Gradients] = field(default_factory=dict)
     seed: tuple[int, int] | None = None
+    weights: dict[int, Leaves] = field(default_factory=dict)
+    losses: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    scale: torch.Tensor | None = None
+    ends: bool = True
+    first: int = 0
+    carry: Any = None
     pending: dict[Tag, Any] = field(default_factory=dict)

@@ -33,6 +33,10 @@ class Costs:
         activation: memory that a forward keeps for its backward.
         weight_share: share of it that is held on from I to W, between 0 and 1.
         parameters: memory that the stage takes all the time: parameters, gradients, optimizer state.
+        unshard: time of UNSHARD, which runs beside compute.
+        reduce_tied: time of REDUCE_TIED, likewise.
+        reduce_grad: time of REDUCE_GRAD, likewise.
+        step: time of STEP.
 
     Raises:
         ValueError: a negative number, one that is not a number, a bandwidth of zero.
@@ -54,6 +58,10 @@ class Costs:
     activation: PerStage = 1
     weight_share: PerStage = 0
     parameters: PerStage = 0
+    unshard: PerStage = 0
+    reduce_tied: PerStage = 0
+    reduce_grad: PerStage = 0
+    step: PerStage = 0
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -55,16 +56,15 @@ def _unseen() -> Iterator[tuple[Any, str, str, str]]:
         yield owner, "manual_seed", "seeds the default random generator", "leave that out"
     for name in ("register_hook", "register_post_accumulate_grad_hook"):
         yield torch.Tensor, name, f"puts a hook onto the gradient of a tensor ({name})", "write an autograd.Function"
-    for module, drawing in (("random", "Random"), ("numpy.random", "RandomState")):
-        for name in _bound(sys.modules.get(module), drawing):
-            yield sys.modules[module], name, f"draws from the generator of {module} ({name})", "draw by torch"
+    generators = [(random, "Random"), *([(numpy, "RandomState")] if (numpy := sys.modules.get("numpy.random")) is not None else [])]
+    for module, drawing in generators:
+        for name in _bound(module, drawing):
+            yield module, name, f"draws from the generator of {module.__name__} ({name})", "draw by torch"
 
 
-def _bound(module: ModuleType | None, kind: str) -> list[str]:
+def _bound(module: ModuleType, kind: str) -> list[str]:
     """The functions of a module that are methods of its one generator, but for those that ask for its state."""
-    found = (
-        name for name, f in (vars(module) if module else {}).items() if isinstance(getattr(f, "__self__", None), getattr(module, kind))
-    )
+    found = (name for name, f in vars(module).items() if isinstance(getattr(f, "__self__", None), getattr(module, kind)))
     return [name for name in found if name not in ("getstate", "get_state")]
 
 

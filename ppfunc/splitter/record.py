@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ppfunc.stage import StageError
 from ppfunc.stage._torch import FakeTensor, OpOverload, TorchDispatchMode, innermost_transform, is_wrapped, schema, storage, version
 from ppfunc.stage.errors import place_of_call
-from ppfunc.stage.purity import NoValuesError
+from ppfunc.stage.purity import NoValuesError, tensors_in
 from ppfunc.stage.tracing.operators import ELEMENT
 from ppfunc.stage.tree import tree_flatten, tree_unflatten
 
@@ -339,12 +339,8 @@ def _storages(tensors: list[torch.Tensor]) -> frozenset[int]:
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
-    """The tensors among the arguments or results of an operator, which nest tuples, lists and dictionaries."""
-    if isinstance(values, torch.Tensor):
-        return [values]
-    if isinstance(values, dict):
-        return _tensors(list(values.values()))
-    return [t for v in values for t in _tensors(v)] if isinstance(values, list | tuple) else []
+    """The tensors among the arguments or results of an operator."""
+    return list(tensors_in(values))
 
 
 def _replaced(values: Any, by: dict[int, Any]) -> Any:

@@ -52,6 +52,11 @@ class Split:
     at: tuple[str, ...]
     _source: Source = field(repr=False)
 
+    @property
+    def model(self) -> nn.Module:
+        """The model that was split."""
+        return self._source.model
+
     def load(self, weights: str | PathLike[str] | Mapping[str, Tensor], stages: Iterable[int] | None = None) -> Split:
         """The same split with the weights of some stages read from files; a model on ``meta`` is never materialised whole.
 

@@ -91,8 +91,8 @@ def overlapping(tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:
     spans: dict[int | None, list[tuple[Any, Any, str]]] = {}  # first and last byte
     for name, t in tensors.items():
         if t.numel():
-            start = t.storage_offset() * t.itemsize
-            end = start + (sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)) + 1) * t.itemsize
+            start = int(t.storage_offset()) * t.itemsize
+            end = start + int(sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)) + 1) * t.itemsize
             spans.setdefault(storage(t), []).append((start, end, name))
     for found in spans.values():
         for (_, end, one), (start, _, other) in pairwise(sorted(found)):

@@ -14,13 +14,16 @@ import pytest
 import ppfunc.schedule as schedules
 from ppfunc.schedule import (
     BUILDERS,
+    append_tail,
     deepspeed_inference,
     dualpipe,
     from_csv,
     gpipe,
+    insert_unshards,
     interleaved_one_f_one_b,
     one_f_one_b,
     place_communication,
+    reduce_early,
     to_grid,
     to_steps,
     to_svg,
@@ -28,7 +31,7 @@ from ppfunc.schedule import (
 )
 from ppfunc.schedule.check import check
 from ppfunc.schedule.costs import Costs
-from ppfunc.schedule.instruction import COMPUTE, parts_of
+from ppfunc.schedule.instruction import COMPUTE, Op, parts_of
 from ppfunc.schedule.simulate import simulate, timeline_of
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -185,3 +188,17 @@ def test_steps_are_deepspeeds_words():
 
 def test_steps_keep_what_deepspeed_has_no_word_for():
     assert to_steps(BUILDERS["zb_h1"](1, 1)) == "rank 0\nForwardPass(micro_batch_id=0)\n0I0\n0W0\n"
+
+
+def test_svg_shows_collectives_and_optimizer_steps_that_take_time():
+    schedule = reduce_early(append_tail(insert_unshards(interleaved_one_f_one_b(2, 4), most=1)))
+    drawn = Counter(bar.get("class") for bar in bars(ElementTree.fromstring(to_svg(schedule, simulate(schedule)))))
+    assert not drawn.keys() & {"UNSHARD", "REDUCE_GRAD", "STEP"}
+    root = ElementTree.fromstring(to_svg(schedule, simulate(schedule, Costs(unshard=0.5, reduce_grad=2, step=1))))
+    drawn = Counter(bar.get("class") for bar in bars(root))
+    for op in ("UNSHARD", "REDUCE_GRAD", "STEP"):
+        assert drawn[op] == schedule.counts[Op(op)]
+    texts = [t.text for t in root.iter(f"{SVG}text")]
+    assert {"gather of parameters", "sum over data ranks", "optimizer step"} <= set(texts)
+    heights = {bar.get("class"): float(bar.get("height")) for bar in bars(root)}
+    assert heights["UNSHARD"] == heights["REDUCE_GRAD"] < heights["STEP"] == heights["F"]

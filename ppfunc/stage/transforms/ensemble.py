@@ -7,10 +7,12 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch.distributed.tensor import Shard
 
+from ..layout import Boundary, declaring
 from ..output import Output
 from ..program import Loss, Stage
-from ..tree import tree_flatten, tree_leaves
+from ..tree import tree_flatten, tree_leaves, tree_map
 
 
 def ensemble(stages: Sequence[Stage], loss_fn: Loss, *, randomness: str = "error") -> tuple[list[Stage], Loss]:
@@ -45,12 +47,18 @@ def ensemble(stages: Sequence[Stage], loss_fn: Loss, *, randomness: str = "error
                 raise ValueError("it returns a state, which an ensemble would need k of; take stages without state")
             return out
 
-        return models
+        boundary = Boundary.of(fn).map(_inward)
+        return declaring(models, boundary._replace(inputs=Boundary.of(fn).inputs) if first else boundary)
 
     def losses(y: Any, target: Any) -> torch.Tensor:
         return batched(loss_fn, (y, target), (True, False), randomness)
 
     return [stage(fn, number == 0) for number, fn in enumerate(stages)], losses
+
+
+def _inward(prefix: Any) -> Any:
+    """Placements of tensors that have got an axis in front."""
+    return tree_map(lambda placement: Shard(placement.dim + (placement.dim >= 0)) if placement.is_shard() else placement, prefix)
 
 
 def batched(fn: Callable[..., Any], args: Sequence[Any], axes: Sequence[bool], randomness: str = "error") -> Any:

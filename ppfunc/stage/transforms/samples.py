@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from einops import einsum, rearrange, reduce, repeat
 
+from ..layout import distributed, layout_of, local, whole
 from ..output import Output
 from ..program import Loss, Stage
 from ..signature import differentiable
@@ -62,7 +63,12 @@ def for_samples(params: Any, samples: int) -> Any:
     >>> for_samples({"w": torch.zeros(3)}, 5)["w"].shape
     torch.Size([5, 3])
     """
-    return tree_map(lambda p: repeat(p.detach(), "... -> b ...", b=samples), params)
+
+    def copies(p: torch.Tensor) -> torch.Tensor:
+        layout = layout_of(p)
+        return distributed(repeat(local(p).detach(), "... -> b ...", b=samples), layout and layout.stacked(samples))
+
+    return tree_map(copies, params)
 
 
 def square_norms(grads: Any) -> torch.Tensor:
@@ -80,7 +86,7 @@ def square_norms(grads: Any) -> torch.Tensor:
             [8., 8., 8.]])
     """
     floating = [g for g in tree_leaves(grads) if differentiable(g.dtype)]
-    return torch.stack([reduce(g.abs().square(), "m b ... -> m b", "sum") for g in floating]).sum(0)
+    return torch.stack([whole(reduce(g.abs().square(), "m b ... -> m b", "sum")) for g in floating]).sum(0)
 
 
 def clipped_sum(grads: Any, square_norms: torch.Tensor, max_norm: float) -> Any:
@@ -108,7 +114,9 @@ def clipped_sum(grads: Any, square_norms: torch.Tensor, max_norm: float) -> Any:
     def clip(gradient: torch.Tensor) -> torch.Tensor:
         if not differentiable(gradient.dtype):
             return gradient[0, 0]
-        return einsum(scale.to(gradient.dtype), gradient, "m b, m b ... -> ...")
+        layout = layout_of(gradient)
+        total = einsum(scale.to(gradient.dtype), local(gradient), "m b, m b ... -> ...")
+        return distributed(total, layout and layout.without(2))
 
     return tree_map(clip, grads)
 
