@@ -5,7 +5,7 @@
 For each, the greatest difference of a gradient to the whole model's, in float64, in evaluation and in training under the same random
 numbers (the whole model's generator is set where a stage begins, as a step sets it): of the stages in turn, at the shape
 of the split and at two others; and of steps over microbatches, under each schedule. ``max`` is the greatest gradient. After
-that: seconds of a split, bytes that cross beside activations, skip connections.
+that: seconds of a split, skip connections, and what crosses that grows with the square of the length.
 """
 
 from __future__ import annotations
@@ -156,11 +156,10 @@ def run(name: str, number: int | None) -> str:
         )
         shown.append(f"{'train' if training else 'eval'} " + " ".join(f"{key} {error:.0e}" for key, error in errors.items()))
     crossed = in_turn(parts, example)[2]
-    squares = [list(t.shape) for t in crossed if t.ndim > 2 and len({*t.shape[-2:]}) == 1 and t.shape[-1] in (10, 11)]
+    squares = [list(t.shape) for t in crossed if sum(size in (10, 11) for size in t.shape) > 1]
     greatest = max(float(g.abs().max()) for g in whole(model, example).values() if g.numel())
-    small = [list(t.shape) for t in crossed if not t.is_floating_point()]
     shown.append(f"max {greatest:.0e}, {seconds:.2f} s, skips {list(parts.skips)}, tied {len(parts.tied)}, unused {len(parts.unused)}")
-    shown.append(f"state {sum(map(len, parts.state.values()))}, square {squares}, integers {len(small)}")
+    shown.append(f"state {sum(map(len, parts.state.values()))}, with two axes of the length {squares}")
     return "; ".join(shown)
 
 
