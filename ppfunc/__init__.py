@@ -56,6 +56,7 @@ if TYPE_CHECKING:
         P2P as P2P,
         AgreementError as AgreementError,
         Aux as Aux,
+        Axes as Axes,
         InProcess as InProcess,
         Lowered as Lowered,
         Microbatches as Microbatches,
@@ -109,11 +110,33 @@ if TYPE_CHECKING:
         split_sequential as split_sequential,
         stage_from_module as stage_from_module,
     )
+    from .stage.collectives import (
+        all_gather as all_gather,
+        all_to_all as all_to_all,
+        psum as psum,
+        psum_scatter as psum_scatter,
+        pvary as pvary,
+    )
     from .stage.layers import params_of_stages as params_of_stages, stages_from_layers as stages_from_layers
     from .stage.output import Output as Output, Received as Received
     from .stage.program import Engine as Engine, Loss as Loss, Stage as Stage
     from .stage.transforms import clipped_sum as clipped_sum, dual as dual, ensemble as ensemble, square_norms as square_norms
-    from .training import Optimizer as Optimizer, adamw as adamw, sgd as sgd
+    from .trainer import Metrics as Metrics, Trainer as Trainer, TrainState as TrainState, train_step as train_step
+    from .training import (
+        LossScale as LossScale,
+        Optimizer as Optimizer,
+        Precision as Precision,
+        adamw as adamw,
+        chain as chain,
+        clip_by_global_norm as clip_by_global_norm,
+        constant as constant,
+        dynamic_scale as dynamic_scale,
+        from_updates as from_updates,
+        linear as linear,
+        sgd as sgd,
+        static_scale as static_scale,
+        warmup_cosine as warmup_cosine,
+    )
     from .transforms import gnvp as gnvp, hvp as hvp, jvp as jvp, per_sample_grad as per_sample_grad
 else:
     __getattr__, __dir__, __all__ = attach(__name__)

@@ -15,7 +15,7 @@ from ppfunc.runtime.ties import TiedPlaces, read_tied
 from ppfunc.schedule import Schedule
 from ppfunc.splitter import Split
 from ppfunc.stage import Engine, Loss, Stage, graph
-from ppfunc.stage.signature import differentiable
+from ppfunc.stage.signature import differentiable, flatten
 from ppfunc.stage.transforms import (
     dual,
     dual_loss,
@@ -270,7 +270,9 @@ def per_sample_grad(
             **{f"extras[{s}]": b for s, b in _stages(extras or {}, "extras").items()},
         }.items():
             _require_samples(batch, samples, m, name)
-        copies = {stage: for_samples(tree, samples) for stage, tree in _stages(params, "params").items()}
+        for stage, tree in _stages(params, "params").items():
+            flatten(tree, f"params[{stage}]")  # refuses other leaves than tensors
+        copies = {stage: for_samples(tree, samples) for stage, tree in params.items()}
         return RawArguments(copies, inputs, targets, extras, None, [1.0] * m, seed)
 
     def finish(result: StepResult, raw: RawArguments) -> tuple[torch.Tensor, dict[int, Any]]:

@@ -4,6 +4,7 @@ import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,9 @@ def add_compare(commands: Any) -> None:
     comparing.add_argument("names", metavar="NAME|FILE", nargs="*", help="names of `ppfunc list`, files, or plan; default: the list")
     comparing.add_argument("--ranks", type=count, metavar="P", help="number of ranks; default: that of the first file")
     comparing.add_argument("--microbatches", type=count, metavar="M", help="number of microbatches; default: that of the first file")
-    comparing.add_argument("--chunks", type=count, metavar="V", default=2, help="stages per rank, where that is a choice; default: 2")
+    comparing.add_argument("--chunks", type=count, metavar="V", help="stages per rank, where that is a choice; default: 2")
     comparing.add_argument("--cap", type=number, metavar="K", help="memory of a rank, in the unit of the costs; default: no limit")
-    comparing.add_argument("--effort", type=number, metavar="N", default=1, help="how long a plan is searched for; default 1, some seconds")
+    comparing.add_argument("--effort", type=number, metavar="N", help="how long a plan is searched for; default: 1, some seconds")
     add_cost_options(comparing, "one rank's share of the model")
     comparing.add_argument("--format", choices=("table", "svg", "json"), default="table", help="svg: bubble against memory; default: table")
     comparing.add_argument("--width", type=count, metavar="N", help="pixels of an svg")
@@ -57,10 +58,11 @@ def _compare(arguments: argparse.Namespace) -> int:
     costs = read_costs(arguments)
     items = list(_items(arguments.names))
     ranks, microbatches = _numbers(arguments, items)
-    require_size(ranks, microbatches, arguments.chunks)
+    _require_use(arguments, items)
+    chunks = 2 if arguments.chunks is None else arguments.chunks
+    require_size(ranks, microbatches, chunks)
     schedules = [_planned(arguments, ranks, microbatches, costs) if item == _PLAN else item for item in items]
-    options = {"cap": arguments.cap, "chunks": arguments.chunks}
-    overview = compare_schedules(ranks, microbatches, schedules or None, costs, **options)
+    overview = compare_schedules(ranks, microbatches, schedules or None, costs, cap=arguments.cap, chunks=chunks)
     if arguments.format == "svg":
         text = to_scatter(overview, width=arguments.width)
     else:
@@ -94,6 +96,15 @@ def _require_builder(name: str) -> None:
         ) from None
 
 
+def _require_use(arguments: argparse.Namespace, items: list[str | Schedule]) -> None:
+    """Refuse options that none of the schedules takes."""
+    if arguments.effort is not None and _PLAN not in items:
+        raise ValueError("--effort is for a plan: leave it out, or name plan")
+    built = [item for item in items if isinstance(item, str) and item != _PLAN]
+    if arguments.chunks is not None and items and not any("chunks" in signature(find_builder(name)).parameters for name in built):
+        raise ValueError("--chunks changes nothing: none of these schedules takes it")
+
+
 def _numbers(arguments: argparse.Namespace, items: list[str | Schedule]) -> tuple[int, int]:
     """Ranks and microbatches, of the first file where the options do not say."""
     first = next((item for item in items if isinstance(item, Schedule)), None)
@@ -109,7 +120,7 @@ def _numbers(arguments: argparse.Namespace, items: list[str | Schedule]) -> tupl
 def _planned(arguments: argparse.Namespace, ranks: int, microbatches: int, costs: Costs | None) -> Schedule:
     from ..schedule.planner.plan import plan  # here, because nothing else needs it
 
-    found = plan(ranks, microbatches, costs or Costs(), cap=arguments.cap, effort=arguments.effort)
+    found = plan(ranks, microbatches, costs or Costs(), cap=arguments.cap, effort=1 if arguments.effort is None else arguments.effort)
     return replace(found.schedule, name=_PLAN)
 
 

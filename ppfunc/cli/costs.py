@@ -21,6 +21,10 @@ _OPTIONS = {
     "activation": "memory that a forward keeps for its backward; default 1",
     "weight_share": "share of it that is held from the input to the weight gradient; default 0 (zero_bubble, zbv_greedy without costs: 1)",
     "parameters": "memory that a stage takes all the time; default 0",
+    "unshard": "time of a gather of parameters, beside compute; default 0",
+    "reduce_tied": "time of a sum over tied places, beside compute; default 0",
+    "reduce_grad": "time of a sum over data ranks, beside compute; default 0",
+    "step": "time of an optimizer step; default 0",
 }
 _HALVES = ("backward_input", "backward_weight")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..parallel.layout import parse_layout
 from ..parallel.partition import Partition
-from ..parallel.split import effective_loads, partition_layers
+from ..parallel.stack import effective_loads, partition_layers
 from ..parallel.topology import Topology
 from ..parallel.weigh import partition_by_weights
 from .number import count, number

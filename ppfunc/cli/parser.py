@@ -19,7 +19,7 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(epilog=f"example:\n{example}" if example else None, formatter_class=_Formatter, **options)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, printable(f"{self.prog}: error: {message}") + f"\n`{self.prog} --help` lists what there is\n")
+        self.exit(2, f"{printable(f'{self.prog}: error: {message}')} (see {self.prog} --help)\n")
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         try:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..schedule.builders import BUILDERS
-from ..schedule.check import Certificate, check
+from ..schedule.check import check
 from ..schedule.compare import compare
 from ..schedule.costs import Costs
 from ..schedule.formats.csv import to_csv
@@ -97,17 +97,15 @@ def _add_show(commands: Any) -> None:
 
 
 def _list(arguments: argparse.Namespace) -> int:
+    lines = []
     for name, build in BUILDERS.items():
         text = (inspect.getdoc(build) or "").replace("``", "")
-        print(f"{name}\n    {text.splitlines()[0]}")
+        lines.append(f"{name}\n    {text.splitlines()[0]}")
         meanings = dict(entry.split(": ", 1) for entry in _section(text, "Args:"))
         for parameter in inspect.signature(build).parameters.values():
-            print(f"    {_usage(parameter):<20}  {meanings.get(parameter.name, '')}".rstrip())
-        for line in _section(text, "Raises:"):
-            print(f"    refused: {line.removeprefix('ValueError: ')}")
-    words = "rank stage chunk microbatch group chain 1F1B warm-up activation cap bubble makespan span instruction step".split()
-    words += ["source, head", "refused"]
-    print(f"\nwords\n{explain(*words)}")
+            lines.append(f"    {_usage(parameter):<20}  {meanings.get(parameter.name, '')}".rstrip())
+        lines += [f"    refused: {line.removeprefix('ValueError: ')}" for line in _section(text, "Raises:")]
+    print(explain("\n".join(lines)))
     return 0
 
 
@@ -168,14 +166,8 @@ def _lowered(schedule: Schedule) -> Schedule:
 def _check(arguments: argparse.Namespace) -> int:
     found = read_file(arguments.file)
     certificate = check(found.schedule if isinstance(found, Timeline) else found, max_activations=arguments.max_activations)
-    write(f"{certificate}\n\nwords\n{explain(*_words(certificate))}\n")
+    write(explain(str(certificate)) + "\n")
     return 0
-
-
-def _words(certificate: Certificate) -> list[str]:
-    """The words in the text of a proof."""
-    words = ["digest", "rank", "stage", "microbatch", "instruction", "peak activations", "no deadlock", *certificate.models, "step-atomic"]
-    return [*words[:3], *["chain"] * (certificate.chains > 1), *words[3:-1], *["slot"] * bool(certificate.slots), words[-1]]
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
@@ -190,7 +182,6 @@ def _simulate(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(figures, default=float))
         return 0
-    for name, value in figures.items():
-        numbers = value if isinstance(value, tuple) else (value,)
-        print(f"{name.replace('_', ' '):<17} {' '.join(f'{float(number):g}' for number in numbers)}")
+    rows = {name.replace("_", " "): value if isinstance(value, tuple) else (value,) for name, value in figures.items()}
+    print(explain("\n".join(f"{name:<17} {' '.join(f'{float(number):g}' for number in numbers)}" for name, numbers in rows.items())))
     return 0

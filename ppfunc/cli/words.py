@@ -1,5 +1,8 @@
 """Explain the words of what the command prints."""
 
+import re
+from textwrap import fill
+
 WORDS = {
     "rank": "a worker of the pipeline, which holds a stage or several",
     "stage": "a part of the model",
@@ -9,6 +12,7 @@ WORDS = {
     "instruction": "a thing that a rank does: F forward, B backward, I and W its two parts, the input and the weight gradient, "
     "(F;B)OVERLAP_F_B a pair as one; SEND and RECV messages, LOAD data, OFFLOAD and FETCH activations, UNSHARD and RESHARD parameters, "
     "REDUCE_GRAD and REDUCE_TIED sums of gradients over replicas and over tied parameters, STEP the optimizer",
+    "input gradient": "the part I of a backward B, which the stage before waits for; the weight gradient W is the other part",
     "1F1B": "one forward and one backward in turn",
     "source, head": "the two orders of messages in DeepSpeed: with source a rank receives an activation before it sends a gradient",
     "warm-up": "the forwards of a rank before its first backward",
@@ -33,14 +37,16 @@ WORDS = {
 }
 
 
-def explain(*words: str) -> str:
-    """Return a line for each word.
+def explain(text: str) -> str:
+    """Return ``text`` with a line below for each of its words that is known here.
 
-    >>> print(explain("stage", "chunk"))
+    >>> print(explain("stages 3"))
+    stages 3
+    <BLANKLINE>
+    words
     stage  a part of the model
-    chunk  one of the stages of a rank that holds several
     """
-    from textwrap import fill  # here, because few commands need it
-
+    words = [word for word in WORDS if re.search(rf"(?<![a-z_-]){word.split(',')[0]}", text)]
     width = max(map(len, words)) + 2
-    return "\n".join(fill(WORDS[word], 110, initial_indent=word.ljust(width), subsequent_indent=" " * width) for word in words)
+    lines = (fill(WORDS[word], 110, initial_indent=word.ljust(width), subsequent_indent=" " * width) for word in words)
+    return "\n".join([text.rstrip("\n"), "", "words", *lines])

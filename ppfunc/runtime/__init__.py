@@ -20,6 +20,7 @@ from .analysis import Lowered
 from .batch import Microbatches, microbatch
 from .cache import CacheInfo
 from .errors import AgreementError, PipelineError
+from .grid import Axes
 from .inprocess import InProcess
 from .lower import StepSpec, lower
 from .mesh import ProcessGroups, device_mesh, topology_of_mesh
@@ -34,6 +35,7 @@ __all__ = [
     "P2P",
     "AgreementError",
     "Aux",
+    "Axes",
     "CacheInfo",
     "Fault",
     "InProcess",

@@ -43,6 +43,11 @@ class Buffers:
         kept: outputs that belong to the caller, by (stage, microbatch).
         gradients: sums of the parameter gradients so far, by stage of the schedule.
         seed: ``(seed, step)``, None where the caller gave none.
+        weights: of the losses of all microbatches, scalars, by stage of the schedule.
+        losses: the weighted losses of earlier passes, by stage of the schedule.
+        scale: what the cotangents of the loss are multiplied by, None for 1.
+        first: the number of the first microbatch among those of all passes and data ranks.
+        carry: what belongs to the caller's update, see :class:`ppfunc.runtime.lower.ParameterUpdate`.
         pending: messages that the transport has posted and not waited for, by tag; only the transport looks into it.
     """
 
@@ -55,4 +60,9 @@ class Buffers:
     kept: dict[Key, Leaves] = field(default_factory=dict)
     gradients: dict[int, Gradients] = field(default_factory=dict)
     seed: tuple[int, int] | None = None
+    weights: dict[int, Leaves] = field(default_factory=dict)
+    losses: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    scale: torch.Tensor | None = None
+    first: int = 0
+    carry: Any = None
     pending: dict[Tag, Any] = field(default_factory=dict)

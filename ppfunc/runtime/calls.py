@@ -14,11 +14,12 @@ import torch
 
 from ppfunc.schedule import Instruction
 from ppfunc.stage import FlatProgram, LeafSignature
+from ppfunc.stage.process import process_lock
 
 from .buffers import Buffers, Key, Leaves, Tag
 from .gradients import Absent, LeafGradients
 from .lower import BATCH, Edge, LoweredStage
-from .rng import generator_of, process_lock
+from .rng import generator_of
 from .transport import Call
 
 
@@ -94,7 +95,7 @@ def seeded(low: LoweredStage, microbatch: int, forward: Call) -> Call:
                 if not torch.equal(before, generator.get_state()):
                     raise ValueError(f"stage {model} drew random numbers; pass seed=(seed, step) to the step, two integers")
                 return
-            text = repr((*buffers.seed, model, microbatch)).encode()
+            text = repr((*buffers.seed, model, buffers.first + microbatch)).encode()
             generator.manual_seed(int.from_bytes(blake2b(text, digest_size=8).digest(), "little", signed=True))
             forward(buffers)
 

@@ -22,7 +22,7 @@ from .gradients import Gradients, Stack, Sum
 from .lower import BATCH, LoweredStep
 from .overlap import Overlapped
 from .stage_programs import program_of
-from .tail import PlacedCall, share_input_gradients, sum_over_places
+from .tail import PlacedCall, is_late, share_input_gradients, sum_over_places, update_call, update_parameters
 from .transport import Call, DataTransport, Transfer
 
 
@@ -56,7 +56,7 @@ def compile_step(lowered: LoweredStep, engine: Engine, data: DataTransport) -> C
     Raises:
         StageError: the engine cannot serve a stage.
     """
-    binding = _Binding(lowered, build_programs(lowered, engine), data, set())
+    binding = _Binding(lowered, build_programs(lowered, engine), data, set(), [])
     schedule, ranks = lowered.schedule, lowered.ranks
     completed = {rank: send_completion(schedule, rank) for rank in ranks} if len(ranks) < schedule.ranks else {}
     placed: list[PlacedCall] = []
@@ -64,6 +64,7 @@ def compile_step(lowered: LoweredStep, engine: Engine, data: DataTransport) -> C
         placed += _step(binding, rank, position, completed.get(rank, {}).get(position, ()))
     placed += sum_over_places(lowered, data, new_gradients(lowered).signature)
     placed += share_input_gradients(lowered, data)
+    placed += update_parameters(lowered, binding.late)
     bare = {id(low): low._replace(example=tuple(map(Signature.of, low.example))) for low in lowered.stages.values()}
     lowered = lowered._replace(stages={key: bare[id(low)] for key, low in lowered.stages.items()})  # keeps no parameters alive
     return CompiledStep(lowered, binding.programs, tuple(call for call, _ in placed), tuple(place for _, place in placed))
@@ -85,12 +86,13 @@ def new_gradients(lowered: LoweredStep) -> Gradients:
 
 
 class _Binding(NamedTuple):
-    """The context in which an instruction is bound."""
+    """The context in which an instruction is bound; ``late`` are those that are left to the end of the program."""
 
     lowered: LoweredStep
     programs: Mapping[Key, StageProgram]
     data: DataTransport
     loaded: set[Key]
+    late: list[Place]
 
 
 def _order(schedule: Schedule, ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -160,6 +162,12 @@ def _instruction(binding: _Binding, place: Place) -> Iterator[PlacedCall]:
     part = place.instruction
     if part.op is Op.REDUCE_TIED:
         return  # sums over places end the program, see sum_over_places
+    if part.op in (Op.REDUCE_GRAD, Op.STEP):
+        if is_late(binding.lowered, part):
+            binding.late.append(place)
+        else:
+            yield from _at(place, update_call(binding.lowered, part))
+        return
     key = _key(part)
     low, program = binding.lowered.stages[key], binding.programs[key].flat
     match part.op:

@@ -7,24 +7,40 @@ signatures that cross from process to process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ppfunc.schedule import Instruction, Op, Schedule
 from ppfunc.stage import LeafSignature, Loss, Outline, Signature, Stage
+from ppfunc.stage.layout import Boundary, same_placement
 from ppfunc.stage.output import children, received_signature
 
 from .arguments import StepForm
-from .buffers import Key
+from .buffers import Buffers, Key
 from .overlap import Overlapped
 from .stage_programs import StageFunction, outline_of
-from .ties import Tied
+from .ties import Tied, leaf_names
 from .transport import LossPart
 
 BATCH = -1
 """The "stage" that the batch comes from."""
+
+
+class ParameterUpdate(NamedTuple):
+    """Carry out REDUCE_GRAD and STEP. All functions read and write ``buffers.carry``, the caller's own.
+
+    Args:
+        reduce: at REDUCE_GRAD, ``reduce(buffers, stage of the model, {number of the leaf: gradient})``.
+        join: between the last REDUCE_GRAD and the first STEP of this process, ``join(buffers, weighted losses by stage of the
+            schedule)``; None where the stages need nothing of each other, and each makes its STEP where the schedule has it.
+        step: at STEP, ``step(buffers, stage of the model)``; puts new parameters into ``buffers.params`` for a further pass.
+    """
+
+    reduce: Callable[[Buffers, int, dict[int, torch.Tensor]], None]
+    join: Callable[[Buffers, dict[int, torch.Tensor]], None] | None
+    step: Callable[[Buffers, int], None]
 
 
 class StepSpec(NamedTuple):
@@ -38,6 +54,7 @@ class StepSpec(NamedTuple):
         overlapped: runs the two parts of an ``OVERLAP_F_B``; in turn where there is none.
         tied: the places of tied parameters.
         sum_dtype: of the sums of gradients, where that of a parameter is narrower.
+        update: what REDUCE_GRAD and STEP do; they are refused where there is none.
         primal: the key of the parameters proper where a transform has added tangents to them, such as ``"0."``.
     """
 
@@ -49,6 +66,7 @@ class StepSpec(NamedTuple):
     tied: Tied = ()
     sum_dtype: torch.dtype | None = None
     primal: str = ""
+    update: ParameterUpdate | None = None
 
 
 class Edge(NamedTuple):
@@ -219,6 +237,8 @@ def require_honoured(schedule: Schedule, spec: StepSpec) -> None:
         Op.UNSHARD: "parameters are given whole; leave it out of the schedule",
         Op.RESHARD: "parameters are given whole; leave it out of the schedule",
     }
+    if spec.update is not None:
+        del refused[Op.STEP], refused[Op.REDUCE_GRAD]
     if not schedule.replicas and not spec.tied:
         refused[Op.REDUCE_TIED] = f"no stage of this schedule has replicas, and no tied parameters are declared; {mend}"
     for op in (op for op in refused if op in schedule.ops):
@@ -291,11 +311,15 @@ def _lower_stage(
 ) -> LoweredStage:
     """Lower a stage for these parts of its input."""
     model = schedule.model_stages[stage]
-    sources = (BATCH, *(schedule.model_stages[edge.stage] for edge in received[1:]))
-    example = (params, received_signature(sources, tuple(edge.signature for edge in received)), *extras)
+    boundary = Boundary.of(function.fn)
+    givers = [BATCH if edge.stage == BATCH else schedule.model_stages[edge.stage] for edge in received]
+    signatures = [edge.signature for edge in received]
+    _require_layouts(model, boundary, form.params[model], zip(givers, signatures, strict=True))
+    example = (params, received_signature(givers, signatures), *extras)
     outline = outline_of(function, example, f"stage {model}", form.devices[model])
     carry, skips, loss = children(outline.y)
     outputs, metrics, state = children(outline.aux)
+    carry, outputs = (tree.laid_out(boundary.mesh, boundary.outputs, f"the output of stage {model}") for tree in (carry, outputs))
     sent = (*(() if schedule.successor(stage) is None else (carry,)), *children(skips))
     sinks = tuple(map(Edge, sinks_of(schedule, stage), sent))
     low = LoweredStage(
@@ -305,6 +329,27 @@ def _lower_stage(
     _require_loss(low, loss, spec)
     _require_wanted(low, form, spec, bool(schedule.replicas))
     return low
+
+
+def _require_layouts(model: int, boundary: Boundary, params: Signature, received: Iterable[tuple[int, Signature]]) -> None:
+    """Raise where a stage is given parts of tensors that lie otherwise than it declares."""
+    for name, leaf in zip(leaf_names(params), params.leaves, strict=True):
+        if name in boundary.params and leaf.layout != boundary.params[name]:
+            raise ValueError(
+                f"params[{model}] {name!r}: got {leaf}, the stage was made for a DTensor {boundary.params[name]}; "
+                "give the parameters that pp.parallelize returned, or new values of their placements"
+            )
+    for n, (source, signature) in enumerate(received):
+        if source == BATCH and boundary.inputs is None:
+            continue  # a plain function takes the parts as they are
+        wanted = signature.parts.laid_out(boundary.mesh, boundary.inputs if n == 0 else None, f"the input of stage {model}")
+        for path, got, want in zip(signature.paths, signature.leaves, wanted.leaves, strict=True):
+            if not same_placement(got.layout, want.layout):
+                giver = "the batch" if source == BATCH else f"stage {source}"
+                raise ValueError(
+                    f"x{path}: {giver} gives {got}, and stage {model} declares {want.layout or 'none that is cut'}; "
+                    "declare the same at both ends: pp.parallelize(..., inputs=, outputs=), or pp.with_layouts"
+                )
 
 
 def _require_loss(low: LoweredStage, loss: Signature, spec: StepSpec) -> None:
@@ -332,7 +377,7 @@ def _require_wanted(low: LoweredStage, form: StepForm, spec: StepSpec, replicate
         raise ValueError(f"stage {stage} returns {got}; pass has_aux=True to get them{mend}")
     given = form.state.get(stage)
     if (state.leaves or (given is not None and given.leaves)) and (
-        given is None or (given.treedef, given.without_grad().leaves) != (state.treedef, state.without_grad().leaves)
+        given is None or given.without_grad().parts != state.without_grad().parts
     ):
         raise ValueError(
             f"stage {stage} returns the state {state}, it was given {given or 'none'}; pass state={{{stage}: ...}} of that form"

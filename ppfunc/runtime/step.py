@@ -27,6 +27,7 @@ from .record import Recorder, gather
 from .results import StepResult, collect
 from .rng import preserve_rng
 from .stage_programs import autocast, forget
+from .tail import losses_of
 from .ties import require_declared
 from .transport import Failure, Transport
 
@@ -116,18 +117,26 @@ class StepFunction(Generic[P, R]):
         try:
             self._require_all_ranks_under_transforms()
             raw = self._prepare(*args, **kwargs)
-            arguments = self._read(raw)
-            if "grads" in self.spec.wants:
-                require_declared(arguments.params, arguments.form.params, self.spec.tied, self.spec.primal)
+            passes = self._read_passes(raw)
+            arguments = passes[0]
+            if "grads" in self.spec.wants or self.spec.update is not None:
+                require_declared(arguments.params, arguments.form, self.spec.tied, self.spec.primal)
             entry = self._ready(arguments, "run" if recorder is None else "recorded")
             compiled = entry.compiled if recorder is None else recorder.attach(entry.compiled)
+            self.transport.ready()
             # Under a torch.func transform from outside, that transform decides what is recorded.
             with torch.set_grad_enabled(torch.is_grad_enabled() and transforming()), _generators(arguments):
-                buffers = execute(compiled, fill(compiled.lowered, arguments))
-                losses, result = collect(compiled.lowered, arguments, buffers)
+                for n, part in enumerate(passes, 1):
+                    if buffers is not None and not part.steps:
+                        buffers.losses = {stage: [losses] for stage, losses in losses_of(compiled.lowered, buffers).items()}
+                    buffers = execute(compiled, fill(compiled.lowered, part, buffers), part.steps or n == len(passes))
+                assert buffers is not None
+                parts = entry.parts if self.spec.update is None else {}  # an update has them, and sums them over all pipelines
+                losses = losses_of(compiled.lowered, buffers) if parts else {}
+                result = collect(compiled.lowered, arguments, buffers)
                 buffers = None
                 timeline = None if recorder is None else gather(entry.compiled, recorder.intervals(), self.transport)
-                result = result._replace(loss=self.transport.end(losses, entry.parts, entry.mode()))
+                result = result._replace(loss=self.transport.end(losses, parts, entry.mode()))
                 ended = True
             return self._finish(result, raw), timeline
         except BaseException as raised:
@@ -178,6 +187,16 @@ class StepFunction(Generic[P, R]):
         last = None if self._last is None or abstract else self._last.arguments
         return read_arguments(raw, self.schedule, self._local, self._loss_fn is not None, last, abstract=abstract)
 
+    def _read_passes(self, raw: RawArguments) -> list[StepArguments]:
+        """The arguments of every pass, all of one form."""
+        first, *others = raw.parts(self.schedule.microbatches)
+        arguments = [self._read(first)]
+        for n, other in enumerate(others, 1):
+            arguments.append(read_arguments(other, self.schedule, self._local, self._loss_fn is not None, arguments[0]))
+            if arguments[n].form is not arguments[0].form:
+                raise ValueError(f"inputs: pass {n} of the schedule has a batch of another form than pass 0; pad them to one form")
+        return arguments
+
     def _ready(self, arguments: StepArguments, purpose: str) -> Entry:
         """The compiled step for these arguments; worked out with the peers where the form of the batch is new."""
         last, now = self._last, autocast()
@@ -191,7 +210,8 @@ class StepFunction(Generic[P, R]):
         with self._lock:
             entry = self._found(own)
         entry = entry or self._build(arguments, name, own)
-        self._last = Last(arguments._replace(params={}, state={}, inputs=(), targets=(), extras={}), name, now, entry)
+        bare = arguments._replace(params={}, state={}, inputs=(), targets=(), extras={}, scale=None, carry=None)
+        self._last = Last(bare, name, now, entry)
         return entry
 
     def _begin(self, arguments: StepArguments, name: str | None, purpose: str) -> Began:

@@ -164,6 +164,59 @@ def _short(value: torch.Tensor) -> str:
     return bytes(value.cpu().tolist()).hex()[:12]
 
 
+def losses_of(lowered: LoweredStep, buffers: Buffers) -> dict[int, torch.Tensor]:
+    """The losses of every stage of this process that has some, each times the weight of its microbatch, of all passes so far."""
+    made: dict[int, torch.Tensor] = {}
+    for stage in lowered.losses:
+        chain = next(chain for chain in lowered.schedule.chains if stage in chain.stages)
+        own = [m for m in chain.microbatches if lowered.stages[stage, m].loss is not None]
+        losses = torch.stack([buffers.kept[stage, m][0] for m in own])
+        weights = torch.stack([buffers.weights[stage][m] for m in own])
+        losses = losses * weights.view(-1, *(1,) * (losses.ndim - 1))
+        made[stage] = torch.cat([*buffers.losses[stage], losses]) if stage in buffers.losses else losses
+    return made
+
+
+def update_parameters(lowered: LoweredStep, updates: Sequence[Place]) -> Iterator[PlacedCall]:
+    """Bind the REDUCE_GRAD and STEP that cannot be carried out where the schedule has them; see :func:`update_call`."""
+    update = lowered.spec.update
+    reductions, steps = ([place for place in updates if place.instruction.op is op] for op in (Op.REDUCE_GRAD, Op.STEP))
+    yield from ((call, place) for place in reductions if (call := update_call(lowered, place.instruction)))
+    if update is not None and (join := update.join) is not None:
+        rank = lowered.ranks[-1]
+        program = lowered.schedule.programs[rank]
+        place = steps[0] if steps else Place(rank, len(program) - 1, program[-1][-1])
+        yield lambda buffers: join(buffers, losses_of(lowered, buffers)), place
+    yield from ((call, place) for place in steps if (call := update_call(lowered, place.instruction)))
+
+
+def is_late(lowered: LoweredStep, instruction: Instruction) -> bool:
+    """Whether a REDUCE_GRAD or STEP has to wait until the program has run: for a sum over places, or for the other stages."""
+    update, model = lowered.spec.update, lowered.schedule.model_stages
+    assert update is not None
+    shared = {model[s] for leaf in shared_leaves(lowered.schedule, lowered.form.params, lowered.spec.tied) for s, _ in leaf.holders}
+    return model[instruction.stage] in shared or (instruction.op is Op.STEP and update.join is not None)
+
+
+def update_call(lowered: LoweredStep, instruction: Instruction) -> Call | None:
+    """The call of a REDUCE_GRAD or STEP; None where that of another replica in this process does it."""
+    schedule, update, model = lowered.schedule, lowered.spec.update, lowered.schedule.model_stages[instruction.stage]
+    assert update is not None
+    own = (s for s, k in enumerate(schedule.model_stages) if k == model and schedule.placement[s] in lowered.ranks)
+    if instruction.stage != (first := next(own)):
+        return None
+    if instruction.op is Op.STEP:
+        return lambda buffers: update.step(buffers, model)
+    wanted = _wanted(lowered, first)
+
+    def reduce_gradients(buffers: Buffers) -> None:
+        params = buffers.params[model]
+        total = buffers.gradients[first].take(tuple(params[n] for n in wanted), Owned())
+        update.reduce(buffers, model, dict(zip(wanted, total, strict=True)))
+
+    return reduce_gradients
+
+
 def share_input_gradients(lowered: LoweredStep, data: DataTransport) -> Iterator[PlacedCall]:
     """Exchange gradients of the inputs with the processes where other chains begin, so that each has those of the whole batch."""
     schedule, home = lowered.schedule, lowered.schedule.placement

@@ -19,9 +19,10 @@ from ppfunc.schedule import Schedule
 from ppfunc.stage import LeafSignature, Signature
 from ppfunc.stage.signature import differentiable
 
+from .arguments import StepForm
 from .buffers import Leaves
 from .errors import AgreementError
-from .functorch import transformed, transforming
+from .ownership import sharing
 from .transport import Link
 
 TiedPlaces = Mapping[str, Sequence[tuple[int, str]]] | None
@@ -64,29 +65,28 @@ def read_tied(tied: TiedPlaces, schedule: Schedule, parts: Sequence[str] = ("",)
     return tuple(found)
 
 
-def require_declared(params: Mapping[int, Leaves], signatures: Mapping[int, Signature], tied: Tied, primal: str) -> None:
+def require_declared(params: Mapping[int, Leaves], form: StepForm, tied: Tied, primal: str) -> None:
     """Raise ValueError where parameters of two stages share memory and are not tied: each would get a part of the gradient.
 
+    Leaves of one stage may, as under ``torch.func.grad``, unless one of them is tied, and so means a parameter.
+
     Args:
+        form: of the arguments.
         primal: how the names of parameters proper begin.
     """
-    if not transforming():
-        addresses = [leaf.data_ptr() for leaves in params.values() for leaf in leaves]
-        if len(set(addresses)) == len(addresses):
-            return
-    places = {(k, leaf): name for name, group in tied for k, leaf in group}
-    seen: dict[int, tuple[int, str, str | None]] = {}
-    for stage, leaves in params.items():
-        for leaf, named in zip(leaves, leaf_names(signatures[stage]), strict=True):
-            if not named.startswith(primal) or transformed(leaf) or not leaf.numel() or not differentiable(leaf.dtype):
-                continue
-            other, its_name, its_group = seen.setdefault(leaf.data_ptr(), (stage, named, places.get((stage, named))))
-            if other != stage and (its_group is None or its_group != places.get((stage, named))):
-                raise ValueError(
-                    f"params[{other}] {its_name!r} and params[{stage}] {named!r} share memory; "
-                    f"declare it, tied={{'name': [({other}, {its_name!r}), ({stage}, {named!r})]}}, to get the sum of both gradients "
-                    f"at each, or give each stage a copy of its own"
-                )
+    leaves = [leaf for stage in form.params for leaf in params[stage]]
+    names: list[tuple[int, str]] = []
+    for one, other in sharing(leaves, form.extents):
+        names = names or [(stage, name) for stage, signature in form.params.items() for name in leaf_names(signature)]
+        groups = [{name for name, group in tied if names[n] in group} for n in (one, other)]
+        proper = all(names[n][1].startswith(primal) and differentiable(leaves[n].dtype) for n in (one, other))
+        if proper and not groups[0] & groups[1] and (names[one][0] != names[other][0] or any(groups)):
+            (a, first), (b, second) = sorted((names[one], names[other]))
+            mend = "give each a copy of its own"
+            if leaves[one].shape == leaves[other].shape and leaves[one].data_ptr() == leaves[other].data_ptr():
+                declared = f"tied={{'name': [({a}, {first!r}), ({b}, {second!r})]}}"
+                mend = f"declare it, {declared}, to get the sum of both gradients at each, or {mend}"
+            raise ValueError(f"params[{a}] {first!r} and params[{b}] {second!r} share memory; {mend}")
 
 
 class SharedLeaf(NamedTuple):

@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from .overview import Overview as Overview, compare_schedules as compare_schedules
     from .passes.allocate_slots import allocate_slots as allocate_slots
     from .passes.backward import merge_backward as merge_backward, split_backward as split_backward
-    from .passes.insert import append_tail as append_tail, insert_loads as insert_loads, insert_offloads as insert_offloads
+    from .passes.insert import insert_loads as insert_loads, insert_offloads as insert_offloads
     from .passes.linearize import linearize as linearize
     from .passes.place_communication import place_communication as place_communication
     from .passes.remove import (
@@ -80,8 +80,11 @@ if TYPE_CHECKING:
         remove_communication as remove_communication,
         remove_slots as remove_slots,
         remove_tail as remove_tail,
+        remove_unshards as remove_unshards,
     )
     from .passes.send_completion import send_completion as send_completion
+    from .passes.tail import append_tail as append_tail, reduce_early as reduce_early
+    from .passes.unshard import insert_unshards as insert_unshards
     from .planner.plan import Plan as Plan, plan as plan
     from .schedule import (
         Chain as Chain,

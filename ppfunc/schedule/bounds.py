@@ -69,7 +69,8 @@ def bound_of(problem: Problem) -> Bound:
     chain, stages, work = _Path.of(problem), problem.stages_by_rank, problem.work
     most = cache(_left), cache(_filled)  # equal for ranks with equal stages
     bounds = (bound for rank in range(problem.ranks) for bound in _bounds(problem, chain, stages, rank, work[rank], *most))
-    return max(bounds, key=lambda bound: bound.value)
+    best = max(bounds, key=lambda bound: bound.value)
+    return best._replace(value=problem.time_of(best.value))
 
 
 class _Path(NamedTuple):

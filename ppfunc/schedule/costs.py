@@ -17,7 +17,8 @@ Number = Any  # int, float or Fraction; nothing is converted
 PerStage = Number | Sequence[Number] | Mapping[int, Number]
 _Optional = Literal["backward", "overlapped", "bandwidth"]
 _MOST = 1e100  # sums of many stay within the floats
-_OF_THE_MODEL = ("forward", "backward_input", "backward_weight", "backward", "overlapped", "activation", "parameters")
+_TIMES = ("forward", "backward_input", "backward_weight", "backward", "overlapped", "unshard", "reduce_tied", "reduce_grad", "step")
+_OF_THE_MODEL = (*_TIMES, "activation", "parameters")
 
 
 @dataclass(frozen=True, repr=False)
@@ -40,6 +41,10 @@ class Costs:
         activation: memory that a forward keeps for its backward.
         weight_share: share of it that is held on from I to W, between 0 and 1.
         parameters: memory that the stage takes all the time: parameters, gradients, optimizer state.
+        unshard: time of UNSHARD, which runs beside compute.
+        reduce_tied: time of REDUCE_TIED, likewise.
+        reduce_grad: time of REDUCE_GRAD, likewise.
+        step: time of STEP.
 
     Raises:
         ValueError: a negative number, one that is not a number, a bandwidth of zero.
@@ -61,6 +66,10 @@ class Costs:
     activation: PerStage = 1
     weight_share: PerStage = 0
     parameters: PerStage = 0
+    unshard: PerStage = 0
+    reduce_tied: PerStage = 0
+    reduce_grad: PerStage = 0
+    step: PerStage = 0
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -40,8 +40,10 @@ SENDS = frozenset({Op.SEND_F, Op.SEND_B})
 RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})
 # What ends a step of training, in its order.
 TAIL = (Op.REDUCE_TIED, Op.REDUCE_GRAD, Op.STEP)
+# What gathers the parameters of a stage, and frees them again.
+SHARDING = frozenset({Op.UNSHARD, Op.RESHARD})
 # These belong to a stage as a whole, so their text form has no microbatch.
-WHOLE_STAGE = frozenset({Op.UNSHARD, Op.RESHARD, *TAIL})
+WHOLE_STAGE = frozenset({*SHARDING, *TAIL})
 
 
 class Instruction(NamedTuple):

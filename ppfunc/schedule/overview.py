@@ -9,6 +9,7 @@ from operator import add
 from typing import NamedTuple
 
 from .._lazy import late
+from ..parallel.counts import require_counts
 from .bounds import lower_bound
 from .builders import BUILDERS
 from .check import check
@@ -133,6 +134,7 @@ def compare_schedules(
     zb_h1           27   11.1%    11.1%     4        48     1        0.0%
     1f1b            33   27.3%    27.3%     4        48     1       22.2%
     """
+    require_counts(ranks=ranks, microbatches=microbatches, chunks=chunks)
     costs = costs or Costs()
     rows: list[ScheduleFigures] = []
     refused = []

@@ -1,4 +1,4 @@
-"""Change functions of torch while one thread is recorded: they are the process's, so the lock of `calling` is held."""
+"""Change functions of torch while one thread is recorded: they are the process's, so `process_lock` is held."""
 
 from __future__ import annotations
 

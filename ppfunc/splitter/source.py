@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import pairwise
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from ppfunc.stage import StageError
 from ppfunc.stage._torch import without_modes
+from ppfunc.stage.process import process_lock
 
 from .call import CallForm
 from .cut import StagePart, WrittenElsewhereError, cut
@@ -55,7 +55,6 @@ class Source:
         self._constants: tuple[tuple[str, ...], ...] = ()
         self._codes: OrderedDict[Hashable, tuple[StageCode, ...]] = OrderedDict()
         self._moved: dict[tuple[str, torch.device], tuple[Tensor, Tensor]] = {}
-        self._lock = threading.RLock()
 
     def with_buffers(self, loaded: Mapping[str, Tensor]) -> Source:
         """The same with other buffers."""
@@ -87,7 +86,7 @@ class Source:
             autocast(),
             torch.get_default_dtype(),
         )
-        with self._lock:
+        with process_lock:
             if key not in self._codes:
                 self._codes[key] = self._make(inputs, device, found)
                 while len(self._codes) > _MOST:
@@ -130,7 +129,7 @@ class Source:
                 f"the buffer {name} of the model is on the device meta, it has no values",
                 "load them by split.load, or assign the values to the buffer of the model",
             )
-        with self._lock, without_modes():
+        with process_lock, without_modes():
             before, moved = self._moved.get((name, device), (None, None))
             if moved is None or before is not buffer:
                 moved = buffer.detach().to(device)

@@ -16,7 +16,8 @@ from torch.fx import Node
 from ppfunc.stage import StageError
 from ppfunc.stage._torch import without_modes, without_transforms
 from ppfunc.stage.abstract import DATA_DEPENDENT, data_dependence, place, quiet, without_values
-from ppfunc.stage.module import calling, further_places, unmodified
+from ppfunc.stage.module import further_places, unmodified
+from ppfunc.stage.process import process_lock
 from ppfunc.stage.tree import tree_flatten
 
 from ._torch import enable_python_dispatcher
@@ -98,7 +99,7 @@ def trace(model: nn.Module, form: CallForm, inputs: Sequence[LeafForm], device: 
         StageError: it cannot be traced.
     """
     tensors = Tensors.of(model)
-    with calling, undisturbed(), without_seeding(), without_values(), ExitStack() as stack:
+    with process_lock, undisturbed(), without_seeding(), without_values(), ExitStack() as stack:
         recording = Recording()
         fakes = {name: _like(t, device) for name, t in (*tensors.params.items(), *tensors.buffers.items())}
         given = tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device=device) for leaf in inputs)

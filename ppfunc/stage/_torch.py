@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
@@ -31,11 +30,24 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode as FakeTensorMode,
     UnsupportedOperatorException as UnsupportedOperatorException,
 )
+
+# Collectives as operators without effects; their module registers their shapes.
+from torch.distributed import _functional_collectives
+
+# What a DTensor is beside its local part, and the placement that two meshes in one leave.
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.functional import _verify_batch_size, _verify_spatial_size  # type: ignore[attr-defined]  # the stubs leave them out
 
 # Sees every operator below autograd; `supports_higher_order_operators` is an attribute of such modes.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import SUPPORTED_NODES, register_pytree_node as register_pytree_node
+
+StridedShard = _StridedShard
+
+FUNCTIONAL_COLLECTIVES = torch.ops._c10d_functional
 
 # Operators as other operators, whose derivatives are exact to any order.
 DECOMPOSITIONS = decomposition_table
@@ -56,9 +68,10 @@ FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
 BINDINGS = (torch._C._VariableFunctions, torch._C._nn)
 METHODS = torch._C.TensorBase
 
-# The innermost torch.func transform, None outside of all; and whether a tensor is wrapped by one.
+# The innermost torch.func transform, None outside of all; whether a tensor is wrapped by one; and what it wraps.
 innermost_transform = torch._C._functorch.peek_interpreter_stack
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+unwrapped = torch._C._functorch.get_unwrapped
 
 # Copy and add lists of tensors in few kernels; the first two write into the first list.
 copy_each = torch._foreach_copy_
@@ -83,6 +96,14 @@ def guards(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
 def version(tensor: torch.Tensor) -> int | None:
     """Counts the writes into a tensor; None for inference tensors, whose writes are not counted."""
     return None if tensor.is_inference() else tensor._version
+
+
+def dtensor(
+    part: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, strides: tuple[int, ...]
+) -> DTensor:
+    """A DTensor of this part, in a tenth of the time of ``DTensor.from_local``, which gives it a history as well."""
+    spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, strides, part.dtype))
+    return DTensor(part, spec, requires_grad=False)
 
 
 @contextmanager
@@ -116,5 +137,4 @@ def storage(tensor: torch.Tensor) -> int | None:
 
 def awaited(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself; of the result of a functional collective a copy, which waits for it and keeps its gradient."""
-    module = sys.modules.get("torch.distributed._functional_collectives")  # imported by whoever made such a result
-    return tensor.clone() if module is not None and isinstance(tensor, module.AsyncCollectiveTensor) else tensor
+    return tensor.clone() if isinstance(tensor, _functional_collectives.AsyncCollectiveTensor) else tensor

@@ -20,6 +20,7 @@ from ._torch import (
 )
 from .errors import StageError, is_of_a_library as is_of_a_library, place as place, raised
 from .example import Example, Leaves, split_aux, stand_ins
+from .layout import local
 from .purity import Evaluation, Generators, NoValuesError, Purity, require_values
 from .signature import LeafSignature, Signature, differentiable
 from .tree import tree_flatten
@@ -175,7 +176,7 @@ def _observe(
         with Purity(name, arguments, abstract) as purity, Generators() as generators, modules_that_run() as modules:
             out = _call(fn, trees, example, name, abstract)
         (y, y_def), (aux, aux_def) = split_aux(out, has_aux, name)
-    require_values(y + aux, name)
+    require_values(map(local, y + aux), name)
     _require_unchanged(example, trees, given, name)
     if purity.generators and generators.foreign():
         reason = "it draws from a torch.Generator of its own, whose numbers depend on the order in which microbatches run"

@@ -34,13 +34,12 @@ def test_the_bound_is_never_above_the_optimum():
 
 def test_fractions_give_the_bound_of_whole_numbers_and_floats_nearly():
     for row in TABLE[::5]:
-        seconds = {name: [Fraction(value) for value in row[name]] for name in FIELDS[:4]}
+        sevenths, floats = ({name: [number(t) for t in row[name]] for name in FIELDS[:4]} for number in (lambda t: Fraction(t, 7), float))
         memory = {name: row[name] for name in FIELDS[4:]}
-        exact = lower_bound(Costs(**seconds, **memory), row["placement"], row["microbatches"], row["cap"], row["objective"]).value
-        floats = {name: [float(value) for value in values] for name, values in seconds.items()}
-        near = lower_bound(Costs(**floats, **memory), row["placement"], row["microbatches"], row["cap"], row["objective"]).value
-        assert bound_of_row(row).value >= exact > bound_of_row(row).value - 4
-        assert near == pytest.approx(float(exact), rel=1e-12)
+        rest = row["placement"], row["microbatches"], row["cap"], row["objective"]
+        value = bound_of_row(row).value
+        assert lower_bound(Costs(**sevenths, **memory), *rest).value == Fraction(value, 7)
+        assert value - 4 < lower_bound(Costs(**floats, **memory), *rest).value <= value * (1 + 1e-12)
 
 
 @given(st.sampled_from(sorted(BUILDERS)), st.integers(1, 5), st.integers(1, 10), st.sampled_from(["span", "makespan"]), st.data())

@@ -24,9 +24,12 @@ from ppfunc.schedule import (
     from_csv,
     from_trace,
     gpipe,
+    insert_unshards,
     interleaved_one_f_one_b,
     one_f_one_b,
     place_communication,
+    reduce_early,
+    remove_tail,
     to_grid,
     to_steps,
     to_svg,
@@ -36,7 +39,7 @@ from ppfunc.schedule import (
 from ppfunc.schedule.check import check
 from ppfunc.schedule.costs import Costs
 from ppfunc.schedule.formats.trace import _microseconds
-from ppfunc.schedule.instruction import COMPUTE, parts_of
+from ppfunc.schedule.instruction import COMPUTE, Op, parts_of
 from ppfunc.schedule.simulate import simulate, timeline_of
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -153,10 +156,16 @@ FIELDS = {
     st.floats(1e-6, 3.7),
     st.floats(0, 0.31),
     st.sampled_from([1.0, 1000.0, 1e6]),
+    st.booleans(),
 )
-def test_a_trace_keeps_the_rules_of_the_format(schedule, forward, communication, microseconds):
+def test_a_trace_keeps_the_rules_of_the_format(schedule, forward, communication, microseconds, tail):
     """Those of the Trace Event Format, and what its viewers take for granted: phases, fields, ids, nesting, metadata."""
-    timeline = simulate(schedule, Costs(forward=forward, backward=2.3 * forward, communication=communication))
+    costs = Costs(forward=forward, backward=2.3 * forward, communication=communication)
+    tail = tail and not schedule.forward_only
+    if tail:
+        schedule = reduce_early(append_tail(insert_unshards(remove_tail(schedule))))
+        costs = replace(costs, unshard=0.37 * forward, reduce_grad=1.9 * forward, step=0.21 * forward)
+    timeline = simulate(schedule, costs)
     trace = json.loads(to_trace(schedule, timeline, microseconds=microseconds))
     assert trace["displayTimeUnit"] in ("ms", "ns") and isinstance(trace["traceEvents"], list)
     events = trace["traceEvents"]
@@ -168,11 +177,15 @@ def test_a_trace_keeps_the_rules_of_the_format(schedule, forward, communication,
         else:
             assert event["ts"] >= 0 and event.get("dur", 0) >= 0 and type(event["tid"]) is int
     tracks = {(e["name"], e.get("tid")) for e in events if e["ph"] == "M"}
-    wanted = {(name, rank) for name in METADATA for rank in range(schedule.ranks) if name != "process_name"}
+    count = schedule.ranks * (2 if tail else 1)
+    wanted = {(name, track) for name in METADATA for track in range(count) if name != "process_name"}
     assert tracks == wanted | {("process_name", None)} and len(tracks) == sum(e["ph"] == "M" for e in events)
-    assert {e["tid"] for e in events if e["ph"] != "M"} <= set(range(schedule.ranks))
-    for rank in range(schedule.ranks):
-        assert nested([e for e in events if e["ph"] == "X" and e["tid"] == rank])
+    assert {("thread_name", e["tid"]) for e in events if e["ph"] != "M"} <= tracks
+    slices = [e for e in events if e["ph"] == "X"]
+    for track in {e["tid"] for e in slices}:
+        assert nested([e for e in slices if e["tid"] == track])
+    for name, op in (("UNSHARD", Op.UNSHARD), ("REDUCE_GRAD", Op.REDUCE_GRAD), ("STEP", Op.STEP)):
+        assert sum(e["cat"] == name for e in slices) == (schedule.counts.get(op, 0) if tail else 0)
     starts, ends = ([e for e in events if e["ph"] == phase] for phase in "sf")
     keys = [[(e["cat"], e["name"], e["id"]) for e in side] for side in (starts, ends)]
     assert sorted(keys[0]) == sorted(keys[1]) and len({key[2] for key in keys[0]}) == len(starts)
@@ -180,7 +193,7 @@ def test_a_trace_keeps_the_rules_of_the_format(schedule, forward, communication,
     assert all(e["ts"] <= ended[e["id"]]["ts"] and ended[e["id"]]["bp"] == "e" for e in starts)
 
 
-@given(st.integers(0, 10**16))
+@given(st.integers(0, 10**15))
 def test_microseconds_are_cut_off_to_the_nanosecond_that_is_meant(nanoseconds):
     assert int(_microseconds(nanoseconds) * 1000) == nanoseconds
 
@@ -365,3 +378,17 @@ def test_memory_in_bytes_has_room(size, told):
     root = ElementTree.fromstring(to_svg(gpipe(2, 4), simulate(gpipe(2, 4), Costs(activation=size))))
     texts = [t.text for t in root.iter(f"{SVG}text")]
     assert told in texts and any(t.endswith(f"peak activations {told}") for t in texts)
+
+
+def test_svg_shows_collectives_and_optimizer_steps_that_take_time():
+    schedule = reduce_early(append_tail(insert_unshards(interleaved_one_f_one_b(2, 4), most=1)))
+    drawn = Counter(bar.get("class") for bar in bars(ElementTree.fromstring(to_svg(schedule, simulate(schedule)))))
+    assert not drawn.keys() & {"UNSHARD", "REDUCE_GRAD", "STEP"}
+    root = ElementTree.fromstring(to_svg(schedule, simulate(schedule, Costs(unshard=0.5, reduce_grad=2, step=1))))
+    drawn = Counter(bar.get("class") for bar in bars(root))
+    for op in ("UNSHARD", "REDUCE_GRAD", "STEP"):
+        assert drawn[op] == schedule.counts[Op(op)]
+    texts = [t.text for t in root.iter(f"{SVG}text")]
+    assert {"gather of parameters", "sum over data ranks", "optimizer step"} <= set(texts)
+    heights = {bar.get("class"): float(bar.get("height")) for bar in bars(root)}
+    assert heights["UNSHARD"] == heights["REDUCE_GRAD"] < heights["STEP"] == heights["F"]

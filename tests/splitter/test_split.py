@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,6 +14,7 @@ from torch import nn
 import ppfunc as pp
 from ppfunc.parallel.partition import Partition
 from ppfunc.stage import StageError
+from ppfunc.stage.process import process_lock
 from tests.splitter import modules as m
 
 ZOO = [
@@ -118,8 +121,8 @@ def test_schedules_give_the_gradients_of_the_whole_model(build, engine):
     parts = pp.split(model, kwargs=translation(), at=["encoder.1", "decoder.0", "decoder.1"])
     schedule = build(4, 4) if build is pp.one_f_one_b else build(2, 4)
     step = pp.value_and_grad(parts, lambda y, t: m.scalar(y) + 0 * t.sum(), schedule, engine=engine)
-    for time in (5, 3):
-        inputs = translation(8, time)
+    for length in (5, 3):
+        inputs = translation(8, length)
         loss, grads = step(parts.params, inputs, torch.zeros(8))
         each = [m.whole(model, {k: v[2 * i : 2 * i + 2] for k, v in inputs.items()}) for i in range(4)]
         torch.testing.assert_close(loss, sum(m.scalar(result).detach() for _, _, result in each) / 4)
@@ -514,3 +517,23 @@ def test_threads_split_and_run_at_the_same_time():
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(work, range(12))) == [0.0] * 12
+
+
+def test_a_stage_that_is_traced_waits_for_no_thread_that_waits_for_it():
+    """A step traces under the lock of the process; another thread calls a stage of the same split on inputs of a new form."""
+    parts = pp.split(made(m.Plain), m.rows(2), at=["b"])
+    done = []
+
+    def run(rows: int) -> None:
+        done.append(parts.stages[0](parts.params[0], m.rows(rows))[1][0].shape[0])
+
+    def under_the_lock() -> None:
+        with process_lock:
+            threading.Thread(target=run, args=(5,), daemon=True).start()
+            time.sleep(0.2)  # until the other one waits for this lock
+            run(6)
+
+    tracing = threading.Thread(target=under_the_lock, daemon=True)
+    tracing.start()
+    tracing.join(20)
+    assert done[:1] == [6]

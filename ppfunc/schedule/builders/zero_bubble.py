@@ -45,7 +45,7 @@ def zero_bubble(ranks: int, microbatches: int, cap: Number | None = None, costs:
     if cap is None:
         cap = [ranks * costs.of("activation", s) + costs.of("parameters", s) for s in range(ranks)]
     p = problem_of(costs, loop(ranks), microbatches, cap)
-    times = StageTimes(p.forward, p.backward, p.weight, [costs.message_of(s) for s in range(ranks)], p.held, p.kept, p.cap)
+    times = StageTimes(p.forward, p.backward, p.weight, [*p.down[:-1], p.up[-1]], p.held, p.kept, p.cap)
     runs = [Rules(w, *rules) for w in warm_ups(times, microbatches) for rules in product((False, True), repeat=3)]
     outcomes = filter(None, (play(times, microbatches, rules) for rules in runs))
     best = min(outcomes, key=lambda outcome: outcome[:2])

@@ -6,6 +6,7 @@ other one stands step by step, the instructions of a step joined by ``+``, so th
 so does one that cannot run, which has no times. Given a timeline, any schedule stands on the scale of that.
 """
 
+from collections.abc import Container
 from math import ceil, floor
 from typing import Any, NamedTuple
 
@@ -121,11 +122,16 @@ def _labelled(lines: list[str]) -> list[str]:
 
 def compute_bars(schedule: Schedule, timeline: Timeline) -> list[list[Bar]]:
     """Return the compute instructions of every rank, in order, as ``timeline`` places them."""
+    return bars_of(schedule, timeline, COMPUTE)
+
+
+def bars_of(schedule: Schedule, timeline: Timeline, ops: Container[Op]) -> list[list[Bar]]:
+    """Return the instructions of these kinds of every rank, in order, as ``timeline`` places them."""
     return [
         [
             Bar(instruction, float(start), float(end))
             for instruction, start, end in zip(schedule.instructions(rank), starts, ends, strict=True)
-            if instruction.op in COMPUTE
+            if instruction.op in ops
         ]
         for rank, (starts, ends) in enumerate(zip(timeline.starts, timeline.ends, strict=True))
     ]

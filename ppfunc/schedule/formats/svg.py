@@ -2,10 +2,11 @@
 
 Colour says the kind of instruction, its strength which of the rank's stages it belongs to (the first
 is the strongest), the number the microbatch; an overlapped pair is a bar of two halves, the forward
-above. At the right: how much of the time a rank is idle, and its peak of live activations.
+above. Collectives that take time are thin bars under what runs beside them. At the right: how much of the
+time a rank is idle, and its peak of live activations.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import NamedTuple
 
 from ..errors import ScheduleError
@@ -13,9 +14,16 @@ from ..instruction import COMPUTE, Op, parts_of
 from ..schedule import Schedule
 from ..simulate import Timeline, simulate
 from .elements import amount, line, number, page, rect, short, text, ticks
-from .grid import Bar, compute_bars
+from .grid import Bar, bars_of, compute_bars
 
 _KINDS = {Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient"}
+_WHOLE = {
+    Op.UNSHARD: "gather of parameters",
+    Op.REDUCE_TIED: "sum over tied places",
+    Op.REDUCE_GRAD: "sum over data ranks",
+    Op.STEP: "optimizer step",
+}
+_THIN = 5.0  # pixels of the bar of a collective
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76.0, 168.0, 104.0, 44.0
 _DIGIT = 6.8  # pixels of one digit at 11 px
 _COLUMN = 960.0  # pixels of a page that a notebook has for a picture
@@ -23,6 +31,7 @@ _MOST = 1000  # compute instructions that a notebook shows as a picture, of some
 
 _STYLE = """
 .track { fill: #eceff4 } .level { fill: #b4bdcc } .F { fill: #3f72d0 } .B { fill: #23906c } .I { fill: #8a5cc8 } .W { fill: #e5a62f }
+.UNSHARD { fill: #0f8c9b } .REDUCE_TIED { fill: #7d6a4f } .REDUCE_GRAD { fill: #c04a4a } .STEP { fill: #5b6577 }
 .n { fill: #ffffff; text-anchor: middle } .n.dark { fill: #3a2600 } .n.pale { fill: #16202f } .n.half { font-size: 10px }"""
 _DARK = """
 .track { fill: #232a35 } .level { fill: #566277 } .F { fill: #4477dd } .B { fill: #23906c } .I { fill: #9165d6 } .W { fill: #e5ad42 }
@@ -51,7 +60,7 @@ def to_svg(schedule: Schedule, timeline: Timeline | None = None, *, width: float
     """Return the picture of ``schedule`` as the text of an SVG file.
 
     Args:
-        schedule: the one to draw; messages, loads and reductions take no space.
+        schedule: the one to draw; messages and loads take no space, nor does what takes no time.
         timeline: start and end of every instruction, simulated or measured (see
             :func:`ppfunc.schedule.simulate.timeline_of`); by default simulated with the default costs.
         width: of the picture, in pixels from 960 to 100000; by default such that most bars have room for their number.
@@ -62,13 +71,14 @@ def to_svg(schedule: Schedule, timeline: Timeline | None = None, *, width: float
     if width is not None and not 960 <= width <= 100_000:
         raise ValueError(f"width is {width!r}, expected a number of pixels from 960 to 100000")
     timeline = simulate(schedule) if timeline is None else timeline
-    rows, makespan = compute_bars(schedule, timeline), float(timeline.makespan)
+    rows, whole, makespan = compute_bars(schedule, timeline), bars_of(schedule, timeline, _WHOLE), float(timeline.makespan)
     scale = _scale(rows, makespan, width)
-    whole, height = _LEFT + scale.width + _RIGHT, scale.y(len(rows)) + _BOTTOM
-    elements = [*_heading(schedule, timeline), *_legend(schedule, rows), *_axis(scale, makespan, len(rows))]
+    timed = {bar.instruction.op for row in whole for bar in row if bar.end > bar.start}
+    elements = [*_heading(schedule, timeline), *_legend(schedule, rows, timed), *_axis(scale, makespan, len(rows))]
     for rank, row in enumerate(rows):
-        elements += [*_margins(scale, timeline, rank), *_bars(schedule, scale, rank, row)]
-    return page(schedule.name, whole, height, _STYLE, _DARK, elements)
+        elements += [*_margins(scale, timeline, rank), *_bars(schedule, scale, rank, row), *_whole_bars(scale, rank, whole[rank])]
+    size = _LEFT + scale.width + _RIGHT, scale.y(len(rows)) + _BOTTOM
+    return page(schedule.name, *size, _STYLE, _DARK, elements)
 
 
 def picture(value: Schedule | Timeline) -> str | None:
@@ -110,12 +120,12 @@ def _heading(schedule: Schedule, timeline: Timeline) -> Iterator[str]:
     yield text("soft", _LEFT, 56, " · ".join(facts))
 
 
-def _legend(schedule: Schedule, rows: list[list[Bar]]) -> Iterator[str]:
+def _legend(schedule: Schedule, rows: list[list[Bar]], whole: Set[Op]) -> Iterator[str]:
     seen = [bar.instruction for row in rows for bar in row]
     kinds = {part.op for i in seen for part in parts_of(i)}
     x, y = _LEFT, 72.0
-    for op, label in _KINDS.items():
-        if op in kinds:
+    for op, label in (_KINDS | _WHOLE).items():
+        if op in kinds | whole:
             yield rect(op.value, x, y, 14, 14, 'rx="2"')
             yield text("ink", x + 20, y + 11, label)
             x += 44 + 6 * len(label)
@@ -176,3 +186,13 @@ def _bars(schedule: Schedule, scale: _Scale, rank: int, row: list[Bar]) -> Itera
                 tone = " pale" if float(strength) < 0.75 else " dark" * (part.op is Op.W)
                 kind = "n" + tone + " half" * (len(parts) > 1)
                 yield text(kind, scale.x(start) + width / 2, y + height / 2 + 4, label)
+
+
+def _whole_bars(scale: _Scale, rank: int, row: list[Bar]) -> Iterator[str]:
+    """Bars of optimizer steps, and thin ones of collectives; what takes no time has none."""
+    for instruction, start, end in row:
+        if end > start:
+            height = scale.bar if instruction.op is Op.STEP else _THIN
+            tip = f"<title>{instruction} on rank {rank}, {short(start)} to {short(end)}</title>"
+            width = max((end - start) * scale.per_time - 0.8, 0.4)
+            yield rect(instruction.op.value, scale.x(start), scale.y(rank) + 2 + scale.bar - height, width, height, inside=tip)

@@ -1,9 +1,9 @@
 """Write a schedule in time as a Chrome trace, which opens in Perfetto (ui.perfetto.dev) and chrome://tracing, and read it again.
 
-One track per rank, one slice per instruction that takes time, one arrow per message, from the end of
-the instruction that makes the value to the start of the one that consumes it. Times are whole
-nanoseconds, so that slices of a track never overlap. Beside the events stands the timeline itself, which viewers
-show as metadata and which :func:`from_trace` reads::
+One track per rank, one slice per compute instruction and optimizer step, one arrow per message, from the end of
+the instruction that makes the value to the start of the one that consumes it; a second track where collectives take
+time, which run beside compute. Times are whole nanoseconds, so that slices of a track never overlap. Beside the events
+stands the timeline itself, which viewers show as metadata and which :func:`from_trace` reads::
 
     "ppfunc": {"schedule": {...}, "starts": [[...], ...], "ends": [[...], ...], "peak_activations": [...]}
 """
@@ -14,11 +14,12 @@ from dataclasses import replace
 from math import inf, nextafter
 from typing import Any, NamedTuple, Self
 
+from ..earliest import BESIDE
 from ..instruction import Instruction, Op, microbatch_of, parts_of
 from ..proof.structure import check_structure
 from ..schedule import Schedule
 from ..simulate import Timeline, simulate, timeline_of
-from .grid import Bar, compute_bars
+from .grid import Bar, bars_of, compute_bars
 from .json import from_document, load, times_of, to_json
 from .text import FormatError
 
@@ -37,7 +38,14 @@ def to_trace(schedule: Schedule, timeline: Timeline | None = None, *, microsecon
     """
     timeline = simulate(schedule) if timeline is None else timeline
     rows = [[_Slice.of(rank, bar, microseconds) for bar in row] for rank, row in enumerate(compute_bars(schedule, timeline))]
-    events = [*_names(schedule), *(piece.event() for row in rows for piece in row), *_arrows(schedule, rows)]
+    bars = (
+        _Slice.of(rank + schedule.ranks * (bar.instruction.op in BESIDE), bar, microseconds)
+        for rank, row in enumerate(bars_of(schedule, timeline, BESIDE | {Op.STEP}))
+        for bar in row
+        if bar.end > bar.start
+    )
+    slices = [*(piece for row in rows for piece in row), *bars]
+    events = [*_names(schedule, {piece.track for piece in slices}), *(piece.event() for piece in slices), *_arrows(schedule, rows)]
     lines = ",\n".join(json.dumps(event) for event in events)
     return f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n],\n"{_KEY}": {_data(schedule, timeline)}}}\n'
 
@@ -82,30 +90,32 @@ def _data(schedule: Schedule, timeline: Timeline) -> str:
     return f'{{"schedule": {to_json(schedule).strip()},\n"starts": {starts},\n"ends": {ends},\n"peak_activations": {peaks}}}'
 
 
-def _names(schedule: Schedule) -> Iterator[_TraceEvent]:
+def _names(schedule: Schedule, tracks: set[int]) -> Iterator[_TraceEvent]:
     yield {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": schedule.name}}
-    for rank in range(schedule.ranks):
-        yield {"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}}
-        yield {"ph": "M", "pid": 0, "tid": rank, "name": "thread_sort_index", "args": {"sort_index": rank}}
+    for track in sorted(tracks.union(range(schedule.ranks))):
+        beside, rank = divmod(track, schedule.ranks)
+        name = f"rank {rank}, collectives" if beside else f"rank {rank}"
+        yield {"ph": "M", "pid": 0, "tid": track, "name": "thread_name", "args": {"name": name}}
+        yield {"ph": "M", "pid": 0, "tid": track, "name": "thread_sort_index", "args": {"sort_index": 2 * rank + beside}}
 
 
 class _Slice(NamedTuple):
-    """An instruction on the track of its rank, in whole nanoseconds."""
+    """An instruction on its track, in whole nanoseconds."""
 
     instruction: Instruction
-    rank: int
+    track: int
     start: int
     end: int
 
     @classmethod
-    def of(cls, rank: int, bar: Bar, microseconds: float) -> Self:
-        return cls(bar.instruction, rank, round(bar.start * microseconds * 1000), round(bar.end * microseconds * 1000))
+    def of(cls, track: int, bar: Bar, microseconds: float) -> Self:
+        return cls(bar.instruction, track, round(bar.start * microseconds * 1000), round(bar.end * microseconds * 1000))
 
     def event(self) -> _TraceEvent:
         return {
             "ph": "X",
             "pid": 0,
-            "tid": self.rank,
+            "tid": self.track,
             "ts": _microseconds(self.start),
             "dur": _microseconds(self.end - self.start),
             "name": str(self.instruction),
@@ -115,7 +125,7 @@ class _Slice(NamedTuple):
 
 
 def _microseconds(nanoseconds: int) -> float:
-    """A number that a viewer which cuts off at nanoseconds takes for the same."""
+    """A number that a viewer which cuts off at nanoseconds takes for the same, up to a step of ten days."""
     time = nanoseconds / 1000
     return time if int(time * 1000) == nanoseconds else nextafter(time, inf)
 
@@ -135,9 +145,9 @@ def _arrows(schedule: Schedule, rows: list[list[_Slice]]) -> Iterator[_TraceEven
                 giver, taker = made[microbatch], used[microbatch]
                 # A moment before the end: at the very end the arrow would begin at the next slice.
                 sent = max(giver.start, giver.end - 1)
-                yield {"ph": "s", "tid": giver.rank, "ts": _microseconds(sent), **shared}
+                yield {"ph": "s", "tid": giver.track, "ts": _microseconds(sent), **shared}
                 # Clocks of two hosts agree only so far, and an arrow never goes back in time.
-                yield {"ph": "f", "bp": "e", "tid": taker.rank, "ts": _microseconds(max(sent, taker.start)), **shared}
+                yield {"ph": "f", "bp": "e", "tid": taker.track, "ts": _microseconds(max(sent, taker.start)), **shared}
 
 
 def _places(rows: list[list[_Slice]], ops: tuple[Op, ...]) -> dict[int, dict[int, _Slice]]:

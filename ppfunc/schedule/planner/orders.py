@@ -40,7 +40,7 @@ class Direction(NamedTuple):
         objective: what is to be short.
         begin: per rank, a start of its time that no order can beat.
         readers: the codes whose source it is, with their rank and latency.
-        codes: per rank, how many codes it has.
+        codes: per rank, its codes, those that release memory first.
     """
 
     ranks: int
@@ -56,7 +56,7 @@ class Direction(NamedTuple):
     begin: list[Number]
     release: list[Number]
     readers: list[list[tuple[int, int, Number]]]
-    codes: list[int]
+    codes: list[list[int]]
 
 
 def directions(p: Problem) -> tuple[Direction, Direction]:
@@ -65,7 +65,6 @@ def directions(p: Problem) -> tuple[Direction, Direction]:
     last = len(stages) - 1
     rank = [p.place[s] for s in stages for _ in _LETTERS]
     duration = [times[s] for s in stages for times in (p.forward, p.backward, p.weight)]
-    codes = [rank.count(r) for r in range(p.ranks)]
     early, late = _first_starts(p)
 
     def make(rows: Iterable[_CodeRules], begin: list[Number], release: list[Number]) -> Direction:
@@ -74,6 +73,9 @@ def directions(p: Problem) -> tuple[Direction, Direction]:
         for code, other in enumerate(source):
             if other >= 0:
                 readers[other].append((code, rank[code], latency[code]))
+        codes: list[list[int]] = [[] for _ in range(p.ranks)]
+        for code in sorted(range(len(rank)), key=change.__getitem__):
+            codes[rank[code]].append(code)
         return Direction(
             p.ranks,
             p.microbatches,

@@ -9,9 +9,9 @@ from typing import Literal, NamedTuple
 from ...parallel.counts import require_counts
 from ...parallel.partition import Partition
 from ...parallel.placement import Placement, explicit, loop
-from ..costs import Costs, Number
+from ..costs import Costs
 from .layers import cut_layers
-from .problem import Cap, Objective
+from .problem import Cap, Objective, portion
 
 Style = Literal["loop", "v", "wave", "any"]
 _SHARED = ("forward", "backward_input", "backward_weight", "activation", "parameters")
@@ -116,14 +116,4 @@ def shared_costs(costs: Costs, stages: int, wanted: int) -> Costs:
     """Costs of one of ``stages`` stages, given as one number for all, for a model that is cut into ``wanted`` stages instead."""
     if stages == wanted:
         return costs
-    return replace(costs, **{name: _portion(getattr(costs, name), stages, wanted) for name in _SHARED})
-
-
-def _portion(value: Number, part: int, whole: int) -> Number:
-    """``value * part / whole``, exact where ``value`` is."""
-    from fractions import Fraction  # here, because most uses of schedules need none and it loads slowly
-
-    share = Fraction(value) * part / whole
-    if share.denominator == 1:
-        return int(share)
-    return share if not isinstance(value, float) else value * part / whole
+    return replace(costs, **{name: portion(getattr(costs, name), stages, wanted) for name in _SHARED})

@@ -197,8 +197,8 @@ class _Attempt(NamedTuple):
 
     @property
     def value(self) -> Number:
-        """The best value so far."""
-        return min(self.search.best.value, self.given[0][0])
+        """The best value so far, in the unit of the costs."""
+        return self.problem.time_of(min(self.search.best.value, self.given[0][0]))
 
     def plan(self) -> Plan:
         """The plan of the best order."""
@@ -226,7 +226,7 @@ def _given(p: Problem, costs: Costs, cap: Cap) -> list[tuple[Number, str, Order]
 def _search(p: Problem, bound: Bound, given: list[tuple[Number, str, Order]], effort: float, stop: Callable[[], bool]) -> Search:
     rules = directions(p)
     orders = [(name, order) for _, name, order in given]
-    return Search(p, rules, bound.value, effort * _operations(p), orders, block_orders(p, rules[0]), stop)
+    return Search(p, rules, bound.value * p.ticks, effort * _operations(p), orders, block_orders(p, rules[0]), stop)
 
 
 def _operations(p: Problem) -> int:

@@ -1,11 +1,11 @@
-"""State a planning problem as plain numbers per stage: times, latencies, memory in whole units."""
+"""State a planning problem as plain numbers per stage: times and latencies in ticks, memory in whole units."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
 from math import lcm
-from numbers import Real
+from numbers import Rational, Real
 from typing import Literal, NamedTuple, get_args
 
 from ...parallel.counts import require_counts
@@ -17,7 +17,10 @@ Cap = Number | Sequence[Number] | None
 
 
 class Problem(NamedTuple):
-    """One chain of stages on ranks, with all its numbers. Memory is counted in whole units, so sums of it are exact.
+    """One chain of stages on ranks, with all its numbers.
+
+    Times are whole numbers of ticks where those of the costs are exact, else floats; memory is counted in whole
+    units. So sums are exact, and quick.
 
     Args:
         place: rank of every stage.
@@ -30,7 +33,7 @@ class Problem(NamedTuple):
         held: memory from the start of F to the end of I.
         kept: the part of it that is held on until the end of W.
         cap: memory of each rank for activations.
-        unit: number of memory units in one unit of the costs.
+        ticks: number of ticks in one unit of time.
         objective: what is to be short, ``"makespan"`` or ``"span"``.
     """
 
@@ -44,7 +47,7 @@ class Problem(NamedTuple):
     held: tuple[int, ...]
     kept: tuple[int, ...]
     cap: tuple[int, ...]
-    unit: int
+    ticks: int
     objective: Objective
 
     @property
@@ -65,6 +68,10 @@ class Problem(NamedTuple):
         one = [f + i + w for f, i, w in zip(self.forward, self.backward, self.weight, strict=True)]
         return [self.microbatches * sum(one[s] for s in stages) for stages in self.stages_by_rank]
 
+    def time_of(self, ticks: Number) -> Number:
+        """A time in the unit of the costs, whole where it can be."""
+        return ticks if self.ticks == 1 else portion(ticks, 1, self.ticks)
+
 
 def problem_of(costs: Costs, placement: Sequence[int], microbatches: int, cap: Cap = None, objective: Objective = "makespan") -> Problem:
     """Collect the numbers of a problem.
@@ -84,14 +91,11 @@ def problem_of(costs: Costs, placement: Sequence[int], microbatches: int, cap: C
     require_counts(microbatches=microbatches)
     if objective not in get_args(Objective):
         raise ValueError(f"objective is {objective!r}, expected 'makespan' or 'span'")
-    stages = range(len(place))
     costs = costs.fitting(len(place))
-    forward, backward, weight = (tuple(costs.of(n, s) for s in stages) for n in ("forward", "backward_input", "backward_weight"))
-    crosses = [a != b for a, b in pairwise(place)]
-    down = (*(costs.message_of(s) if cross else 0 for s, cross in enumerate(crosses)), 0)
-    up = (0, *(costs.message_of(s + 1) if cross else 0 for s, cross in enumerate(crosses)))
-    held, kept, caps, unit = _memory(costs, place, microbatches, cap)
-    problem = Problem(place, microbatches, forward, backward, weight, down, up, held, kept, caps, unit, objective)
+    times, ticks = _times(costs, place)
+    forward, backward, weight, down, up = times
+    held, kept, caps = _memory(costs, place, microbatches, cap)
+    problem = Problem(place, microbatches, forward, backward, weight, down, up, held, kept, caps, ticks, objective)
     for rank, mine in enumerate(problem.stages_by_rank):
         need = sum(held[s] for s in mine)
         if need > caps[rank]:
@@ -106,10 +110,30 @@ def _on(rank: int, cap: Cap) -> Number:
     return cap[rank] if isinstance(cap, Sequence) else cap
 
 
-def _memory(
-    costs: Costs, place: tuple[int, ...], microbatches: int, cap: Cap
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
-    """Activations, their shares and the caps of the ranks in a common whole unit, and that unit."""
+def portion(value: Number, part: int, of: int) -> Number:
+    """``value * part / of``, exact where ``value`` is."""
+    from fractions import Fraction  # here, because most uses of schedules need none and it loads slowly
+
+    if isinstance(value, float):
+        return value * part / of
+    share = Fraction(value) * part / of
+    return int(share) if share.denominator == 1 else share
+
+
+def _times(costs: Costs, place: tuple[int, ...]) -> tuple[list[tuple[Number, ...]], int]:
+    """Times of F, I and W and latencies down and up, per stage in ticks, and the number of ticks in one unit of time."""
+    rows = [[costs.of(name, s) for s in range(len(place))] for name in ("forward", "backward_input", "backward_weight")]
+    crosses = [a != b for a, b in pairwise(place)]
+    rows.append([*(costs.message_of(s) if cross else 0 for s, cross in enumerate(crosses)), 0])
+    rows.append([0, *(costs.message_of(s) if cross else 0 for s, cross in enumerate(crosses, start=1))])
+    if not all(isinstance(time, Rational) for row in rows for time in row):
+        return [tuple(map(float, row)) for row in rows], 1
+    ticks = lcm(*(int(time.denominator) for row in rows for time in row))
+    return [tuple(int(time * ticks) for time in row) for row in rows], ticks
+
+
+def _memory(costs: Costs, place: tuple[int, ...], microbatches: int, cap: Cap) -> list[tuple[int, ...]]:
+    """Activations, their shares and the caps of the ranks in a common whole unit."""
     from fractions import Fraction  # here, because most uses of schedules need none and it loads slowly
 
     stages, ranks = range(len(place)), max(place) + 1
@@ -122,8 +146,7 @@ def _memory(
         free = [Fraction(limit) for limit in _limits(cap, ranks)]
         for stage in stages:
             free[place[stage]] -= Fraction(costs.of("parameters", stage))
-    whole = (tuple(int(size * unit // 1) for size in sizes) for sizes in (held, kept, free))
-    return *whole, unit  # type: ignore[return-value]
+    return [tuple(int(size * unit // 1) for size in sizes) for sizes in (held, kept, free)]
 
 
 def _limits(cap: Cap, ranks: int) -> Sequence[Number]:

@@ -2,8 +2,9 @@
 
 In time order, a rank that is free takes the first operation of its remaining order that is ready. One that comes later
 in the order may overtake only if the rest of the order then still keeps the cap, so a replay never gets stuck, and
-its result is again an order that fits. Replaying an order backwards and forwards in turn is *double justification*:
-it pushes every operation to the end and then to the start.
+its result is again an order that fits. A rank runs ahead while the head of its order is ready, which nothing could overtake.
+Replaying an order backwards and forwards in turn is *double justification*: it pushes every operation to the end and
+then to the start.
 
 References:
     Li and Willis, An iterative scheduling technique for resource-constrained project scheduling, EJOR 1992.
@@ -12,7 +13,7 @@ References:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from heapq import heappop, heappush, heappushpop
+from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
 
@@ -49,81 +50,102 @@ class Replayed(NamedTuple):
 
 def replay(d: Direction, order: Order, manner: Manner = Manner()) -> Replayed:  # noqa: B008 - a value
     """Replay ``order``, which fits its caps, in its own direction of time."""
-    rests = [word[::-1] for word in order]
+    duration, change, local, readers, lazy, hold = d.duration, d.change, d.local, d.readers, manner.lazy, manner.hold
+    rests = [word[:] for word in order]
     words: Order = tuple([] for _ in order)
-    arrivals = _first_arrivals(d, manner.hold)
-    done = [0] * len(d.rank)
-    free: list[Number] = list(d.release)
-    held = [0] * d.ranks
-    events = [(d.release[rank], rank) for rank in range(d.ranks)] + [(late, d.rank[code]) for (code, _), late in manner.hold.items()]
-    events.sort()  # a heap
-    duration, change, readers, hold = d.duration, d.change, d.readers, manner.hold
-    now, rank = heappop(events)
-    while True:
-        rest = rests[rank]
-        place = _choose(d, rest, arrivals, done, held[rank], now, manner) if rest and now >= free[rank] else None
-        if place is None:
-            if not events:
-                break
-            now, rank = heappop(events)
+    arrivals = _first_arrivals(d, hold)
+    due, done = [times[0] for times in arrivals], [0] * len(arrivals)
+    free, held = list(d.release), [0] * d.ranks
+    wake: list[Number] = [0] * d.ranks  # where a rank sleeps: until when
+    events = sorted((time, rank) for rank, time in enumerate(free))  # a heap of the times at which ranks look
+    while events:
+        now, rank = heappop(events)
+        if not free[rank] <= now >= wake[rank]:
             continue
-        code = rest.pop(place)
-        words[rank].append(code)
-        held[rank] += change[code]
-        free[rank] = end = now + duration[code]
-        number = done[code]
-        for reader, reading_rank, latency in readers[code]:
-            arrival = end + latency
-            if hold:
-                arrival += hold.get((reader, number), 0)
-            arrivals[reader][number] = arrival
-            if arrival >= free[reading_rank]:  # else it looks again when it is free
-                heappush(events, (arrival, reading_rank))
-        done[code] = number + 1
-        now, rank = heappushpop(events, (end, rank))
+        rest, word, wake[rank], started = rests[rank], words[rank], 0, False
+        while rest:
+            code = rest[0]
+            if due[code] <= now and not (lazy and code % 3 == 2) and (local[code] < 0 or done[code] < done[local[code]]):
+                del rest[0]
+            elif started:
+                heappush(events, (now, rank))
+                break
+            else:
+                place, soon = _choose(d, rank, rest, due, done, held[rank], now, manner)
+                if place < 0:
+                    wake[rank] = soon
+                    if soon < inf:
+                        heappush(events, (soon, rank))
+                    break
+                code = rest.pop(place)
+            word.append(code)
+            held[rank] += change[code]
+            free[rank] = now = now + duration[code]
+            started, number = True, done[code]
+            done[code] = number + 1
+            due[code] = arrivals[code][number + 1]
+            for reader, reading_rank, latency in readers[code]:
+                arrivals[reader][number] = arrival = now + latency + hold.get((reader, number), 0) if hold else now + latency
+                if done[reader] == number:
+                    due[reader] = arrival
+                    if arrival < wake[reading_rank]:
+                        wake[reading_rank] = arrival
+                        heappush(events, (arrival, reading_rank))
     assert not any(rests), "a replay got stuck: its order does not fit"
     return Replayed(max(end - begin for end, begin in zip(free, d.begin, strict=True)), words)
 
 
 def _first_arrivals(d: Direction, hold: Hold) -> list[list[Number]]:
-    """Per code, when each of its operations is ready: infinity where that depends on another one."""
+    """Per code, when each of its operations is ready: infinity where that depends on another one, and after the last one."""
     m = d.microbatches
-    return [[inf] * m if source >= 0 else [hold.get((code, k), 0) for k in range(m)] for code, source in enumerate(d.source)]
+    return [[inf] * (m + 1) if source >= 0 else [*(hold.get((code, k), 0) for k in range(m)), inf] for code, source in enumerate(d.source)]
 
 
-def _choose(d: Direction, rest: Word, arrivals: list[list[Number]], done: list[int], held: int, now: Number, manner: Manner) -> int | None:
-    """The place in ``rest``, whose head is its last entry, of the operation to start now; None to sleep until the next arrival."""
-    local, change, (patience, lazy, _) = d.local, d.change, manner
-    code = rest[-1]
-    number = done[code]
-    if arrivals[code][number] <= now and not (lazy and code % 3 == 2) and (local[code] < 0 or number < done[local[code]]):
-        return -1
-    rank = d.rank[code]
-    cap, codes = d.cap[rank], d.codes[rank]
-    peak, soon, found = held, inf, None
-    seen = set()
-    for place in range(-1, -1 - len(rest), -1):
-        code = rest[place]
-        extra = change[code]
-        if code not in seen:
-            seen.add(code)
-            if extra <= 0 or peak + extra <= cap or place == -1:
-                number = done[code]
-                arrival = arrivals[code][number]
-                if arrival > now:
-                    soon = arrival if arrival < soon else soon
-                elif local[code] >= 0 and number >= done[local[code]]:
-                    pass
-                elif not (lazy and code % 3 == 2):
-                    found = place
-                    break
-                elif found is None:
-                    found = place
-            if len(seen) == codes:
-                break
-        held += extra
-        if held > peak:
-            peak = held
-    if found is not None and patience and soon - now <= patience * d.duration[rest[found]]:
-        return None
-    return found
+def _choose(
+    d: Direction, rank: int, rest: Word, due: list[Number], done: list[int], held: int, now: Number, manner: Manner
+) -> tuple[int, Number]:
+    """The place in ``rest`` of the operation to start now, -1 to sleep; and when the next one arrives that is known.
+
+    ``due`` is when the next operation of each code arrives, infinity where that is not known or none is left.
+    """
+    patience, lazy, _ = manner
+    change, local = d.change, d.local
+    ready, soon = [], inf
+    for code in d.codes[rank]:
+        time = due[code]
+        if time <= now:
+            ready.append(code)
+        elif time < soon:
+            soon = time
+    count, room = len(rest), d.cap[rank] - held
+    found = none = 2 * count
+    for code in ready:
+        if local[code] < 0 or done[code] < done[local[code]]:
+            place = rest.index(code)
+            turn = place + count if lazy and code % 3 == 2 else place
+            if turn < found and _may_overtake(change, rest, place, room, change[code]):
+                found = turn
+    if found == none:
+        return -1, soon
+    if found and soon - now <= (wait := patience * d.duration[rest[found % count]]):
+        for code in d.codes[rank]:
+            if (
+                0 < due[code] - now <= wait
+                and (place := rest.index(code)) < found
+                and _may_overtake(change, rest, place, room, change[code])
+            ):
+                return -1, soon
+    return found % count, soon
+
+
+def _may_overtake(change: list[int], rest: Word, place: int, room: int, extra: int) -> bool:
+    """Whether the order keeps the cap, with so much room now, if the operation at ``place``, which takes so much extra, goes first."""
+    if extra <= 0:
+        return True
+    room -= extra
+    if room >= 0:
+        for code in rest[:place]:
+            room -= change[code]
+            if room < 0:
+                return False
+    return room >= 0
