@@ -93,4 +93,6 @@ def test_its_python_runs_from_top_to_bottom(capsys, library, monkeypatch, tmp_pa
     shown = capsys.readouterr().out
     for words in ("last_first: proved", "peak activations", "program", "def backward_weight"):
         assert words in shown
+    split, model = names["split"], names["model"]
+    assert split.params[3]["7.bias"].data_ptr() == model[7].bias.data_ptr()  # trained in place by torch's optimizer
     assert {"test_last_first", "moe", "parts", "rates", "moments", "costs", "program"} <= names.keys()

@@ -3,8 +3,6 @@
 ``tests/test_torch_names.py`` says which of them another torch than 2.13 has not.
 """
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Batches: whole trees that are cut into microbatches, or microbatches as the caller made them."""
 
-from __future__ import annotations
-
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -57,7 +55,7 @@ class Microbatches:
         shown = shown if len(shown) < 200 else f"{shown[:200]}..."
         return f"Microbatches({len(self.trees)} of {shown})" if self.trees else "Microbatches([])"
 
-    def map(self, function: Callable[[Any], Any]) -> Microbatches:
+    def map(self, function: Callable[[Any], Any]) -> "Microbatches":
         """The results of a function of each microbatch."""
         return Microbatches(map(function, self.trees))
 

@@ -93,7 +93,8 @@ class Sum:
         self.add(gradients, -1)
 
     def signature(self, leaf: LeafSignature) -> LeafSignature:
-        return replace(leaf, dtype=self._dtype_of(leaf.dtype))
+        dtype = self._dtype_of(leaf.dtype)
+        return leaf if dtype is leaf.dtype else replace(leaf, dtype=dtype)
 
     def take(self, like: Leaves, owned: Owned) -> Leaves:
         absent, total, is_own = self._absent, self._total, self._is_own

@@ -4,8 +4,6 @@ They are one parameter in several places. Its values are the same everywhere, wh
 its gradient is the sum over all places, the same at each of them.
 """
 
-from __future__ import annotations
-
 import ctypes
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,8 +30,8 @@ Tied = tuple[tuple[str, tuple[tuple[int, str], ...]], ...]
 """By name, in order, the places of each tied parameter: (stage of the model, name of the leaf)."""
 
 
-def read_tied(tied: TiedPlaces, schedule: Schedule, parts: Sequence[str] = ("",)) -> Tied:
-    """Tied parameters as the caller gives them.
+def read_tied(tied: TiedPlaces, schedule: Schedule, parts: Sequence[str] = ("",), of_split: TiedPlaces = None) -> Tied:
+    """Tied parameters as the caller gives them, and those that a split has tied.
 
     Args:
         parts: where the parameters are among those of a transformed stage: the keys before the name of each leaf.
@@ -41,13 +39,14 @@ def read_tied(tied: TiedPlaces, schedule: Schedule, parts: Sequence[str] = ("",)
     Raises:
         TypeError, ValueError: something else than a mapping of places, or a place that does not exist or comes twice.
     """
-    if tied is None or not isinstance(schedule, Schedule):  # another value is refused by name later
-        return ()
-    if not isinstance(tied, Mapping) or not all(isinstance(name, str) for name in tied):
+    given, own = {} if tied is None else tied, of_split or {}
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
         raise TypeError(f"tied: got {reprlib.repr(tied)}, expected {{name: [(stage, name of a leaf), ...]}}")
+    if twice := own.keys() & given.keys():
+        raise ValueError(f"tied: got {min(twice)!r}, which the split has tied; leave it out, or take another name")
     found: list[tuple[str, tuple[tuple[int, str], ...]]] = []
     taken: set[tuple[int, str]] = set()
-    for name, places in sorted(tied.items()):
+    for name, places in sorted({**own, **given}.items()):
         if not isinstance(places, Sequence) or not all(isinstance(p, tuple | list) and [*map(type, p)] == [int, str] for p in places):
             raise TypeError(f"tied[{name!r}]: got {places!r}, expected places, such as [(0, 'wte.weight'), (3, 'lm_head.weight')]")
         if len(places) < 2:

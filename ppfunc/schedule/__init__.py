@@ -83,6 +83,7 @@ if TYPE_CHECKING:
         remove_unshards as remove_unshards,
     )
     from .passes.send_completion import send_completion as send_completion
+    from .passes.skips import with_skips as with_skips
     from .passes.tail import append_tail as append_tail, reduce_early as reduce_early
     from .passes.unshard import insert_unshards as insert_unshards
     from .planner.plan import Plan as Plan, plan as plan

@@ -8,8 +8,6 @@ Both sides run in fresh processes, in turn. Printed are the CPU seconds per rank
 function on, imports aside, and of the third; and how often the module of a stage was called in the first.
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

@@ -10,8 +10,6 @@ leaf and step, in CPU seconds, is that of the step, without its programs and the
 schedule, less the same without leaves.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Callable

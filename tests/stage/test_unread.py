@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import ppfunc as pp
+from ppfunc.stage.tracing.interleave import interleave
 
 X, SCHEDULE = torch.ones(4, 3), pp.zb_h1(ranks=2, microbatches=2)
 
@@ -41,10 +42,8 @@ def test_many_are_counted():
 
 
 def test_overlapped_programs_tell_too():
-    schedule = pp.dualpipev(2, 4)
-    stages, given = [half] * 4, {s: params()[0] for s in range(4)}
-    with pytest.warns(UserWarning, match="nothing depends on"):
-        pp.value_and_grad(stages, loss_fn, schedule, overlapped=pp.interleaved())(given, X.repeat(2, 1), X.repeat(2, 1))
+    program = pp.graph(half, (params()[0], X)).flat
+    assert "nothing depends on params['spare']" in interleave(program.forward.recipe, program.backward.recipe).warning
 
 
 def test_what_has_no_gradient_on_purpose_is_not_named():
