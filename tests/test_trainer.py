@@ -210,8 +210,8 @@ def copy_of(tree):
     [
         ({"accumulate": 0}, "accumulate: got 0, expected a number of passes, at least 1"),
         ({"clip": -1.0}, "clip: got -1.0, expected a norm, at least 0"),
-        ({"on_nonfinite": "stop"}, "on_nonfinite: got 'stop', expected 'skip', 'raise' or 'ignore'"),
-        ({"shard": "all"}, "shard: got 'all'"),
+        ({"on_nonfinite": "stop"}, "on_nonfinite: got 'stop', expected 'skip' or 'raise' or 'ignore'"),
+        ({"shard": "all"}, "shard: got 'all', expected 'none' or 'optimizer' or 'params'"),
         ({"norm_type": 0.0}, "norm_type is 0.0"),
     ],
 )
@@ -446,3 +446,18 @@ def laid_differently(rank, size):
 
 def test_parts_of_a_stage_lie_the_same_way(four):
     four(laid_differently)
+
+
+def clipped_differently(rank, size):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    stages, params, x, y = problem(2)
+    pipe, axes = mesh.get_local_rank("pp"), pp.Axes("pp", "dp")
+    with (
+        pp.train_step(stages, squared, pp.one_f_one_b(2, 4), pp.sgd(1e-2), mesh, axes=axes, clip=1.0 + (rank == 3)) as trainer,
+        pytest.raises(pp.AgreementError, match=r"train_step clip [12].0 of norm 2.0"),
+    ):
+        trainer.step(trainer.init({pipe: params[pipe]}), x, y)
+
+
+def test_all_ranks_train_in_one_way(four):
+    four(clipped_differently)

@@ -11,10 +11,10 @@ from typing import Any, Literal, NamedTuple
 import optree
 import torch
 from torch import Tensor
+from torch.distributed import tensor as dtensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
 
-from ..runtime import Transport
+from ..runtime import P2P, Transport
 from ..runtime.buffers import Buffers
 from ..runtime.collective import Collective, Wait
 from ..runtime.grid import Axes
@@ -32,6 +32,7 @@ from .protocols import Optimizer, Tree
 from .sharding import Dims, Pending, gather, reduce_shards, shard, shard_dim
 
 OnNonfinite = Literal["skip", "raise", "ignore"]
+Shard = Literal["none", "optimizer", "params"]
 
 
 class TrainState(NamedTuple):
@@ -85,7 +86,14 @@ class UpdateRule(NamedTuple):
     scale: LossScale | None
     precision: Precision
     on_nonfinite: OnNonfinite
-    shard: Literal["none", "optimizer", "params"]
+    shard: Shard
+
+    @property
+    def text(self) -> str:
+        """What all ranks have to agree on."""
+        dtypes = "/".join(str(dtype) for dtype in (self.precision.compute, self.precision.reduce, self.precision.master))
+        scaled = "a scaled loss" if self.scale else "no scale"
+        return f"clip {self.clip} of norm {self.norm_type}, {scaled}, {dtypes}, {self.on_nonfinite} what is not finite, shard {self.shard}"
 
     @property
     def needs_all(self) -> bool:
@@ -158,9 +166,10 @@ class Ground(NamedTuple):
     axes: Axes
 
     @classmethod
-    def of(cls, rule: UpdateRule, schedule: Schedule, tied: Tied, transport: Transport, mesh: DeviceMesh | None, axes: Axes) -> Ground:
+    def of(cls, rule: UpdateRule, schedule: Schedule, tied: Tied, transport: Transport) -> Ground:
         """The ground of a transport."""
         data, model, world = (transport.collective(among) for among in ("data", "model", "world"))
+        mesh, axes = (transport.mesh, transport.axes) if isinstance(transport, P2P) else (None, Axes())
         if mesh is not None:
             names = tuple(name for name in mesh.mesh_dim_names or () if name in (axes.data, axes.model))
             mesh = mesh[names] if axes.data in names else None
@@ -184,12 +193,12 @@ class Ground(NamedTuple):
             placements = list(placements_of(own.placements))
             cut = placements.pop(axis)
             model = MeshLayout.of(self.mesh[self.axes.model], placements, own.shape) if self.axes.model and placements else None
-            return Cut(cut.dim if isinstance(cut, Shard) else None, model, own)
-        placements = [Replicate()] * (self.mesh.ndim - 1) if own is None else list(placements_of(own.placements))
-        dim = shard_dim(local(leaf).shape, self.data.size, {p.dim for p in placements if isinstance(p, Shard)})
+            return Cut(cut.dim if isinstance(cut, dtensor.Shard) else None, model, own)
+        placements = [dtensor.Replicate()] * (self.mesh.ndim - 1) if own is None else list(placements_of(own.placements))
+        dim = shard_dim(local(leaf).shape, self.data.size, {p.dim for p in placements if isinstance(p, dtensor.Shard)})
         if dim is None:
             return Cut(None, own, own)
-        placements.insert(axis, Shard(dim))
+        placements.insert(axis, dtensor.Shard(dim))
         return Cut(dim, own, MeshLayout.of(self.mesh, placements, leaf.shape))
 
     def own(self, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
