@@ -102,7 +102,12 @@ def test_several_steps_at_once_are_those_steps(options, builder):
     with pp.train_step(stages, squared, builder(4, 4), pp.adamw(1e-2), accumulate=2, **options) as trainer:
         wanted, found = train(trainer, params, x, y)
         got, metrics = trainer.steps(trainer.init(params), [(x, y)] * STEPS, seed=(0, 0))
+        state, scales = trainer.init(params), []
+        for _ in range(STEPS):
+            state, own = trainer.step(state, x, y)
+            scales.append(own.scale)
     assert same_bits(got, wanted)
+    assert same_bits([m.scale for m in metrics], scales)
     assert [(m.loss.item(), m.grad_norm.item()) for m in metrics] == found
 
 
