@@ -90,7 +90,7 @@ class UpdateRule(NamedTuple):
 
     @property
     def text(self) -> str:
-        """What all ranks have to agree on."""
+        """The options that all ranks have to agree on."""
         dtypes = "/".join(str(dtype) for dtype in (self.precision.compute, self.precision.reduce, self.precision.master))
         scaled = "a scaled loss" if self.scale else "no scale"
         return f"clip {self.clip} of norm {self.norm_type}, {scaled}, {dtypes}, {self.on_nonfinite} what is not finite, shard {self.shard}"
