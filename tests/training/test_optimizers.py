@@ -212,6 +212,19 @@ def test_learning_rate_may_follow_the_count(rates):
     assert int(state["updates"]) == len(rates)
 
 
+@pytest.mark.parametrize("make", [lambda: adamw(0.1), lambda: sgd(0.1, 0.9), lambda: sgd(0.1)])
+def test_training_goes_on_from_a_file(make, tmp_path):
+    """Under the default of ``torch.load``, which takes no classes of ours."""
+    optimizer, params = make(), {0: {"w": torch.ones(3), "ids": torch.arange(3)}}
+    grads = {0: {"w": torch.full((3,), 0.5), "ids": torch.zeros_like(params[0]["ids"])}}
+    params, state = optimizer.update(grads, optimizer.init(params), params)
+    torch.save((params, state), tmp_path / "checkpoint.pt")
+    loaded, again = torch.load(tmp_path / "checkpoint.pt")
+    expected, _ = optimizer.update(grads, state, params)
+    got, after = optimizer.update(grads, again, loaded)
+    assert torch.equal(got[0]["w"], expected[0]["w"]) and int(after["updates"]) == 2
+
+
 def overflowing(grads):
     return {**grads, "w": grads["w"] * float("inf")}
 
