@@ -223,3 +223,8 @@ def test_a_huge_range_takes_no_time():
     chain = Chain((0, 1), range(10**15))
     schedule = Schedule("x", (0, 1), (chain,), (((Instruction(Op.F, 0, 0), Instruction(Op.SEND_F, 0, 0)),), ((Instruction(Op.F, 1, 0),),)))
     assert prove_columns(schedule) is None
+
+
+def test_sums_over_some_replicas_are_left_to_the_other_proof():
+    schedule = append_tail(place_communication(BUILDERS["dualpipe"](2, 4)), tied=[0, 2], step=False)
+    assert prove_columns(schedule) is None

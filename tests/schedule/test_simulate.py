@@ -11,6 +11,7 @@ from hypothesis import given, strategies as st
 from ppfunc.schedule import (
     BUILDERS,
     Costs,
+    Instruction,
     Op,
     ScheduleError,
     append_tail,
@@ -19,6 +20,7 @@ from ppfunc.schedule import (
     inference,
     insert_loads,
     insert_offloads,
+    insert_unshards,
     interleaved_one_f_one_b,
     one_f_one_b,
     place_communication,
@@ -238,3 +240,13 @@ def test_a_rank_that_waits_for_ever_is_found_behind_a_step():
     wrong = replace(schedule, programs=(schedule.programs[0][::-1], schedule.programs[1][1:]))
     with pytest.raises(ScheduleError, match=r"rank 0, step 1, place 0, 0B0: deadlock: .* computes only at step 2, place 0 \(0F0\)"):
         simulate(wrong)
+
+
+def test_what_takes_no_time_stands_where_its_rank_is_free():
+    schedule = append_tail(insert_unshards(one_f_one_b(1, 1)), step=False)
+    (program,) = schedule.programs
+    behind = (*program[:-1], (*program[-1], Instruction(Op.RESHARD, 0)))
+    moved = replace(schedule, programs=(tuple(tuple(i for i in s if i.op is not Op.RESHARD) for s in behind[:-1]) + behind[-1:],))
+    timeline = simulate(moved, Costs(unshard=2, reduce_grad=5))
+    assert [str(i) for i in moved.instructions(0)] == ["0UNSHARD", "0F0", "0B0", "0REDUCE_GRAD", "0RESHARD"]
+    assert (timeline.starts[0], timeline.ends[0]) == ((0, 2, 3, 5, 5), (2, 3, 5, 10, 5))

@@ -47,3 +47,8 @@ def test_some_leaves_only():
     assert plan_buckets([]) == plan_buckets([torch.arange(3)]) == ()
     assert plan_buckets(leaves, most=1) == tuple(b for n in range(3) for b in plan_buckets(leaves, chosen=[n]))
     assert math.prod(bucket.places[0].shape) == 2
+
+
+def test_a_bucket_ends_before_a_leaf_that_would_not_fit():
+    first, second = plan_buckets([torch.ones(64), torch.ones(128)], most=160 * 4)
+    assert (first.numel, second.numel) == (64, 128)
