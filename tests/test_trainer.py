@@ -321,6 +321,10 @@ def grid(rank, size, pipes, schedule, option):
     for s in mine:
         for name, leaf in whole(state.params[s]).items():
             assert torch.allclose(leaf, wanted.params[s][name], rtol=TOLERANCE, atol=TOLERANCE)
+    if option in ("sharded", "params"):
+        with pp.train_step(stages, F.cross_entropy, build, pp.adamw(1e-2), mesh, axes=pp.Axes("pp", "dp"), tied=TIED, clip=0.3) as trainer:
+            plain, _ = train(trainer, mine, x[part], y[part])
+        assert all(torch.equal(leaf, plain.params[s][name]) for s in mine for name, leaf in whole(state.params[s]).items())
     sharded = [t for t in tree_leaves(state.optimizer) if isinstance(t, DTensor)]
     assert bool(sharded) == (option in ("sharded", "params"))
     kept = sum(t.to_local().numel() if isinstance(t, DTensor) else t.numel() for t in tree_leaves(state.params))

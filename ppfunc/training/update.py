@@ -21,15 +21,15 @@ from ..runtime.grid import Axes
 from ..runtime.lower import ParameterUpdate
 from ..runtime.ties import Tied, leaf_number
 from ..schedule import Schedule
-from ..stage import Signature
+from ..stage import LeafSignature, Signature
 from ..stage.layout import MeshLayout, distributed, layout_of, local, placements_of
 from ..stage.signature import differentiable
 from ..stage.tree import NAMESPACE, tree_flatten, tree_leaves, tree_map, tree_structure
 from ._torch import multiply_each
 from .norms import clip_coefficient, leaf_sums, norm_of
 from .precision import LossScale, Precision, overflow
-from .protocols import Optimizer, Tree
-from .sharding import Dims, Pending, gather, reduce_shards, shard, shard_dim
+from .protocols import Optimizer, ShardOf, Tree
+from .sharding import Dims, Pending, gather, parts_of, reduce_shards, shard, shard_dim
 
 OnNonfinite = Literal["skip", "raise", "ignore"]
 Shard = Literal["none", "optimizer", "params"]
@@ -211,6 +211,13 @@ class Ground(NamedTuple):
         """The dimension of every leaf that is cut over the data ranks."""
         return tuple(cut.dim for cut in self.cuts(leaves))
 
+    def parts(self, own: Sequence[Tensor], dims: Dims) -> tuple[ShardOf, ...] | None:
+        """Where the parts that this data rank updates lie in their wholes; None where all are whole."""
+        if all(dim is None for dim in dims):
+            return None
+        wholes = [LeafSignature(_whole(t, dim, self.data.size), t.dtype, False) for t, dim in zip(own, dims, strict=True)]
+        return parts_of(wholes, dims, self.data.size, self.data.place)
+
     def update(self) -> ParameterUpdate:
         """The update of a step whose ``carry`` is :class:`Running`."""
         unshard = partial(_unshard, self) if self.rule.shard == "params" else None
@@ -245,10 +252,14 @@ class Ground(NamedTuple):
         part = self.rule.precision.to_compute(local(leaf))
         if cut.dim is None:
             return distributed(part, cut.layout)
-        shape = [size * self.data.size if d == cut.dim else size for d, size in enumerate(part.shape)]
-        bare = torch.empty(shape, dtype=part.dtype, device=part.device)
+        bare = torch.empty(_whole(part, cut.dim, self.data.size), dtype=part.dtype, device=part.device)
         bare.untyped_storage().resize_(0)
         return distributed(bare, cut.layout)
+
+
+def _whole(part: Tensor, dim: int | None, ranks: int) -> tuple[int, ...]:
+    """The shape of what a tensor is one of so many equal parts of."""
+    return tuple(size * ranks if d == dim else size for d, size in enumerate(part.shape))
 
 
 def _reduce(ground: Ground, buffers: Buffers, stage: int, gradients: dict[int, Tensor]) -> None:
@@ -351,7 +362,9 @@ def _step(ground: Ground, buffers: Buffers, stage: int) -> None:
         gradients = dict(zip(gradients, scaled, strict=True))
     filled = [gradients[n].to(p.dtype) if n in gradients else torch.zeros_like(p) for n, p in enumerate(own)]
     found = run.found if rule.on_nonfinite == "skip" else None
-    new, after = rule.optimizer.update(treedef.unflatten(filled), tree_map(local, optimizer), treedef.unflatten(own), found_inf=found)
+    new, after = rule.optimizer.update(
+        treedef.unflatten(filled), tree_map(local, optimizer), treedef.unflatten(own), found_inf=found, parts=ground.parts(own, dims)
+    )
     parts = tree_leaves(new)
     run.state.optimizer[stage] = tree_map(lambda old, part: distributed(part, layout_of(old)), optimizer, after)
     if not ground.shards_params:
