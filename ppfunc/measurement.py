@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ppfunc.pipeline import Stages, value_and_grad
+from ppfunc.making import Stages
+from ppfunc.pipeline import value_and_grad
 from ppfunc.runtime.arguments import RawArguments, read_arguments
 from ppfunc.runtime.compile import CompiledStep
 from ppfunc.runtime.execute import fill

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from hashlib import sha256
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from ppfunc.stage import LeafSignature, Signature
 
@@ -54,15 +57,25 @@ def require_same_layouts(form: StepForm) -> None:
     Raises:
         AgreementError: another rank lays a tensor out otherwise; on every rank of that axis.
     """
+    mine = json.dumps(LaidOut.of(form).leaves)
     for mesh in {leaf.layout.mesh: None for _, leaf in _leaves(form) if leaf.layout is not None}:
         for axis in range(mesh.ndim if mesh is not None else 0):
             assert mesh is not None
             group = mesh.get_group(axis)
             if mesh.size(axis) > 1 and dist.get_backend(group) != "fake":  # all of whose ranks are this process
-                told: list[Any] = [None] * mesh.size(axis)
-                dist.all_gather_object(told, LaidOut.of(form).leaves, group=group)
-                names = mesh.mesh_dim_names
+                told, names = map(json.loads, _gather_texts(mesh, group, mine)), mesh.mesh_dim_names
                 require_alike(dict(enumerate(told)), f"the axis {names[axis]!r}" if names else f"axis {axis}")
+
+
+def _gather_texts(mesh: DeviceMesh, group: dist.ProcessGroup, text: str) -> list[str]:
+    """The texts of all ranks of a group, without pickle."""
+    data = torch.frombuffer(bytearray(text.encode(errors="surrogatepass")), dtype=torch.uint8).to(mesh.device_type)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=data.device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, sizes[0].new_tensor([data.numel()]), group=group)
+    longest = int(torch.stack(sizes).max())
+    padded = [data.new_zeros(longest) for _ in sizes]
+    dist.all_gather(padded, torch.cat([data, data.new_zeros(longest - data.numel())]), group=group)
+    return [bytes(part[: int(size)].tolist()).decode(errors="surrogatepass") for part, size in zip(padded, sizes, strict=True)]
 
 
 def _leaves(form: StepForm) -> Iterator[tuple[str, LeafSignature]]:

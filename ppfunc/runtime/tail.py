@@ -91,9 +91,9 @@ def _compare(lowered: LoweredStep, leaf: SharedLeaf) -> Call:
     first, *others = dict.fromkeys(_held(lowered, leaf))
 
     def compare(buffers: Buffers) -> None:
-        value = buffers.params[first[0]][first[1]]
+        value = buffers.kept_params(first[0])[first[1]]
         for model, number in others:
-            other = buffers.params[model][number]
+            other = buffers.kept_params(model)[number]
             if transformed(other) != transformed(value):
                 raise ValueError(f"{leaf.name} is transformed by torch.func in stage {first[0]} or {model} alone; map both places")
             if other is not value and not transformed(value) and not same_bits(other.to(value.device), value):
@@ -113,7 +113,7 @@ def _publish(lowered: LoweredStep, stage: int, outgoing: Sequence[_Message]) -> 
         buffers.values[Tag("R", stage, stage, -1)] = total
         for message in outgoing:
             sent = tuple(gradients[n] for _, _, n in message.parts if n in gradients)
-            buffers.values[message.transfer.tag] = (*sent, message.digest(params).to(message.transfer.device))
+            buffers.values[message.transfer.tag] = (*sent, message.digest(buffers.kept_params(model)).to(message.transfer.device))
 
     return publish
 
@@ -125,7 +125,7 @@ def _collect(lowered: LoweredStep, leaves: Sequence[SharedLeaf], here: Sequence[
 
     def arrived(buffers: Buffers, message: _Message) -> Iterator[tuple[tuple[str, int], torch.Tensor]]:
         *gradients, theirs = buffers.values.pop(message.transfer.tag)
-        mine = message.digest(buffers.params[model[message.own]])
+        mine = message.digest(buffers.kept_params(model[message.own]))
         if not torch.equal(mine, theirs.cpu()):
             sender = message.transfer.tag.source
             raise AgreementError(
@@ -211,6 +211,16 @@ def update_call(lowered: LoweredStep, instruction: Instruction) -> Call | None:
         update.reduce(buffers, model, dict(zip(wanted, total, strict=True)))
 
     return reduce_gradients
+
+
+def sharding_call(lowered: LoweredStep, instruction: Instruction) -> Call:
+    """The call of an UNSHARD or RESHARD."""
+    update, stage = lowered.spec.update, lowered.schedule.model_stages[instruction.stage]
+    assert update is not None and update.unshard is not None
+    unshard = update.unshard
+    if instruction.op is Op.UNSHARD:
+        return lambda buffers: unshard(buffers, stage)
+    return lambda buffers: buffers.params.update({stage: buffers.bare[stage]})
 
 
 def share_input_gradients(lowered: LoweredStep, data: DataTransport) -> Iterator[PlacedCall]:
