@@ -34,6 +34,9 @@ class LaidOut(NamedTuple):
         leaves = {name: f"{leaf.dtype} {leaf.layout}" for name, leaf in _leaves(form) if leaf.layout is not None}
         return cls(leaves, sha256(repr(leaves).encode()).hexdigest()[:16] if leaves else "")
 
+    def __str__(self) -> str:
+        return "; ".join(f"{name}: {leaf}" for name, leaf in self.leaves.items()) or "no DTensors"
+
 
 def require_alike(told: Mapping[int, Mapping[str, str]], axis: str) -> None:
     """Raise AgreementError where ranks lay out a leaf in several ways.
