@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -33,7 +32,6 @@ from tqdm import tqdm
 import ppfunc as pp
 from ppfunc.parallel import Partition, partition_balanced, partition_uniform
 from ppfunc.schedule import BUILDERS, Schedule, Timeline, remove_tail, simulate, to_svg
-from ppfunc.training import adamw
 
 ENGINES = {"graph": pp.graph, "functional": pp.functional, "eager": pp.eager}
 VALIDATION_BATCHES = 40
@@ -137,16 +135,6 @@ def schedule_of(options: argparse.Namespace) -> Schedule:
     raise ValueError(f"no {options.schedule} schedule has {wanted} stages and {options.microbatches} microbatches{reason}")
 
 
-def learning_rate(peak: float, steps: int, warmup: int = 20) -> Callable[[int], float]:
-    """A short linear rise, then half a cosine down to a tenth."""
-
-    def rate(step: int) -> float:
-        fall = 0.55 + 0.45 * math.cos(math.pi * step / steps)
-        return peak * fall * min(1.0, (step + 1) / warmup)
-
-    return rate
-
-
 class Result(NamedTuple):
     """The loss of every step, and that of the validation text, in nats per byte."""
 
@@ -166,7 +154,8 @@ def train(options: argparse.Namespace, place: launch.Place) -> Result:
     # A process holds the parameters of the stages of the model that it runs.
     held = sorted({schedule.model_stages[stage] for stage in place.stages(schedule)})
     params = {stage: todo.initialise(stage, options.seed, place.device) for stage in held}
-    optimizer = adamw(learning_rate(options.lr, options.steps), betas=(0.9, 0.95), weight_decay=0.1)
+    rate = pp.warmup_cosine(options.lr, warmup=min(20, options.steps // 2), steps=options.steps, end=options.lr / 10)
+    optimizer = pp.adamw(rate, betas=(0.9, 0.95), weight_decay=0.1)
     state = optimizer.init(params)
     step = pp.value_and_grad(stages, gpt.cross_entropy, schedule, place.transport, engine=engine)
     validate = pp.evaluate(stages, gpt.cross_entropy, schedule, place.transport, engine=engine)

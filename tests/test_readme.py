@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+from ppfunc.stage.tree import tree_map
+
 README = Path(__file__).parent.parent / "README.md"
 LIBRARY = re.compile(r"# pip install (\w+)\n")  # at the beginning of a block that uses a library which ppfunc does not need
 
@@ -39,27 +41,23 @@ class TiedModel(nn.Module):
         return Scores(self.lm_head(x))
 
 
-def apply_updates(params: Any, updates: Any, inplace: bool) -> Any:
-    assert not inplace
-    return {s: {name: p + updates[s][name] for name, p in tree.items()} for s, tree in params.items()}
-
-
 class Descent(NamedTuple):
-    """In the form of an optimizer of TorchOpt."""
+    """In the form of an optimizer of TorchOpt, which returns differences."""
 
     lr: float
 
-    def init(self, params: Any) -> None:
-        return None
+    def init(self, params: Any) -> tuple[()]:
+        return ()
 
-    def update(self, grads: Any, state: None, params: Any) -> tuple[Any, None]:
-        return {s: {name: -self.lr * g for name, g in tree.items()} for s, tree in grads.items()}, None
+    def update(self, grads: Any, state: tuple[()], *, params: Any = None, inplace: bool = True) -> tuple[Any, tuple[()]]:
+        assert not inplace
+        return tree_map(lambda g: -self.lr * g, grads), state
 
 
 # What stands for a library of the README that is not installed.
 STAND_INS: dict[str, dict[str, Any]] = {
     "transformers": {"GPT2Config": dict, "GPT2LMHeadModel": TiedModel},
-    "torchopt": {"adam": Descent, "apply_updates": apply_updates},
+    "torchopt": {"adam": Descent},
 }
 
 
@@ -95,4 +93,4 @@ def test_its_python_runs_from_top_to_bottom(capsys, library, monkeypatch, tmp_pa
         assert words in shown
     split, model = names["split"], names["model"]
     assert split.params[3]["7.bias"].data_ptr() == model[7].bias.data_ptr()  # trained in place by torch's optimizer
-    assert {"test_last_first", "moe", "parts", "rates", "moments", "costs", "program"} <= names.keys()
+    assert {"test_last_first", "moe", "parts", "rates", "trainer", "other", "costs", "program"} <= names.keys()

@@ -102,7 +102,12 @@ def test_several_steps_at_once_are_those_steps(options, builder):
     with pp.train_step(stages, squared, builder(4, 4), pp.adamw(1e-2), accumulate=2, **options) as trainer:
         wanted, found = train(trainer, params, x, y)
         got, metrics = trainer.steps(trainer.init(params), [(x, y)] * STEPS, seed=(0, 0))
+        state, scales = trainer.init(params), []
+        for _ in range(STEPS):
+            state, own = trainer.step(state, x, y)
+            scales.append(own.scale)
     assert same_bits(got, wanted)
+    assert same_bits([m.scale for m in metrics], scales)
     assert [(m.loss.item(), m.grad_norm.item()) for m in metrics] == found
 
 
@@ -233,6 +238,26 @@ def test_two_clippings_and_a_strange_state_are_refused():
     wanted = train(pp.train_step(stages, squared, pp.one_f_one_b(4, 4), pp.adamw(1e-2), clip=0.1), params, x, y)
     assert found == wanted[1]
     assert same_bits(state.params, wanted[0].params)
+
+
+@pytest.mark.parametrize("build", [lambda: pp.one_f_one_b(4, 8), lambda: pp.dualpipe(4, 8), lambda: pp.dualpipev(2, 8)])
+def test_a_parameter_of_several_places_counts_once_in_the_norm(build):
+    _, params, x, y = tied_problem()
+    stages = [embed, dense, dense, head]
+    with pp.train_step(stages, F.cross_entropy, build(), pp.adamw(1e-2), tied=TIED, clip=0.1) as trainer:
+        _, found = train(trainer, params, x, y)
+    table, *layers = (params[s][name].clone().requires_grad_() for s, name in ((0, "e"), (1, "w"), (2, "w")))
+    optimizer = torch.optim.AdamW([table, *layers], 1e-2)
+    for loss, norm in found:
+        optimizer.zero_grad()
+        out = table[x]
+        for w in layers:
+            out = torch.tanh(out @ w)
+        whole = F.cross_entropy(out @ table.T, y)
+        whole.backward()
+        measured = nn.utils.clip_grad_norm_([table, *layers], 0.1)
+        assert (loss, norm) == pytest.approx((whole.item(), measured.item()), rel=TOLERANCE)
+        optimizer.step()
 
 
 # -- a mesh ------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from ..schedule.builders import BUILDERS
-from ..schedule.check import check
 from ..schedule.config import find_builder
 from ..schedule.costs import Costs
 from ..schedule.formats.scatter import to_scatter
@@ -72,12 +71,11 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 
 def _items(names: list[str]) -> Iterator[str | Schedule]:
-    """The schedules of files, proved and called as the file is; names as they are."""
+    """The schedules of files, called as the file is; names as they are."""
     for name in names:
         if name != _PLAN and is_file(name):
             found = read_file(name)
             schedule = found.schedule if isinstance(found, Timeline) else found
-            check(schedule)
             yield replace(schedule, name=schedule.name if name == "-" else Path(name).name)
         elif name == _PLAN:
             yield name

@@ -181,8 +181,10 @@ def update_parameters(lowered: LoweredStep, updates: Sequence[Place]) -> Iterato
     reductions, steps = ([place for place in updates if place.instruction.op is op] for op in (Op.REDUCE_GRAD, Op.STEP))
     yield from ((call, place) for place in reductions if (call := update_call(lowered, place.instruction)))
     made = [(call, place) for place in steps if (call := update_call(lowered, place.instruction))]
-    last = Place(rank, len(program) - 1, Instruction(Op.STEP, program[-1][-1].stage))
-    joined = [] if update is None else [(lambda buffers: update.join(buffers, losses_of(lowered, buffers)), last)]
+    joined: list[PlacedCall] = []
+    if update is not None:
+        last = Place(rank, len(program) - 1, Instruction(Op.STEP, program[-1][-1].stage))
+        joined.append((lambda buffers: update.join(buffers, losses_of(lowered, buffers)), last))
     yield from [*joined, *made] if update is not None and update.together else [*made, *joined]
 
 

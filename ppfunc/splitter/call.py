@@ -20,7 +20,8 @@ class CallForm(NamedTuple):
         places: the positions of the tensors among the leaves.
         paths: how errors call the tensors, such as ``kwargs['mask']``.
         inputs: structure of ``(args, kwargs)`` as a step gets them: without what is no tensor.
-        alone: the step gets the one positional argument itself; or a tuple; or the keyword arguments; or both in a tuple.
+        kind: what a step gets: ``"one"`` positional argument itself; the tuple of ``"args"``; the ``"kwargs"``; ``"both"``, the
+            positional arguments and, last, the keyword arguments, in a tuple.
     """
 
     treedef: PyTreeSpec

@@ -53,8 +53,8 @@ def cut(trace: Trace, stages: int, state: Mapping[str, int]) -> tuple[StagePart,
         StageError: the model writes into a parameter or an input, or into one buffer in several stages.
         WrittenElsewhereError: the trace has to be made functional first.
     """
-    effects = Effects(trace, {**state, **_states(trace)})
     homes = {**state, **_states(trace)}
+    effects = Effects(trace, homes)
     _require_homes(trace, effects, homes, state)
     cutter = _Cutter(trace, effects, homes)
     return tuple(reversed([cutter.part(stage, stage == stages - 1) for stage in reversed(range(stages))]))

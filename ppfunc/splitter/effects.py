@@ -13,26 +13,15 @@ from ppfunc.stage.purity import draws
 
 from .trace import Trace
 
-# Operators that draw, and are made of others, so that they do not have the tag that tells it.
-_DROPOUTS = {"dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"}
-_RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
-
 
 def is_random(node: Node) -> bool:
-    """Whether the node draws random numbers, or may."""
+    """Whether the node draws random numbers, or may: dropout and recurrent layers do so in training, with a rate above zero."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return "opaque" in node.meta
-    name = schema(node.target).name.partition("::")[2]
-    given = dict(zip([a.name for a in schema(node.target).arguments], node.args, strict=False)) | node.kwargs
-    if name.removesuffix("_") in _DROPOUTS:
-        return bool(given["train"] and given["p"])
-    if name in _RECURRENT:
-        return bool(given["train"] and given["dropout"])
-    if name == "scaled_dot_product_attention":
-        return bool(given.get("dropout_p"))
-    if name in ("rrelu", "rrelu_"):
-        return bool(given.get("training"))
-    return draws(node.target, node.args, node.kwargs)
+    defaults = {a.name: a.default_value for a in schema(node.target).arguments}
+    given = defaults | dict(zip(defaults, node.args, strict=False)) | node.kwargs
+    switches = ("train", "training", *(["p", "dropout"] if "train" in given else []))
+    return draws(node.target, node.args, node.kwargs) and all(given[name] for name in switches if name in given)
 
 
 class Effects:

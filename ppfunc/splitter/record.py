@@ -21,6 +21,7 @@ from ppfunc.stage.tracing.operators import ELEMENT
 from ppfunc.stage.tree import tree_flatten, tree_unflatten
 
 from ._torch import BackwardCFunction, CheckpointFunction, PreDispatchMode, saved_tensor_hooks, with_values
+from .operators import by_numbers, replaced, storages, tensors_of, written
 
 aten = torch.ops.aten
 MODEL = "the model"
@@ -130,7 +131,7 @@ class Recording(PreDispatchMode):
         kwargs = kwargs or {}
         if self._inside:
             return func(*args, **kwargs)
-        if innermost_transform() is not None or any(map(is_wrapped, _tensors((args, kwargs)))):
+        if innermost_transform() is not None or any(map(is_wrapped, tensors_of((args, kwargs)))):
             with _Below(self):  # the operators of a vmap in the model, after batching
                 return func(*args, **kwargs)
         return self.call(func, args, kwargs)
@@ -141,7 +142,7 @@ class Recording(PreDispatchMode):
             raise StageError(MODEL, f"it uses {func}, an operator on functions{calling_place()}", BY_HAND)
         if func is aten.copy.default:  # of functional traces: it has no derivative
             return self.call(aten.expand.default, (self.call(aten.to.dtype, (args[1], args[0].dtype), {}), list(args[0].shape)), {})
-        given = _tensors((args, kwargs))
+        given = tensors_of((args, kwargs))
         if func.namespace == "prim" or (func is aten.detach_.default and not args[0].requires_grad):
             return func(*args, **kwargs)
         if not _TRACED.issuperset(map(type, given)):
@@ -151,13 +152,13 @@ class Recording(PreDispatchMode):
         folded = self._fold(func, args, kwargs, nodes)
         if folded is not None and not isinstance(folded, torch.Tensor):
             return folded
-        writes = _storages(_written(func, args, kwargs))
+        writes = storages(written(func, args, kwargs))
         made = func(*args, **kwargs)
-        if not _tensors(made) and not schema(func).is_mutable:
+        if not tensors_of(made) and not schema(func).is_mutable:
             return made  # a number, known without values
-        target, args, kwargs = _by_numbers(func, args, kwargs, made)
+        target, args, kwargs = by_numbers(func, args, kwargs, made)
         node = self.graph.create_node("call_function", target, self._with_nodes(args), self._with_nodes(kwargs))
-        self._finish(node, made, _storages(_tensors((args, kwargs))), writes)
+        self._finish(node, made, storages(tensors_of((args, kwargs))), writes)
         if folded is not None:
             self._folded[node] = folded
         return made
@@ -192,7 +193,7 @@ class Recording(PreDispatchMode):
             made = call(*given)
         finally:
             self._inside = False
-        results = _tensors(made)
+        results = tensors_of(made)
         if versions != [version(t) for t in given] or any(a is b for a in given for b in results):
             reason = f"its autograd.Function {call.__name__} writes into its arguments, or returns one{calling_place()}"
             raise StageError(MODEL, reason, "return new tensors, or a clone")
@@ -200,7 +201,7 @@ class Recording(PreDispatchMode):
         self._alive += [t.grad_fn for t in results]
         node = self.graph.create_node("call_function", call, nodes)
         node.meta["opaque"] = True
-        self._finish(node, made, _storages(list(given)))
+        self._finish(node, made, storages(list(given)))
         return made
 
     def _finish(self, node: Node, made: Any, reads: frozenset[int], writes: frozenset[int] = frozenset()) -> None:
@@ -219,22 +220,22 @@ class Recording(PreDispatchMode):
         for index, part in enumerate(made) if isinstance(made, list | tuple) else ():
             if isinstance(part, torch.Tensor):
                 element = self.graph.create_node("call_function", ELEMENT, (node, index))
-                self._finish(element, part, _storages([part]))
+                self._finish(element, part, storages([part]))
 
     def _fold(self, func: OpOverload, args: Any, kwargs: Any, nodes: list[Node]) -> Any:
         """The value of a call on nothing but numbers in the code of the model; None where it is not known."""
         if func is aten.lift_fresh.default:
             with with_values():
                 return args[0].clone() if args[0].numel() <= _MOST_FOLDED else None
-        known = {id(t): self._folded.get(n) for t, n in zip(_tensors((args, kwargs)), nodes, strict=True)}
+        known = {id(t): self._folded.get(n) for t, n in zip(tensors_of((args, kwargs)), nodes, strict=True)}
         if not known or None in known.values() or torch.Tag.nondeterministic_seeded in func.tags:
-            for node, argument in zip(nodes, _tensors((args, kwargs)), strict=True) if schema(func).is_mutable else ():
+            for node, argument in zip(nodes, tensors_of((args, kwargs)), strict=True) if schema(func).is_mutable else ():
                 self._forget(storage(argument), node)
             return None
         with with_values():
-            value = func(*_replaced(args, known), **_replaced(kwargs, known))
+            value = func(*replaced(args, known), **replaced(kwargs, known))
         small = isinstance(value, torch.Tensor) and value.numel() <= _MOST_FOLDED
-        return value if small or not _tensors(value) else None
+        return value if small or not tensors_of(value) else None
 
     def _forget(self, at: int | None, node: Node) -> None:
         """Drop the values of tensors in a memory that is written by values which are not known."""
@@ -284,73 +285,3 @@ class _Below(TorchDispatchMode):
 def calling_place() -> str:
     """The innermost line of the model, as ``", called at file:line"``, that is of no library; empty if there is none."""
     return place_of_call(_ENTRY)
-
-
-# Operators that write into running statistics, their arguments 3 and 4, if argument 5 is true, without declaring it.
-_STATISTICS = {
-    aten.batch_norm.default,
-    aten.instance_norm.default,
-    aten.native_batch_norm.default,
-    aten.cudnn_batch_norm.default,
-    aten.miopen_batch_norm.default,
-}
-
-
-def _written(func: OpOverload, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The tensors that a call writes into."""
-    given = dict(zip([a.name for a in schema(func).arguments], args, strict=False)) | kwargs
-    values = [given.get(a.name) for a in schema(func).arguments if a.alias_info is not None and a.alias_info.is_write]
-    if func in _STATISTICS and args[5]:
-        values += args[3:5]
-    return _tensors(values)
-
-
-# Operators that look at the form of an argument alone, with those that make the same of numbers.
-_FACTORIES = {
-    aten.empty_like.default: aten.empty.memory_format,
-    aten.zeros_like.default: aten.zeros.default,
-    aten.ones_like.default: aten.ones.default,
-    aten.full_like.default: aten.full.default,
-    aten.new_empty.default: aten.empty.memory_format,
-    aten.new_zeros.default: aten.zeros.default,
-    aten.new_ones.default: aten.ones.default,
-    aten.new_full.default: aten.full.default,
-}
-
-
-def _by_numbers(func: OpOverload, args: Any, kwargs: Any, made: Any) -> tuple[OpOverload, Any, Any]:
-    """The same call without tensors that are read for their form alone: a mask of ``ones_like(h)`` does not depend on ``h``."""
-    if func is aten.lift_fresh.default:
-        return aten.lift_fresh_copy.default, args, kwargs
-    if func in _FACTORIES and made.layout is torch.strided and made.is_contiguous():
-        given = dict(zip([a.name for a in schema(func).arguments], args, strict=False)) | kwargs
-        value = [given["fill_value"]] if "fill_value" in given else []
-        return _FACTORIES[func], (list(made.shape), *value), {"dtype": made.dtype, "device": made.device}
-    if func in (aten.expand_as.default, aten.view_as.default):
-        return aten.expand.default if func is aten.expand_as.default else aten.view.default, (args[0], list(made.shape)), {}
-    if func is aten.type_as.default or (func is aten.to.other and len(args) == 2 and not kwargs):
-        return aten.to.dtype, (args[0], made.dtype), {}
-    return func, args, kwargs
-
-
-def _storages(tensors: list[torch.Tensor]) -> frozenset[int]:
-    """The memories of tensors; sparse ones have none."""
-    return frozenset(at for at in map(storage, tensors) if at is not None)
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    """The tensors among the arguments or results of an operator, which nest tuples, lists and dictionaries."""
-    if isinstance(values, torch.Tensor):
-        return [values]
-    if isinstance(values, dict):
-        return _tensors(list(values.values()))
-    return [t for v in values for t in _tensors(v)] if isinstance(values, list | tuple) else []
-
-
-def _replaced(values: Any, by: dict[int, Any]) -> Any:
-    """The arguments with other tensors in the places of tensors."""
-    if isinstance(values, torch.Tensor):
-        return by[id(values)]
-    if isinstance(values, list | tuple):
-        return type(values)(_replaced(v, by) for v in values)
-    return {k: _replaced(v, by) for k, v in values.items()} if isinstance(values, dict) else values

@@ -23,7 +23,8 @@ from .record import Region, autocast
 from .trace import LeafForm, Tensors, Trace, label, trace
 
 _MOST = 32  # forms of inputs whose code is kept
-_PLAIN = (bool, int, float, str, NoneType)
+_PLAIN = {bool, int, float, str, NoneType}
+_OF_EVERY_MODULE = {*vars(nn.Module())}
 
 
 class SplitLayout(NamedTuple):
@@ -146,12 +147,12 @@ def _plain_attributes(model: nn.Module) -> tuple[Any, ...]:
     found: list[Any] = []
     seen: set[int] = set()
     for module in model.modules():
-        for value in vars(module).values():
-            if isinstance(value, _PLAIN):
+        for name, value in vars(module).items():
+            if type(value) in _PLAIN:
                 found.append(value)
-            elif id(value) not in seen and hasattr(value, "__dict__") and not callable(value):
+            elif name not in _OF_EVERY_MODULE and id(value) not in seen and hasattr(value, "__dict__") and not callable(value):
                 seen.add(id(value))
-                found += [inner for inner in vars(value).values() if isinstance(inner, _PLAIN)]
+                found += [inner for inner in vars(value).values() if type(inner) in _PLAIN]
     return tuple(found)
 
 

@@ -132,7 +132,7 @@ def split(
     evaluation) that it is in, and autocast. Values that later stages need travel by skip connections; what depends on
     integer inputs alone (masks, tables of positions) is computed again where it is needed. Random operators,
     ``no_grad`` and ``autocast`` regions, and functions with a backward of their own are kept. Numbers that the
-    model reads from attributes are those of the trace.
+    model reads from its attributes, and from objects among these, are those of the time at which a step is traced.
 
     Args:
         model: any module, also on ``meta``, which is left unmodified; or a ``torch.distributed.pipelining.Pipe``.
@@ -147,8 +147,9 @@ def split(
 
     Raises:
         StageError: the model cannot be traced, or cut there: control flow or shapes that depend on values, a buffer
-            that several stages write into. The message names the line of the model.
-        ValueError: a name is not that of a module, or modules are not called in this order.
+            that several stages write into, hooks on gradients, draws by Python or numpy. The message names the line.
+        TypeError: a module is scripted or compiled, a parameter is no plain tensor.
+        ValueError: a name is not that of a module, modules are not called in this order, or two parameters share memory.
 
     >>> model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
     >>> parts = split(model, torch.zeros(8, 2), at=["2"])

@@ -11,7 +11,6 @@ from torch import Tensor
 from ppfunc.stage.output import Output
 
 from ._torch import vmapped
-from .program import StageCode
 from .record import MODEL
 from .source import Source
 from .trace import LeafForm
@@ -41,8 +40,9 @@ def make_stage(source: Source, stage: int) -> Callable[..., Any]:
         device = _device(params, inputs, forms)
         code = source.codes([LeafForm(tuple(f.shape[1:]), f.dtype) for f in forms], device, functional=vmapped())[stage]
         received = tuple(t for a in code.received for t in (before if a == stage - 1 else skips[a]))
-        made = _run(source, code, stage, device, params, state, inputs, received)
-        sent, new_state, results = made
+        taken = tuple(params[n].detach() if n in code.frozen else params[n] for n in code.params)
+        constants = source.buffers(code.constants, device, stage)
+        sent, new_state, results = code.run(taken, constants, tuple(state[n] for n in code.state), inputs, received)
         y = code.rebuild(results) if last else (forms, sent.get(stage + 1, ()))
         if not state_names and not out_of:
             return y
@@ -50,21 +50,6 @@ def make_stage(source: Source, stage: int) -> Callable[..., Any]:
 
     run.__name__ = run.__qualname__ = f"stage_{stage}_of_{type(model).__name__}"
     return run
-
-
-def _run(
-    source: Source,
-    code: StageCode,
-    stage: int,
-    device: torch.device,
-    params: Mapping[str, Tensor],
-    state: Mapping[str, Tensor],
-    inputs: tuple[Tensor, ...],
-    received: tuple[Tensor, ...],
-) -> Any:
-    taken = tuple(params[n].detach() if n in code.frozen else params[n] for n in code.params)
-    constants = source.buffers(code.constants, device, stage)
-    return code.run(taken, constants, tuple(state[n] for n in code.state), inputs, received)
 
 
 def _read(source: Source, stage: int, x: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:

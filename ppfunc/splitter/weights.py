@@ -6,10 +6,10 @@ import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from difflib import get_close_matches
-from functools import cache, partial
 from itertools import pairwise
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,10 @@ from .source import Source
 from .trace import Tensors
 
 Trees = Mapping[int, Mapping[str, Tensor]]
-Read = Callable[[str], Tensor]
+Read = Callable[[str, Tensor], Tensor]
+"""``(name, like)`` to the tensor of that name, of the dtype and on the device of ``like``."""
+
+_PIECE = 2**21  # bytes of a file that are in memory at a time
 
 
 def by_stage(homes: Mapping[str, int], values: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
@@ -57,7 +60,7 @@ def read_weights(
             if found is None:
                 near = ", ".join(get_close_matches(name, held, n=3)) or "none"
                 raise KeyError(f"{name} is not among the {len(held)} tensors of the weights; the nearest names are: {near}")
-            done[name] = _fit(read(found), like, name)
+            done[name] = read(found, like)
         return done[name]
 
     loaded = {s: {name: load(name, t) for name, t in params[s].items()} for s in stages}
@@ -85,7 +88,7 @@ def _initialised(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
 
 def overlapping(tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:
     """Two names of tensors that share memory; None where there are none."""
-    spans: dict[int | None, list[tuple[int, int, str]]] = {}
+    spans: dict[int | None, list[tuple[Any, Any, str]]] = {}  # first and last byte
     for name, t in tensors.items():
         if t.numel():
             start = int(t.storage_offset()) * t.itemsize
@@ -141,21 +144,51 @@ def state_dict(source: Source, values: Mapping[str, Tensor], whole: bool) -> dic
     return found
 
 
-def _fit(tensor: Tensor, like: Tensor, name: str) -> Tensor:
-    """A tensor as the model has it: of its shape, dtype and device."""
-    if tensor.shape != like.shape:
-        raise ValueError(f"{name}: the weights have the shape {list(tensor.shape)}, the model has {list(like.shape)}")
-    return tensor.detach().to(device="cpu" if like.is_meta else like.device, dtype=like.dtype)
+def _require_fit(name: str, shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> None:
+    """Raise where the model has another shape, or integers for numbers that need not be."""
+    if list(shape) != list(like.shape):
+        raise ValueError(f"{name}: the weights have the shape {list(shape)}, the model has {list(like.shape)}")
+    if dtype.is_floating_point and not (like.dtype.is_floating_point or like.dtype.is_complex):
+        raise ValueError(f"{name}: the weights have the dtype {dtype}, the model has {like.dtype}; convert the weights")
+
+
+def _home(like: Tensor) -> torch.device:
+    return torch.device("cpu") if like.is_meta else like.device
 
 
 def _mapping_reader(weights: Mapping[str, Tensor]) -> tuple[Collection[str], Read]:
-    return set(weights), weights.__getitem__
+    """The names in a state dict, and a function that gives one tensor, which is a copy where another name has its memory too."""
+    given: dict[int | None, dict[str, Tensor]] = {}
+
+    def read(name: str, like: Tensor) -> Tensor:
+        weight = weights[name].detach()
+        _require_fit(name, weight.shape, weight.dtype, like)
+        sharing = given.setdefault(storage(weight), {})
+        sharing[name] = weight
+        return (weight.clone() if overlapping(sharing) else weight).to(_home(like), like.dtype)
+
+    return set(weights), read
 
 
 def _file_reader(path: Path) -> tuple[Collection[str], Read]:
-    """The names in safetensors files, and a function that reads one tensor."""
-    from safetensors import safe_open
+    """The names in safetensors files, and a function that reads one tensor in pieces: what is open is in memory as a whole."""
+    files = _files(path)
 
+    def read(name: str, like: Tensor) -> Tensor:
+        made = torch.empty(like.shape, dtype=like.dtype, device=_home(like))
+        rows = max(1, _PIECE * len(made) // max(made.nbytes, 1)) if made.ndim else 0
+        for piece in [slice(start, start + rows) for start in range(0, max(len(made), 1), rows)] if rows else [...]:
+            with _opened(files[name]) as file:
+                part = file.get_slice(name)
+                _require_fit(name, part.get_shape(), (value := part[piece]).dtype, like)
+                made[piece] = value
+        return made
+
+    return files.keys(), read
+
+
+def _files(path: Path) -> dict[str, Path]:
+    """Where each tensor is."""
     files: dict[str, Path] = {}
     if path.is_dir():
         indexes = sorted(path.glob("*.safetensors.index.json"))
@@ -168,12 +201,12 @@ def _file_reader(path: Path) -> tuple[Collection[str], Read]:
             )
         path = path if files else single[0]
     if not files:
-        with safe_open(path, framework="pt") as file:
+        with _opened(path) as file:
             files = dict.fromkeys(file.keys(), path)
-    opened = cache(partial(safe_open, framework="pt"))
+    return files
 
-    def read(name: str) -> Tensor:
-        tensor: Tensor = opened(files[name]).get_tensor(name)
-        return tensor
 
-    return files.keys(), read
+def _opened(path: Path) -> Any:
+    from safetensors import safe_open
+
+    return safe_open(path, framework="pt")

@@ -185,7 +185,7 @@ MODELS: dict[str, Architecture] = {
     "glm4": deep("Glm4ForCausalLM"),
     "cohere": deep("CohereForCausalLM"),
     "neox": deep("GPTNeoXForCausalLM", "gpt_neox.layers"),
-    "gpt_neo": deep("GPTNeoForCausalLM", "transformer.h", attention_types=[[["global", "local"], 2]], window_size=4),
+    "gpt_neo": deep("GPTNeoForCausalLM", "transformer.h", attention_types=[[["global", "local"], 2]], window_size=4, num_layers=4),
     "gptj": deep("GPTJForCausalLM", "transformer.h", bare),
     "opt": deep("OPTForCausalLM", "model.decoder.layers", word_embed_proj_dim=32),
     "bloom": deep("BloomForCausalLM", "transformer.h"),

@@ -361,7 +361,7 @@ def test_every_word_of_a_proof_is_explained(run, tmp_path):
             proof, _, words = run("check", tmp_path / "x.json")[1].partition("\nwords\n")
             explained = [line.split("  ")[0] for line in words.splitlines() if not line.startswith(" ")]
             for label in [line.split("  ")[0] for line in proof.splitlines()[1:] if line]:
-                assert any(label.startswith(word) for word in explained), label
+                assert label.removesuffix(" per stage") in {word + plural for word in explained for plural in ("", "s", "es")}, label
             (models,) = (line.split("  ", 1)[1].strip() for line in proof.splitlines() if line.startswith("no deadlock"))
             assert set(models.split(", ")) <= set(explained)
             assert ("slots per stage" in proof) == ("slot" in explained)

@@ -21,7 +21,9 @@ from ppfunc.schedule import (
     one_f_one_b,
     place_communication,
     simulate,
+    to_csv,
     to_scatter,
+    zb_h1,
     zbv,
 )
 from ppfunc.schedule.instruction import SENDS
@@ -62,6 +64,8 @@ def test_copies_are_accounted_for():
     assert (rows["zbv"].timeline.makespan, rows["zbv"].peak_activations, rows["zbv"].messages) == (25.5, 4, 96)
     assert (rows["dualpipe"].timeline.makespan, rows["dualpipe"].peak_activations, rows["dualpipe"].messages) == (26, 5, 48)
     assert (rows["data_parallel"].timeline.makespan, rows["data_parallel"].peak_activations, rows["data_parallel"].messages) == (24, 4, 0)
+    memory = {row.name: row.memory for row in compare_schedules(4, 8, ["1f1b", "zbv", "dualpipe"], Costs(parameters=10)).rows}
+    assert memory == {"1f1b": 14, "zbv": 14, "dualpipe": 25}
     assert rows["gpipe"].gap == pytest.approx(33 / 27 - 1) and rows["gpipe"].bound == 27
 
 
@@ -98,18 +102,18 @@ def test_a_stage_that_is_cut_is_cut_in_equal_parts():
 def test_schedules_themselves_are_taken_and_proved():
     overview = compare_schedules(2, 8, [zbv(2, 8), gpipe(2, 8), "1f1b"])
     assert [row.name for row in overview.rows] == ["zbv", "gpipe", "1f1b"]
-    with pytest.raises(ScheduleError, match="1B0"):
-        compare_schedules(2, 1, [from_csv("0F0,0B0\n1B0,1F0\n")])
+    with pytest.raises(ScheduleError, match="1I2: its weight gradient W is missing"):  # which runs to its end
+        compare_schedules(2, 4, [from_csv(to_csv(zb_h1(2, 4)).replace("1W2", ""))])
 
 
 def test_bounds_hold_under_the_cap_and_are_left_out_where_they_do_not():
-    costs = Costs(forward=1, backward_input=1, backward_weight=1, weight_share=1)
-    overview = compare_schedules(4, 8, costs=costs, cap=4)
+    costs = Costs(weight_share=1)
+    overview = compare_schedules(4, 8, costs=costs, cap=2)
     rows = {row.name: row for row in overview.rows}
-    assert rows["1f1b"].bound == lower_bound(costs, range(4), 8, 4, "makespan").value
-    assert rows["gpipe"].bound == lower_bound(costs, range(4), 8, None, "makespan").value
-    assert overview.exceeds(rows["gpipe"]) and not overview.exceeds(rows["1f1b"])
-    over = [row.name for row in overview.rows if max(row.timeline.peak_activations) > 4]
+    tight, loose = (lower_bound(costs, range(4), 8, cap, "makespan").value for cap in (2, None))
+    assert rows["zero_bubble"].bound == tight > loose == rows["gpipe"].bound
+    assert overview.exceeds(rows["gpipe"]) and not overview.exceeds(rows["zero_bubble"])
+    over = [row.name for row in overview.rows if max(row.timeline.peak_activations) > 2]
     assert [line.split()[0] for line in str(overview).splitlines() if line.endswith("over the cap")] == over
     assert rows["dualpipe"].bound is None and rows["chimera"].gap is None
     (row,) = compare_schedules(4, 8, [dualpipev(4, 8)], Costs(overlapped=1.5)).rows

@@ -106,6 +106,33 @@ def test_what_is_not_there_or_does_not_fit_is_named(model, tmp_path):
         parts.load(tmp_path)
 
 
+def test_names_that_are_one_tensor_in_the_weights_become_two(model):
+    weights = dict(model.state_dict())
+    weights["decoder.1.linear1.weight"] = weights["decoder.0.linear1.weight"]
+    params = pp.split(model, kwargs=inputs(), at=AT).load(weights).params
+    one, other = params[2]["decoder.0.linear1.weight"], params[3]["decoder.1.linear1.weight"]
+    assert torch.equal(one, other) and one.data_ptr() != other.data_ptr()
+
+
+def test_numbers_for_integers_are_refused_and_others_converted(model, tmp_path):
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    source = m.BatchNorms()
+    weights = source.state_dict() | {"first.num_batches_tracked": torch.tensor(1.5)}
+    save_file(weights, tmp_path / "model.safetensors")
+    for given in (weights, tmp_path):
+        with pytest.raises(ValueError, match="num_batches_tracked: the weights have the dtype torch.float32, the model has torch.int64"):
+            pp.split(source, torch.randn(5, m.D), at=["b"]).load(given)
+
+
+def test_a_tensor_is_read_in_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr("ppfunc.splitter.weights._PIECE", 100)
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    model = nn.Sequential(nn.Linear(7, 11), nn.Linear(11, 3))
+    save_file({name: t.double() for name, t in model.state_dict().items()}, tmp_path / "model.safetensors")
+    loaded = pp.split(model, torch.zeros(2, 7), at=["1"]).load(tmp_path)
+    torch.testing.assert_close({name: t for tree in loaded.params.values() for name, t in tree.items()}, dict(model.state_dict()))
+
+
 def test_the_state_is_loaded(model):
     torch.manual_seed(1)
     source, empty = m.BatchNorms(), m.BatchNorms()
