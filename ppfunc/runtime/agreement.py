@@ -22,7 +22,7 @@ from .arguments import StepArguments, StepForm
 from .cache import keep
 from .errors import AgreementError
 from .lower import LoweredStep, StepSpec
-from .meshes import layouts_of, require_same_layouts
+from .meshes import LaidOut, require_same_layouts
 from .stage_programs import autocast
 from .ties import links_of_shared, require_same_forms, shared_forms
 from .transport import ControlTransport, Link, LossPart, Transport
@@ -102,9 +102,11 @@ class Agreement:
         Raises:
             AgreementError: another rank of a mesh that arguments lie over lays them out otherwise.
         """
-        if not self._transport.require_same(layouts_of(form), "peers"):
-            require_same_layouts(form)
         agreed = self._agreed.get((name, autocast()))
+        if not self._transport.compares_layouts:
+            require_same_layouts(form)
+        elif agreed is None:  # on all ranks, which meet here before anything is traced; later, when they are ready
+            self._transport.require_same(str(LaidOut.of(form)), "peers")
         return Negotiation(self._schedule, self._transport) if agreed is None else Replay(agreed)
 
     def conclude(self, name: str, lowered: LoweredStep, exchange: Negotiation | Replay) -> Agreed:

@@ -8,6 +8,7 @@ from ppfunc.stage import Outline
 
 from .arguments import StepArguments
 from .compile import CompiledStep
+from .meshes import LaidOut
 from .stage_programs import autocast, modes
 from .transport import LossPart, Mode
 
@@ -29,17 +30,18 @@ class CacheInfo(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A compiled step, the modes of its modules for which it holds, and the form of the losses of all ranks."""
+    """A compiled step, the modes of its modules for which it holds, the form of the losses of all ranks, and its DTensors."""
 
     compiled: CompiledStep
     modes: tuple[tuple[Outline, tuple[bool, ...]], ...]
     parts: dict[int, LossPart]
+    laid: LaidOut
 
     @classmethod
     def of(cls, compiled: CompiledStep, parts: dict[int, LossPart]) -> Self:
         """The entry of a step compiled in the present modes."""
         outlines = {id(low.outline): low.outline for low in compiled.lowered.stages.values()}.values()
-        return cls(compiled, tuple((outline, modes(outline)) for outline in outlines), parts)
+        return cls(compiled, tuple((outline, modes(outline)) for outline in outlines), parts, LaidOut.of(compiled.lowered.form))
 
     def holds(self) -> bool:
         """Whether every module that ran in it is in the mode in which it was traced."""

@@ -19,6 +19,7 @@ from ppfunc.stage import LeafSignature
 from .errors import AgreementError, FailureRecord, LinkError
 from .grid import Grid
 from .interrupts import hold_interrupts
+from .meshes import LaidOut, require_alike
 from .transport import Failure, LossPart, Mode
 
 _TREE, _KEY, _TEXT = "tree", "key", "text"  # channels; a tree over some of the ranks has one with its name
@@ -211,9 +212,14 @@ class Control:
             self._compare(key, shapes, tree.members[0])
         return shapes
 
-    def ready(self) -> None:
-        if self._model is not None:
-            self._gather_texts(self._model, "")
+    @property
+    def compares_layouts(self) -> bool:
+        return self._model is not None
+
+    def ready(self, laid: LaidOut) -> None:
+        if self._model is not None and len(set(self._gather_texts(self._model, laid.digest).values())) > 1:
+            told = self._gather_texts(self._model, json.dumps(laid.leaves))
+            require_alike({rank: json.loads(theirs) for rank, theirs in sorted(told.items())}, "the axis of the model")
         self._executing = True
 
     def _pass_down(self, tree: Tree, mine: str, shapes: str | None = None) -> str | None:

@@ -9,6 +9,7 @@ import torch
 from .buffers import Buffers
 from .collective import Among, Collective
 from .errors import AgreementError, PipelineError
+from .meshes import LaidOut
 from .transport import Call, Failure, Link, LossPart, Mode, Transfer
 
 
@@ -47,7 +48,11 @@ class InProcess:
         assert key is not None  # one process holds the first stage, and so the batch
         return key
 
-    def ready(self) -> None:
+    @property
+    def compares_layouts(self) -> bool:
+        return False
+
+    def ready(self, laid: LaidOut) -> None:
         pass
 
     def end(self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart], mode: Mode = "mixed") -> torch.Tensor | None:

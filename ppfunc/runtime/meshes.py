@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from hashlib import sha256
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,33 +17,57 @@ from .arguments import StepForm
 from .errors import AgreementError
 
 
-def require_same_layouts(form: StepForm) -> None:
-    """Compare the layouts of all DTensors along every axis of their meshes, before anything is traced or runs.
+class LaidOut(NamedTuple):
+    """How the DTensors among the arguments of a step lie over meshes.
 
-    Every rank of such a mesh has to call it, and has DTensors on it.
+    Args:
+        leaves: dtype and layout, by the name of the leaf.
+        digest: of all of them, equal where they are; empty where there are none.
+    """
+
+    leaves: Mapping[str, str]
+    digest: str
+
+    @classmethod
+    def of(cls, form: StepForm) -> LaidOut:
+        """That of the arguments of this form."""
+        leaves = {name: f"{leaf.dtype} {leaf.layout}" for name, leaf in _leaves(form) if leaf.layout is not None}
+        return cls(leaves, sha256(repr(leaves).encode()).hexdigest()[:16] if leaves else "")
+
+    def __str__(self) -> str:
+        return "; ".join(f"{name}: {leaf}" for name, leaf in self.leaves.items()) or "no DTensors"
+
+
+def require_alike(told: Mapping[int, Mapping[str, str]], axis: str) -> None:
+    """Raise AgreementError where ranks lay out a leaf in several ways.
+
+    Args:
+        told: by rank, what :class:`LaidOut` lists.
+        axis: of the mesh, along which they are.
+    """
+    for name in sorted({name for theirs in told.values() for name in theirs}):
+        found = {rank: theirs.get(name, "no DTensor") for rank, theirs in told.items()}
+        if len(set(found.values())) > 1:
+            listed = "; ".join(f"rank {rank} has {text}" for rank, text in found.items())
+            raise AgreementError(f"{name} lies over {axis} in several ways: {listed}; give every rank the same placements")
+
+
+def require_same_layouts(form: StepForm) -> None:
+    """Compare the layouts of all DTensors along every axis of their meshes, over the groups of these.
+
+    For transports that know no other rank along them. Every such rank calls it, and has DTensors there.
 
     Raises:
         AgreementError: another rank lays a tensor out otherwise; on every rank of that axis.
     """
-    leaves = dict(_leaves(form))
-    meshes = {leaf.layout.mesh: None for leaf in leaves.values() if leaf.layout is not None}
-    for mesh in filter(None, meshes):
-        told = {name: f"{leaf.dtype} {leaf.layout}" for name, leaf in leaves.items() if leaf.layout and leaf.layout.mesh == mesh}
-        for axis in range(mesh.ndim):
-            _compare(mesh, axis, told)
-
-
-def _compare(mesh: DeviceMesh, axis: int, mine: dict[str, str]) -> None:
-    group = mesh.get_group(axis)
-    if mesh.size(axis) == 1 or dist.get_backend(group) == "fake":  # whose ranks are this process alone
-        return
-    told = [json.loads(text) for text in _gather_texts(mesh, group, json.dumps(mine))]
-    for name in sorted({name for theirs in told for name in theirs}):
-        found = [theirs.get(name, "no DTensor") for theirs in told]
-        if len(set(found)) > 1:
-            axes = mesh.mesh_dim_names or range(mesh.ndim)
-            listed = "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(found))
-            raise AgreementError(f"{name} lies over the axis {axes[axis]!r} in several ways: {listed}; give every rank the same placements")
+    mine = json.dumps(LaidOut.of(form).leaves)
+    for mesh in {leaf.layout.mesh: None for _, leaf in _leaves(form) if leaf.layout is not None}:
+        for axis in range(mesh.ndim if mesh is not None else 0):
+            assert mesh is not None
+            group = mesh.get_group(axis)
+            if mesh.size(axis) > 1 and dist.get_backend(group) != "fake":  # all of whose ranks are this process
+                told, names = map(json.loads, _gather_texts(mesh, group, mine)), mesh.mesh_dim_names
+                require_alike(dict(enumerate(told)), f"the axis {names[axis]!r}" if names else f"axis {axis}")
 
 
 def _gather_texts(mesh: DeviceMesh, group: dist.ProcessGroup, text: str) -> list[str]:
@@ -53,11 +79,6 @@ def _gather_texts(mesh: DeviceMesh, group: dist.ProcessGroup, text: str) -> list
     padded = [data.new_zeros(longest) for _ in sizes]
     dist.all_gather(padded, torch.cat([data, data.new_zeros(longest - data.numel())]), group=group)
     return [bytes(part[: int(size)].tolist()).decode(errors="surrogatepass") for part, size in zip(padded, sizes, strict=True)]
-
-
-def layouts_of(form: StepForm) -> str:
-    """The layouts of all DTensors, terms separated by ``"; "``."""
-    return "; ".join(f"{name}: {leaf.dtype} {leaf.layout}" for name, leaf in _leaves(form) if leaf.layout is not None)
 
 
 def _leaves(form: StepForm) -> Iterator[tuple[str, LeafSignature]]:

@@ -127,7 +127,7 @@ class StepFunction(Generic[P, R]):
                 require_declared(arguments.params, arguments.form, self.spec.tied, self.spec.primal)
             entry = ready(arguments) if ready else self._ready(arguments, "recorded" if recorder else "run")
             compiled = entry.compiled if recorder is None else recorder.attach(entry.compiled)
-            self.transport.ready()
+            self.transport.ready(entry.laid)
             # Under a torch.func transform from outside, that transform decides what is recorded.
             with torch.set_grad_enabled(torch.is_grad_enabled() and transforming()), _generators(arguments):
                 for part in passes:

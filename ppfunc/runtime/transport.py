@@ -11,6 +11,7 @@ from ppfunc.stage import LeafSignature
 
 from .buffers import Buffers, Tag
 from .collective import Among, Collective
+from .meshes import LaidOut
 
 LONGEST = 2000  # characters of a message of somebody else's that travel
 
@@ -178,9 +179,18 @@ class ControlTransport(Protocol):
         """
         ...
 
-    def ready(self) -> None:
+    @property
+    def compares_layouts(self) -> bool:
+        """Whether :meth:`ready` knows the ranks that compute parts of the same stages."""
+        ...
+
+    def ready(self, laid: LaidOut) -> None:
         """Say that this rank is about to execute a step; wait for those that compute parts of the same stage, so that no
-        collective of theirs begins where one of them has failed before."""
+        collective of theirs begins where one of them has failed before.
+
+        Raises:
+            AgreementError: one of them was given arguments that lie otherwise over a mesh.
+        """
         ...
 
     def end(self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart], mode: Mode = "mixed") -> torch.Tensor | None:

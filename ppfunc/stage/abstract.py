@@ -103,7 +103,7 @@ def outline(
             refusal, failure = (f"without values {error.reason}", "use the eager engine"), error
 
     try:
-        found = _observe(fn, seen, stand_ins(example, seen.device), has_aux, name, abstract=False)
+        found = _observe(fn, seen, stand_ins(example, seen.device), has_aux, name, abstract=False, after=failure)
         # Another path than that of zeros may depend on what this one does not.
         depends = any(differentiable(leaf.dtype) for leaf in seen.params.leaves) or any(leaf.grad for leaf in seen.x.leaves)
         return found._replace(refusal=refusal, y=found.y.with_grad() if depends else found.y)
@@ -163,7 +163,14 @@ def data_dependence(error: Exception) -> str:
 
 
 def _observe(
-    fn: Callable[..., Any], example: Example, tensors: tuple[Leaves, Leaves, Leaves], has_aux: bool, name: str, *, abstract: bool
+    fn: Callable[..., Any],
+    example: Example,
+    tensors: tuple[Leaves, Leaves, Leaves],
+    has_aux: bool,
+    name: str,
+    *,
+    abstract: bool,
+    after: StageError | None = None,
 ) -> Outline:
     """Call the stage on ``tensors``; raise ``StageError`` if it is not pure or draws from a generator of its own."""
     flags = [differentiable(leaf.dtype) for leaf in example.params.leaves] + [leaf.grad for leaf in example.x.leaves]
@@ -173,7 +180,7 @@ def _observe(
         given = [t.requires_grad_(grad).clone() for t, grad in zip(sum(tensors, ()), flags, strict=True)]
         trees = example.unflatten(given)
         arguments = zip(example.paths, given, strict=True)
-        with Purity(name, arguments, abstract) as purity, Generators() as generators, modules_that_run() as modules:
+        with Purity(name, arguments, abstract, after) as purity, Generators() as generators, modules_that_run() as modules:
             out = _call(fn, trees, example, name, abstract)
         (y, y_def), (aux, aux_def) = split_aux(out, has_aux, name)
     require_values(map(local, y + aux), name)

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from ._torch import FakeTensor, FakeTensorMode, OpOverload, TorchDispatchMode, is_wrapped, schema, storage, without_modes
@@ -39,11 +40,14 @@ class Purity(LogicalDraws):
     """Sees every operator of a call: counts draws, and raises ``StageError`` before an effect happens.
 
     ``arguments`` are the tensors that it is given, by their paths; an ``abstract`` call has no values, so that seeding can be
-    told from drawing.
+    told from drawing. A trial ``after`` an error raises that at a collective, for which other ranks would not come.
     """
 
-    def __init__(self, stage: str, arguments: Iterable[tuple[str, torch.Tensor]], abstract: bool = False) -> None:
+    def __init__(
+        self, stage: str, arguments: Iterable[tuple[str, torch.Tensor]], abstract: bool = False, after: StageError | None = None
+    ) -> None:
         super().__init__()
+        self.after = after
         arguments = list(arguments)
         self.strict = any(is_wrapped(t) for _, t in arguments)  # below a transform, tensors do not tell what is differentiated
         self.stage, self.abstract, self.draws, self.generators, self.seeds = stage, abstract, 0, False, False
@@ -66,6 +70,8 @@ class Purity(LogicalDraws):
                 self._require_no_gradient_lost(func, value)
             else:
                 self.generators |= isinstance(value, torch.Generator)
+        if self.after is not None and (is_collective(func) or any(issubclass(kind, DTensor) for kind in types)):
+            raise self.after
         if is_collective(func) and (fault := fault_of(func, tensors_in((args, kwargs)), self.strict)):
             raise StageError(self.stage, *fault)
         made = super().__torch_dispatch__(func, types, args, kwargs)

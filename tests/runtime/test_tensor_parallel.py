@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ class Pipelines:
         self.tp, self.schedule = self.mesh["tp"], schedule
         stages = sorted(set(schedule.model_stages))
         self.model, self.count = MODELS[kind], len(stages)
-        self.transport = pp.InProcess() if pipe == 1 else pp.P2P(self.mesh["pp"].get_group(), timeout=60)
+        self.transport = pp.InProcess() if pipe == 1 else pp.P2P(timeout=60, mesh=self.mesh, axes=pp.Axes("pp", model="tp"))
         self.held = stages if pipe == 1 else sorted(schedule.model_stages_of(self.mesh.get_local_rank("pp")))
         self.whole = {s: self.model.params(s) for s in stages}
         placements = self.model.placements
@@ -126,9 +127,8 @@ def derivatives(rank, size, pipe, kind):
             if which == "jvp":
                 assert largest_difference(got, want) < TOLERANCE
                 continue
-            trees = got[1] if isinstance(got[1], tuple) else (got[1],)
-            wanted = want[1] if isinstance(want[1], tuple) else (want[1],)
-            assert largest_difference(got[0], want[0]) < TOLERANCE, which
+            assert largest_difference(got[0][:2], want[0][:2]) < TOLERANCE, which
+            trees, wanted = (*got[0][2:], got[1]), (*want[0][2:], want[1])  # gradients, and products
             for one, other in zip(trees, wanted, strict=True):
                 assert all(isinstance(t, DTensor) for s in one for t in one[s].values())
                 assert largest_difference(full(one), p.own(other)) < TOLERANCE, which
@@ -294,6 +294,52 @@ def otherwise(rank, size):
 
 def test_ranks_that_lay_a_leaf_out_in_two_ways_are_told(two):
     two(otherwise)
+
+
+def otherwise_later(rank, size, soon):
+    """As above, after a step that was right, so that one rank alone has something to compile; over control messages, in time."""
+    p = Pipelines(size, 1, pp.one_f_one_b(1, M), "rows and columns")
+    (x, target), found = batch(), []
+    turned = DTensor.from_local(p.params[0]["a"].to_local(), p.tp, [Replicate()])
+    other = {0: p.params[0] | ({"a": turned} if rank else {})}
+    plain = {0: p.params[0] | ({"a": p.params[0]["a"].to_local()} if rank else {})}
+    with pp.P2P(timeout=60, mesh=p.mesh, axes=pp.Axes("pp", model="tp")) as transport:
+        step = pp.value_and_grad(p.stages, p.loss, p.schedule, transport)
+        for wrong, words in (
+            (other, r"rank 0 has .* S\(1\) over.*; rank 1 has .* R over"),
+            (plain, "rank 0 has .*; rank 1 has no DTensor"),
+        ):
+            found.append(step(p.params, x, target)[0])
+            start = time.perf_counter()
+            with pytest.raises(pp.AgreementError, match=r"params\[0\]\['.'\] lies over the axis of the model in several ways: " + words):
+                step(wrong, x, target)
+            assert time.perf_counter() - start < soon
+        found.append(step(p.params, x, target)[0])
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_rank_that_begins_to_lay_a_leaf_out_otherwise_is_told_in_time(two, soon):
+    two(otherwise_later, soon)
+
+
+def failing_alone(rank, size, soon):
+    """A stage that one rank cannot evaluate is not tried on zeros there, where its collective would wait for the others."""
+    p = Pipelines(size, 1, pp.one_f_one_b(1, M), "rows and columns")
+    (x, target), found = batch(), []
+    wrong = {0: p.params[0] | ({"c": p.params[0]["c"].redistribute(placements=[Shard(0)])} if rank else {})}
+    with pp.P2P(timeout=60, mesh=p.mesh, axes=pp.Axes("pp", model="tp")) as transport:
+        step = pp.value_and_grad(p.stages, p.loss, p.schedule, transport)
+        found.append(step(p.params, x, target)[0])
+        start = time.perf_counter()
+        with pytest.raises(StageError if rank else pp.PipelineError, match="stage 0: it raised RuntimeError .* broadcast"):
+            step(wrong, x, target)
+        assert time.perf_counter() - start < soon
+        found.append(step(p.params, x, target)[0])
+    assert found[0] == found[1]
+
+
+def test_a_stage_that_fails_on_one_rank_waits_for_nobody(two, soon):
+    two(failing_alone, soon)
 
 
 def boundaries(rank, size):
