@@ -93,7 +93,7 @@ class Sum:
         self.add(gradients, -1)
 
     def signature(self, leaf: LeafSignature) -> LeafSignature:
-        return replace(leaf, dtype=self._dtype_of(leaf.dtype))
+        return leaf if self._dtype is None else replace(leaf, dtype=self._dtype_of(leaf.dtype))
 
     def take(self, like: Leaves, owned: Owned) -> Leaves:
         absent, total, is_own = self._absent, self._total, self._is_own
