@@ -22,6 +22,8 @@ engine                  a function that differentiates a stage: ``graph``, ``fun
 stage program           the functions that an engine makes of a stage: its forward, its backward, and that in two parts
 residuals               the tensors that the forward of a stage keeps for its backward
 signature               structure, shapes and dtypes of a tree of tensors, without values
+layout                  how the leaf of a signature lies over the ranks of a mesh, as placements: that of a DTensor
+collective              a function over the ranks of an axis that stages may call: ``psum``, ``pvary``, ``all_gather``, ...
 edge                    two stages, the first of which sends activations to the second
 skip                    an edge between stages that are not neighbours
 transport               an object that carries messages between ranks: ``InProcess``, ``P2P`` or ``runtime.Simulated``
@@ -118,6 +120,7 @@ if TYPE_CHECKING:
         pvary as pvary,
     )
     from .stage.layers import params_of_stages as params_of_stages, stages_from_layers as stages_from_layers
+    from .stage.layout import with_layouts as with_layouts
     from .stage.output import Output as Output, Received as Received
     from .stage.program import Engine as Engine, Loss as Loss, Stage as Stage
     from .stage.transforms import clipped_sum as clipped_sum, dual as dual, ensemble as ensemble, square_norms as square_norms
@@ -133,7 +136,10 @@ if TYPE_CHECKING:
         dynamic_scale as dynamic_scale,
         from_updates as from_updates,
         linear as linear,
+        materialize as materialize,
+        parallelize as parallelize,
         sgd as sgd,
+        shard as shard,
         static_scale as static_scale,
         warmup_cosine as warmup_cosine,
     )

@@ -6,7 +6,7 @@ import math
 import reprlib
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,16 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from ppfunc.making import Stages, make_step, unpacked
 from ppfunc.runtime import P2P, Axes, InProcess, Microbatches, StepSpec, Transport
 from ppfunc.runtime.arguments import LossWeights, RawArguments, Seed
-from ppfunc.runtime.lower import ParameterUpdate
 from ppfunc.runtime.results import StepResult
-from ppfunc.runtime.ties import Tied, TiedPlaces
+from ppfunc.runtime.ties import TiedPlaces
 from ppfunc.schedule import Schedule, append_tail, forward_only, reduce_early, remove_tail
 from ppfunc.stage import Engine, Loss, Stage, graph
 from ppfunc.stage.layout import local
 from ppfunc.stage.tree import tree_leaves, tree_map
 
 from .training import LossScale, Optimizer, Precision, accepting_scale
-from .training.update import Metrics as Metrics, OnNonfinite, Running, TrainState as TrainState, UpdateRule, update_of
+from .training.update import Ground, Metrics as Metrics, OnNonfinite, Running, TrainState as TrainState, UpdateRule
 
 
 class Trainer:
@@ -34,28 +33,24 @@ class Trainer:
         schedule: with the instructions that end a step of training.
         transport: carries messages, and sums over the mesh.
         engine: how a stage is differentiated.
-        tied: places of tied parameters.
-        rule: how gradients become new parameters.
+        ground: where and how parameters are updated.
         accumulate: passes of the schedule in a step.
     """
 
     def __init__(
-        self, stages: Sequence[Stage | None], loss_fn: Loss, schedule: Schedule, transport: Transport, engine: Engine, tied: Tied,
-        rule: UpdateRule, accumulate: int,
+        self, stages: Sequence[Stage | None], loss_fn: Loss, schedule: Schedule, transport: Transport, engine: Engine, ground: Ground,
+        accumulate: int,
     ) -> None:  # fmt: skip
         self.schedule, self.transport = schedule, transport
-        self._recipe, self._accumulate = rule, accumulate
-        self._data = transport.collective("data")
-        reduce = rule.precision.reduce
-        update = update_of(rule, schedule, transport, tied)
+        self._ground, self._rule, self._accumulate = ground, ground.rule, accumulate
+        reduce = self._rule.precision.reduce
         sum_dtype = reduce if reduce in (torch.float32, torch.float64) else None
-        spec = StepSpec("train_step", frozenset({"loss"}), tied=tied, sum_dtype=sum_dtype, update=update)
-        self._step = make_step(stages, loss_fn, schedule, transport, engine, spec, self._arguments, self._updated)
-        spec = StepSpec(
-            "train_step, evaluation", frozenset({"loss"}), tied=tied, update=ParameterUpdate(update.reduce, update.join, update.step)
-        )
+        spec = StepSpec("train_step", frozenset({"loss"}), tied=ground.tied, sum_dtype=sum_dtype, update=ground.update())
+        self._step = make_step(stages, loss_fn, schedule, transport, engine, spec, self._steps, self._updated)
+        looking = ground._replace(rule=self._rule._replace(scale=None, clip=math.inf, on_nonfinite="skip"))
+        spec = StepSpec("evaluation of train_step", frozenset({"loss"}), tied=ground.tied, update=looking.update())
         ahead = forward_only(remove_tail(schedule))
-        self._evaluate = make_step(stages, loss_fn, ahead, transport, engine, spec, self._arguments, self._loss, training=False)
+        self._evaluate = make_step(stages, loss_fn, ahead, transport, engine, spec, self._passes, self._loss, training=False)
 
     def __repr__(self) -> str:
         return f"<trainer of {self._step!r}>"
@@ -66,12 +61,12 @@ class Trainer:
         Args:
             params: ``{stage: tree}`` of the stages of this process, tensors or DTensors. They are the state's afterwards.
         """
-        rule = self._recipe
-        masters = {s: rule.precision.to_master(tree_map(torch.Tensor.detach, tree)) for s, tree in params.items()}
+        precision, scale = self._rule.precision, self._rule.scale
+        masters = {s: precision.to_master(tree_map(torch.Tensor.detach, tree)) for s, tree in params.items()}
         device = next((local(t).device for tree in masters.values() for t in tree_leaves(tree)), torch.device("cpu"))
-        optimizer = {s: self._recipe.optimizer.init(tree_map(local, tree)) for s, tree in masters.items()}
-        scale = {} if rule.scale is None else rule.scale.init(device)
-        return TrainState(torch.zeros((), dtype=torch.int64, device=device), masters, optimizer, scale)
+        optimizer = {s: self._ground.init(tree) for s, tree in masters.items()}
+        step = torch.zeros((), dtype=torch.int64, device=device)
+        return TrainState(step, masters, optimizer, {} if scale is None else scale.init(device))
 
     def step(
         self, state: TrainState, inputs: Any, targets: Any = None, *, loss_weights: LossWeights = None, seed: Seed = None,
@@ -88,14 +83,29 @@ class Trainer:
         Returns:
             The new state, and :class:`Metrics`. ``state`` stays as it is, unless the optimizer was given ``donate``.
         """
-        after, metrics = self._step(state, inputs, targets, loss_weights, seed, extras)
+        after, metrics = self._step(state, [(inputs, targets)], [loss_weights], seed, extras)
         return after, metrics[0]
+
+    def steps(self, state: TrainState, batches: Sequence[tuple[Any, Any]], *, seed: Seed = None) -> tuple[TrainState, list[Metrics]]:
+        """Run several steps, which end, or fail, together.
+
+        Equivalent to: ``for n, batch in enumerate(batches): state, metrics = step(state, *batch, seed=(seed[0], seed[1] + n))``,
+        to the bit. The ranks agree once. Where an update needs nothing of other stages (neither ``clip`` nor ``scale``, and
+        ``on_nonfinite="ignore"``), each stage is updated as soon as its gradients are there, and the next step begins on ranks that
+        are done with this one.
+
+        Args:
+            batches: inputs and targets of every step, all of one form.
+        """
+        if not batches:
+            raise ValueError("batches: got none, expected inputs and targets of at least one step")
+        return self._step(state, list(batches), [None] * len(batches), seed, None)
 
     def evaluate(
         self, state: TrainState, inputs: Any, targets: Any = None, *, loss_weights: LossWeights = None, seed: Seed = None,
         extras: Mapping[int, Any] | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """The loss of a batch, of which this data rank has a part, on every rank; float64[]."""
+        """The loss of a batch, of which this data rank has a part, on every rank; float64[]. Arguments as of :meth:`step`."""
         return self._evaluate(state, inputs, targets, loss_weights, seed, extras)
 
     def close(self) -> None:
@@ -108,35 +118,55 @@ class Trainer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    # -- one step --------------------------------------------------------------------------
+    # -- one call --------------------------------------------------------------------------
 
-    def _arguments(
+    def _steps(
+        self, state: TrainState, batches: Sequence[tuple[Any, Any]], weights: Sequence[LossWeights], seed: Seed, extras: Any
+    ) -> list[RawArguments]:
+        """The passes of several steps."""
+        made: list[RawArguments] = []
+        for n, ((inputs, targets), own) in enumerate(zip(batches, weights, strict=True)):
+            passes = self._passes(state, inputs, targets, own, seed if seed is None else (seed[0], seed[1] + n), extras)
+            if made:
+                made[0].carry.weights += passes[0].carry.weights
+            made += passes
+        return made
+
+    def _passes(
         self, state: TrainState, inputs: Any, targets: Any, loss_weights: LossWeights, seed: Seed, extras: Mapping[int, Any] | None
-    ) -> RawArguments:
-        """The arguments of the pipeline."""
+    ) -> list[RawArguments]:
+        """The passes of one step."""
         if not isinstance(state, TrainState):
             raise TypeError(f"state: got {reprlib.repr(state)}, expected what init or step of this trainer has returned")
-        microbatches, precision = self._accumulate * self.schedule.microbatches, self._recipe.precision
-        weights = [1 / (self._data.size * microbatches)] * microbatches if loss_weights is None else loss_weights
-        weight = None if loss_weights is None else float(torch.as_tensor(loss_weights, dtype=torch.float64).sum())
-        running = Running(state._replace(params=dict(state.params), optimizer=dict(state.optimizer)), weight)
+        if loss_weights is not None and not self._rule.needs_all:
+            raise ValueError(
+                "loss_weights: got some, whose sum over all data ranks is not known before the first stage is updated; "
+                "give train_step on_nonfinite='skip', or another clip"
+            )
+        count, precision, data = self._accumulate, self._rule.precision, self._ground.data
+        microbatches = count * self.schedule.microbatches
+        weights = [1 / (data.size * microbatches)] * microbatches if loss_weights is None else loss_weights
         params = {s: precision.to_compute(tree) for s, tree in state.params.items()}
         cast = inputs.map(precision.to_compute) if isinstance(inputs, Microbatches) else precision.to_compute(inputs)
-        return RawArguments(
-            params, inputs if inputs is None else cast, targets, extras, None, weights, seed, self._accumulate,
-            first=self._data.place * microbatches, scale=state.scale.get("scale"), carry=running,
+        running = Running(state._replace(params=dict(state.params), optimizer=dict(state.optimizer)), [_sum_of(loss_weights)])
+        raw = RawArguments(
+            params, inputs if inputs is None else cast, targets, extras, None, weights, seed,
+            first=data.place * microbatches, scale=state.scale.get("scale"), carry=running,
         )  # fmt: skip
+        return raw.passes(count, self.schedule.microbatches)
 
-    def _updated(self, result: StepResult, raw: RawArguments) -> tuple[TrainState, list[Metrics]]:
+    def _updated(self, result: StepResult, raw: list[RawArguments]) -> tuple[TrainState, list[Metrics]]:
         run: Running = result.carry
-        state, found = run.state, run.found
-        assert found is not None
-        scale = state.scale if self._recipe.scale is None else self._recipe.scale.update(state.scale, found)
-        counted = torch.ones_like(state.step) if self._recipe.on_nonfinite != "skip" else (1 - found).to(state.step)
-        return state._replace(step=state.step + counted, scale=scale), run.metrics
+        for conclude in run.totals:
+            conclude()
+        return run.state, run.metrics
 
-    def _loss(self, result: StepResult, raw: RawArguments) -> torch.Tensor:
+    def _loss(self, result: StepResult, raw: list[RawArguments]) -> torch.Tensor:
         return result.carry.metrics[0].loss
+
+
+def _sum_of(loss_weights: LossWeights) -> float | None:
+    return None if loss_weights is None else float(torch.as_tensor(loss_weights, dtype=torch.float64).sum())
 
 
 def train_step(
@@ -154,6 +184,7 @@ def train_step(
     norm_type: float = 2.0,
     scale: LossScale | None = None,
     accumulate: int = 1,
+    shard: Literal["none", "optimizer"] = "none",
     precision: Precision | None = None,
     on_nonfinite: OnNonfinite = "skip",
 ) -> Trainer:
@@ -177,6 +208,8 @@ def train_step(
         scale: of the loss: :func:`dynamic_scale` or :func:`static_scale`.
         accumulate: how many times the schedule runs in a step, each with a part of the batch; the gradients are those of
             one schedule with as many times the microbatches, bit by bit.
+        shard: ``"optimizer"`` keeps, on each data rank, a part of the state of the optimizer, and updates that part of the
+            parameters, which are then gathered; the same bits over two data ranks.
         precision: dtypes of computing, reducing and keeping parameters.
         on_nonfinite: where loss or gradients are not finite: ``"skip"`` the update, ``"raise"`` on every rank (reads a number of
             the device in every step), or ``"ignore"`` it.
@@ -198,11 +231,15 @@ def train_step(
     if optimizer.clipped is not None:
         first, optimizer = optimizer.clipped
         clip, norm_type = first.max_norm, first.norm_type
+    if shard not in ("none", "optimizer"):
+        raise ValueError(f"shard: got {shard!r}, expected 'none' or 'optimizer'")
     rule = UpdateRule(
-        accepting_scale(optimizer), math.inf if clip is None else clip, norm_type, scale, precision or Precision(), on_nonfinite
-    )
+        accepting_scale(optimizer), math.inf if clip is None else clip, norm_type, scale, precision or Precision(), on_nonfinite,
+        shard == "optimizer",
+    )  # fmt: skip
+    axes = axes or Axes()
     if transport is None:
         transport = InProcess() if mesh is None else P2P(mesh=mesh, axes=axes)
-    schedule = remove_tail(schedule)
-    tailed = reduce_early(append_tail(schedule, tied=bool(ties) or bool(schedule.replicas)))
-    return Trainer(stages, loss_fn, tailed, transport, engine, ties, rule, accumulate)
+    schedule = reduce_early(append_tail(remove_tail(schedule), tied=bool(ties) or bool(schedule.replicas)))
+    ground = Ground.of(rule, schedule, ties, transport, mesh, axes)
+    return Trainer(stages, loss_fn, schedule, transport, engine, ground, accumulate)

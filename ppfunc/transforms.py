@@ -228,7 +228,8 @@ def per_sample_grad(
 
     Args:
         stages: as in :func:`ppfunc.value_and_grad`; every leaf that they take or return beside the
-            parameters has a leading batch axis b, along which samples do not depend on each other.
+            parameters has a leading batch axis b, along which samples do not depend on each other. A split is traced
+            for a batch of one; it has no state.
         loss_fn: ``loss(y, target) -> scalar``, here called with batches of one.
         schedule, transport, engine, tied: as in :func:`ppfunc.value_and_grad`.
         samples: b, the number of samples in a microbatch.
@@ -246,12 +247,14 @@ def per_sample_grad(
     >>> step(params, torch.tensor([1.0, 2.0, 3.0]), torch.zeros(3))
     (tensor(12.), {0: tensor([[3., 6., 9.]]), 1: tensor([[2., 4., 6.]])})
     """
-    if isinstance(stages, Split):
-        raise TypeError("stages: got a split, whose stages pass on tensors without a batch axis; give per_sample_grad stages of your own")
+    whole = isinstance(stages, Split)  # what its stages pass on need not have a batch axis
+    if isinstance(stages, Split) and stages.state:
+        (name, *_) = next(iter(stages.state.values()))
+        raise ValueError(f"stages: got a split that writes into the buffer {name}, and there is none per sample; split in evaluation")
     if not isinstance(samples, int) or samples < 1:
         raise ValueError(f"samples: got {samples!r}, expected the number of samples in a microbatch, an integer of at least 1")
     stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied)
-    losses = per_sample_loss(loss_fn)
+    losses = per_sample_loss(loss_fn, joined=not whole)
     m = schedule.microbatches
 
     def step(
@@ -279,10 +282,11 @@ def per_sample_grad(
     def loss(y: Any, target: Any) -> torch.Tensor:
         return losses(y, target).sum()
 
-    transform = partial(per_sample, randomness=randomness)
     name = f"per_sample_grad of {samples} samples"
     spec = StepSpec(name, frozenset({"loss", "grads"}), per_microbatch=True, tied=ties)
-    return make_step(_each(stages, transform), loss, schedule, transport, engine, spec, named_step(step), finish)
+    transform = partial(per_sample, randomness=randomness, joined=not whole)
+    each = _each(stages[:1], transform) + _each(stages[1:], partial(transform, alone=not whole)) if whole else _each(stages, transform)
+    return make_step(each, loss, schedule, transport, engine, spec, named_step(step), finish)
 
 
 def _each(stages: Sequence[Stage | None], transform: Transform) -> list[Stage | None]:

@@ -22,6 +22,7 @@ from .arguments import StepArguments, StepForm
 from .cache import keep
 from .errors import AgreementError
 from .lower import LoweredStep, StepSpec
+from .meshes import require_same_layouts
 from .stage_programs import autocast
 from .ties import links_of_shared, require_same_forms, shared_forms
 from .transport import ControlTransport, Link, LossPart, Transport
@@ -95,8 +96,13 @@ class Agreement:
                 self._agreed.move_to_end((name, autocast()))
         return Began(name, known == "yes")
 
-    def exchange(self, name: str) -> Negotiation | Replay:
-        """How the signatures on edges get to other processes, for a batch of this name."""
+    def exchange(self, name: str, form: StepForm) -> Negotiation | Replay:
+        """How the signatures on edges get to other processes, for a batch of this name.
+
+        Raises:
+            AgreementError: another rank of a mesh that arguments lie over lays them out otherwise.
+        """
+        require_same_layouts(form)
         agreed = self._agreed.get((name, autocast()))
         return Negotiation(self._schedule, self._transport) if agreed is None else Replay(agreed)
 

@@ -17,7 +17,7 @@ from ppfunc.stage.signature import Form, flatten, form_of, same_form
 from ppfunc.stage.tree import tree_paths
 
 from .batch import Leaves, Microbatches, cut, cut_passes, refuse_microbatches, require_divisible
-from .functorch import transformed
+from .functorch import is_transformed_dtensor, transformed, transforming
 from .ownership import extent
 
 LossWeights = Sequence[float] | torch.Tensor | None
@@ -29,8 +29,7 @@ class RawArguments(NamedTuple):
 
     Args:
         params, inputs, targets, extras, state, loss_weights, seed: of :func:`ppfunc.value_and_grad`.
-        passes: how many times the schedule runs, each with a part of the batch.
-        steps: whether every pass is a step that updates the parameters; else the gradients of all passes are added up.
+        ends: whether the gradients are complete after this pass, so that what ends a program runs.
         first: the number of the first microbatch, of which random numbers depend.
         scale: what the cotangents of the loss are multiplied by, a tensor of one element.
         carry: belongs to the update of a step that has one.
@@ -43,30 +42,28 @@ class RawArguments(NamedTuple):
     state: Mapping[int, Any] | None = None
     loss_weights: LossWeights = None
     seed: Seed = None
-    passes: int = 1
-    steps: bool = False
+    ends: bool = True
     first: int = 0
     scale: torch.Tensor | None = None
     carry: Any = None
 
-    def parts(self, microbatches: int) -> list[RawArguments]:
-        """The arguments of each pass."""
-        if self.passes == 1:
+    def passes(self, count: int, microbatches: int) -> list[RawArguments]:
+        """The arguments of several passes of the schedule, each with a part of the batch, which add up their gradients."""
+        if count == 1:
             return [self]
-        inputs, targets = (cut_passes(batch, self.passes, name) for batch, name in ((self.inputs, "inputs"), (self.targets, "targets")))
-        extras = {s: cut_passes(batch, self.passes, f"extras[{s}]") for s, batch in (self.extras or {}).items()}
-        weights = read_loss_weights(self.loss_weights, self.passes * microbatches)
-        seeds = [self.seed if self.seed is None or not self.steps else (self.seed[0], self.seed[1] + n) for n in range(self.passes)]
+        inputs, targets = (cut_passes(batch, count, name) for batch, name in ((self.inputs, "inputs"), (self.targets, "targets")))
+        extras = {s: cut_passes(batch, count, f"extras[{s}]") for s, batch in (self.extras or {}).items()}
+        weights = read_loss_weights(self.loss_weights, count * microbatches)
         return [
             self._replace(
                 inputs=inputs[n],
                 targets=targets[n],
                 extras={s: batches[n] for s, batches in extras.items()},
-                seed=seeds[n],
                 loss_weights=None if weights is None else weights[n * microbatches : (n + 1) * microbatches],
-                first=self.first if self.steps else self.first + n * microbatches,
+                first=self.first + n * microbatches,
+                ends=n == count - 1,
             )
-            for n in range(self.passes)
+            for n in range(count)
         ]
 
 
@@ -131,7 +128,7 @@ class StepArguments(NamedTuple):
         extras: likewise, by stage of the model.
         loss_weights: weight of every microbatch, float64[m]; None for ``1/m`` each.
         seed: ``(seed, step)``, or None.
-        steps, first, scale, carry: as given.
+        ends, first, scale, carry: as given.
         form: of all of them.
         trees: the form of every tree, by its name.
     """
@@ -145,7 +142,7 @@ class StepArguments(NamedTuple):
     seed: Seed
     form: StepForm
     trees: Mapping[str, TreeForm]
-    steps: bool = False
+    ends: bool = True
     first: int = 0
     scale: torch.Tensor | None = None
     carry: Any = None
@@ -229,7 +226,7 @@ def read_arguments(
         form = _form(trees, stages, m, params, inputs)
     weights = read_loss_weights(raw.loss_weights, m)
     seed = _read_seed(raw.seed)
-    return StepArguments(params, states, inputs, targets, further, weights, seed, form, trees, raw.steps, raw.first, raw.scale, raw.carry)
+    return StepArguments(params, states, inputs, targets, further, weights, seed, form, trees, raw.ends, raw.first, raw.scale, raw.carry)
 
 
 def read_loss_weights(weights: LossWeights, microbatches: int) -> torch.Tensor | None:
@@ -260,6 +257,9 @@ def _read_tree(tree: Any, form: TreeForm | None, name: str, microbatches: int) -
         return same, form
     leaves, treedef = flatten(tree, name)
     refuse_microbatches(treedef, name)
+    for leaf, path in zip(leaves, tree_paths(treedef, name), strict=True) if transforming() else ():
+        if is_transformed_dtensor(leaf):
+            raise ValueError(f"{path}: got a DTensor under a torch.func transform, which knows none; use ppfunc.jvp, hvp or gnvp")
     parts = tuple(map(local, leaves))
     signature = Signature(treedef, tuple(map(LeafSignature.of, leaves)))
     whole = signature

@@ -44,6 +44,7 @@ class Buffers:
         weights: of the losses of all microbatches, scalars, by stage of the schedule.
         losses: the weighted losses of earlier passes, by stage of the schedule.
         scale: what the cotangents of the loss are multiplied by, None for 1.
+        ends: whether the gradients are complete after this pass.
         first: the number of the first microbatch among those of all passes and data ranks.
         carry: what belongs to the caller's update, see :class:`ppfunc.runtime.lower.ParameterUpdate`.
         pending: messages that the transport has posted and not waited for, by tag; only the transport looks into it.
@@ -61,6 +62,7 @@ class Buffers:
     weights: dict[int, Leaves] = field(default_factory=dict)
     losses: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     scale: torch.Tensor | None = None
+    ends: bool = True
     first: int = 0
     carry: Any = None
     pending: dict[Tag, Any] = field(default_factory=dict)

@@ -54,7 +54,10 @@ class PipelineError(RuntimeError):
         if self.instruction is None:
             place = "outside its program"
         else:
-            where = " or ".join(f"stage {part.stage}, microbatch {part.microbatch}" for part in parts_of(self.instruction))
+            where = " or ".join(
+                f"stage {part.stage}" + (f", microbatch {part.microbatch}" if part.microbatch is not None else "")
+                for part in parts_of(self.instruction)
+            )
             place = f"at {self.instruction}, step {self.position} of its program ({where})"
         seen = "" if self.reported_by == self.rank else f" [seen by rank {self.reported_by}]"
         return f"rank {self.rank} failed {place}: {self.reason}{seen}"

@@ -11,6 +11,7 @@ from .buffers import Buffers, Tag
 from .compile import CompiledStep, new_gradients
 from .functorch import values
 from .lower import BATCH, LoweredStep
+from .tail import losses_of
 from .transport import Failure
 
 
@@ -22,12 +23,11 @@ class StepFailed(Exception):
         super().__init__(failure)
 
 
-def execute(compiled: CompiledStep, buffers: Buffers, last: bool = True) -> Buffers:
-    """Run every call in turn.
+def execute(compiled: CompiledStep, buffers: Buffers) -> Buffers:
+    """Run every call in turn; those that end a program where the gradients are complete.
 
     Args:
         compiled: what to run.
-        last: whether no further pass follows, so that the gradients are complete and what ends a program runs, too.
         buffers: the arguments, see :func:`fill`; hold the results afterwards.
 
     Raises:
@@ -36,7 +36,7 @@ def execute(compiled: CompiledStep, buffers: Buffers, last: bool = True) -> Buff
     index = 0
     try:
         for index, call in enumerate(compiled.calls):
-            if last or compiled.places[index].instruction.op not in TAIL:
+            if buffers.ends or compiled.places[index].instruction.op not in TAIL:
                 call(buffers)
     except BaseException as cause:
         place = compiled.places[index]
@@ -48,7 +48,8 @@ def fill(lowered: LoweredStep, arguments: StepArguments, before: Buffers | None 
     """New buffers with the arguments in their places.
 
     Args:
-        before: the buffers of an earlier pass, whose states go on, and its gradients and losses, or parameters.
+        before: the buffers of the pass before, whose parameters and states go on; its gradients and losses, too, where they
+            were not complete.
 
     Raises:
         ValueError: a stage draws random numbers, and there is no seed.
@@ -57,13 +58,12 @@ def fill(lowered: LoweredStep, arguments: StepArguments, before: Buffers | None 
         raise ValueError(f"stage {lowered.drawing[0]} draws random numbers; pass seed=(seed, step) to the step, two integers")
     schedule = lowered.schedule
     buffers = Buffers(params=dict(arguments.params), state=dict(arguments.state), seed=arguments.seed)
-    buffers.first, buffers.scale, buffers.carry = arguments.first, arguments.scale, arguments.carry
+    buffers.ends, buffers.first, buffers.scale, buffers.carry = arguments.ends, arguments.first, arguments.scale, arguments.carry
     if before is not None:
-        buffers.state, buffers.params = before.state, before.params
-    if before is not None and arguments.steps:
-        buffers.scale = before.scale
-    elif before is not None:
-        buffers.gradients, buffers.losses = before.gradients, before.losses
+        buffers.params, buffers.state, buffers.scale, buffers.carry = before.params, before.state, before.scale, before.carry
+        if not before.ends:
+            buffers.gradients = before.gradients
+            buffers.losses = {stage: [losses] for stage, losses in losses_of(lowered, before).items()}
     for chain in schedule.chains:
         last = chain.stages[-1]
         for stage in chain.stages:

@@ -3,6 +3,7 @@
 from contextlib import AbstractContextManager
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ppfunc.stage._torch import innermost_transform, is_wrapped, unwrapped, without_transforms
 
@@ -30,6 +31,13 @@ def values(tensor: torch.Tensor) -> torch.Tensor:
     while is_wrapped(tensor):
         tensor = unwrapped(tensor)
     return tensor
+
+
+def is_transformed_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether a DTensor is within the wrappers of transforms, or is given to a step under one."""
+    while is_wrapped(tensor):
+        tensor = unwrapped(tensor)
+    return isinstance(tensor, DTensor)
 
 
 def suspended() -> AbstractContextManager[object]:

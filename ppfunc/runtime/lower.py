@@ -33,14 +33,16 @@ class ParameterUpdate(NamedTuple):
 
     Args:
         reduce: at REDUCE_GRAD, ``reduce(buffers, stage of the model, {number of the leaf: gradient})``.
-        join: between the last REDUCE_GRAD and the first STEP of this process, ``join(buffers, weighted losses by stage of the
-            schedule)``; None where the stages need nothing of each other, and each makes its STEP where the schedule has it.
+        join: once in a program, ``join(buffers, weighted losses by stage of the schedule)``: between its last REDUCE_GRAD and its
+            first STEP, or in the end.
         step: at STEP, ``step(buffers, stage of the model)``; puts new parameters into ``buffers.params`` for a further pass.
+        together: whether every STEP comes after ``join``; else each comes where the schedule has it, and ``join`` in the end.
     """
 
     reduce: Callable[[Buffers, int, dict[int, torch.Tensor]], None]
-    join: Callable[[Buffers, dict[int, torch.Tensor]], None] | None
+    join: Callable[[Buffers, dict[int, torch.Tensor]], None]
     step: Callable[[Buffers, int], None]
+    together: bool
 
 
 class StepSpec(NamedTuple):
@@ -376,9 +378,7 @@ def _require_wanted(low: LoweredStage, form: StepForm, spec: StepSpec, replicate
             got, mend = "a state", "; where a module only reads its buffers, stage_from_module(module, constants=True) has no state"
         raise ValueError(f"stage {stage} returns {got}; pass has_aux=True to get them{mend}")
     given = form.state.get(stage)
-    if (state.leaves or (given is not None and given.leaves)) and (
-        given is None or given.without_grad().parts != state.without_grad().parts
-    ):
+    if (state.leaves or (given is not None and given.leaves)) and (given is None or not _same_state(given, state)):
         raise ValueError(
             f"stage {stage} returns the state {state}, it was given {given or 'none'}; pass state={{{stage}: ...}} of that form"
         )
@@ -394,6 +394,12 @@ def _require_wanted(low: LoweredStage, form: StepForm, spec: StepSpec, replicate
                 f"the output{path} of stage {stage} is {leaf}, which has no axis of {form.rows} rows to join to "
                 f"those of the whole batch; give the inputs as ppfunc.microbatch(inputs, m), to get the outputs of each microbatch"
             )
+
+
+def _same_state(given: Signature, state: Signature) -> bool:
+    """Whether a state has the form of the one before; plain tensors stand for parts that lie as those before."""
+    laid = all(new.layout in (None, old.layout) for old, new in zip(given.leaves, state.leaves, strict=False))
+    return laid and given.without_grad().parts == state.without_grad().parts
 
 
 def _inputs(form: StepForm, spec: StepSpec, microbatches: range) -> list[Signature]:

@@ -78,10 +78,10 @@ def _gradients(lowered: LoweredStep, arguments: StepArguments, buffers: Buffers,
     firsts = {lowered.schedule.model_stages[stage]: gradients for stage, gradients in reversed(buffers.gradients.items())}
     for model, leaves in arguments.params.items():
         signature, gradients = arguments.form.params[model], firsts[model]  # sums over replicas are with the first
-        whole = Signature(signature.treedef, tuple(map(gradients.signature, signature.leaves)))
-        if False not in [leaf.grad for leaf in signature.leaves]:
-            made[model] = whole.wrap(gradients.take(leaves, owned))
+        if all([leaf.grad and leaf.layout is None for leaf in signature.leaves]):
+            made[model] = signature.unflatten(gradients.take(leaves, owned))
             continue
+        whole = Signature(signature.treedef, tuple(map(gradients.signature, signature.leaves)))
         taken = iter(gradients.take(tuple(t for t, leaf in zip(leaves, signature.leaves, strict=True) if leaf.grad), owned))
         zeros = zip(leaves, whole.leaves, strict=True)
         made[model] = whole.wrap([next(taken) if leaf.grad else t.new_zeros(leaf.shape, dtype=leaf.dtype) for t, leaf in zeros])

@@ -47,8 +47,9 @@ class StepFunction(Generic[P, R]):
         transport: carries messages between processes.
         engine: how a stage is differentiated.
         spec: what is wanted of a step.
-        prepare: makes the arguments out of those of the call; what it raises is told to all ranks.
-        finish: makes the return value out of the results.
+        prepare: makes the arguments out of those of the call, or a list of those of several passes of the schedule; what it
+            raises is told to all ranks.
+        finish: makes the return value out of the results, of the last pass, and what ``prepare`` has made.
     """
 
     def __init__(
@@ -59,8 +60,8 @@ class StepFunction(Generic[P, R]):
         transport: Transport,
         engine: Engine,
         spec: StepSpec,
-        prepare: Callable[P, RawArguments],
-        finish: Callable[[StepResult, RawArguments], R],
+        prepare: Callable[P, Any],
+        finish: Callable[[StepResult, Any], R],
     ) -> None:
         self.schedule, self.transport, self.spec = schedule, transport, spec
         self._stages, self._loss_fn, self._engine, self._prepare, self._finish = stages, loss_fn, engine, prepare, finish
@@ -120,7 +121,7 @@ class StepFunction(Generic[P, R]):
         try:
             self._require_all_ranks_under_transforms()
             raw = self._prepare(*args, **kwargs)
-            passes = self._read_passes(raw)
+            passes = self._read_passes(raw if isinstance(raw, list) else [raw])
             arguments = passes[0]
             if "grads" in self.spec.wants or self.spec.update is not None:
                 require_declared(arguments.params, arguments.form, self.spec.tied, self.spec.primal)
@@ -129,10 +130,8 @@ class StepFunction(Generic[P, R]):
             self.transport.ready()
             # Under a torch.func transform from outside, that transform decides what is recorded.
             with torch.set_grad_enabled(torch.is_grad_enabled() and transforming()), _generators(arguments):
-                for n, part in enumerate(passes, 1):
-                    if buffers is not None and not part.steps:
-                        buffers.losses = {stage: [losses] for stage, losses in losses_of(compiled.lowered, buffers).items()}
-                    buffers = execute(compiled, fill(compiled.lowered, part, buffers), part.steps or n == len(passes))
+                for part in passes:
+                    buffers = execute(compiled, fill(compiled.lowered, part, buffers))
                 assert buffers is not None
                 parts = entry.parts if self.spec.update is None else {}  # an update has them, and sums them over all pipelines
                 losses = losses_of(compiled.lowered, buffers) if parts else {}
@@ -162,7 +161,7 @@ class StepFunction(Generic[P, R]):
         try:
             arguments = self._read(self._prepare(*args, **kwargs), abstract=True)
             name, _ = self._begin(arguments, None, "lowered, not run")
-            exchange, generation = self._agreement.exchange(name), self._agreement.generation
+            exchange, generation = self._agreement.exchange(name, arguments.form), self._agreement.generation
             lowered = self._lower(arguments, name, exchange)
             agreed = self._agreement.conclude(name, lowered, exchange)
             kept = Last.of(arguments, name, Entry.of(CompiledStep(lowered, {}, (), ()), agreed.parts))
@@ -199,11 +198,10 @@ class StepFunction(Generic[P, R]):
         last = None if self._last is None or abstract else self._last.arguments
         return read_arguments(raw, self.schedule, self._local, self._loss_fn is not None, last, abstract=abstract)
 
-    def _read_passes(self, raw: RawArguments) -> list[StepArguments]:
-        """The arguments of every pass, all of one form."""
-        first, *others = raw.parts(self.schedule.microbatches)
-        arguments = [self._read(first)]
-        for n, other in enumerate(others, 1):
+    def _read_passes(self, raw: Sequence[RawArguments]) -> list[StepArguments]:
+        """The arguments of every pass of the schedule, all of one form."""
+        arguments = [self._read(raw[0])]
+        for n, other in enumerate(raw[1:], 1):
             arguments.append(read_arguments(other, self.schedule, self._local, self._loss_fn is not None, arguments[0]))
             if arguments[n].form is not arguments[0].form:
                 raise ValueError(f"inputs: pass {n} of the schedule has a batch of another form than pass 0; pad them to one form")
@@ -268,7 +266,7 @@ class StepFunction(Generic[P, R]):
             raise RuntimeError(f"a stage calls the step function that it is part of ({self!r}); call a function of its own from a stage")
         self._building.active = True
         try:
-            exchange = self._agreement.exchange(name)
+            exchange = self._agreement.exchange(name, arguments.form)
             lowered = self._lower(arguments, name, exchange)
             compiled = compile_step(lowered, self._engine, self.transport)
             agreed = self._agreement.conclude(name, lowered, exchange)

@@ -177,15 +177,13 @@ def losses_of(lowered: LoweredStep, buffers: Buffers) -> dict[int, torch.Tensor]
 
 def update_parameters(lowered: LoweredStep, updates: Sequence[Place]) -> Iterator[PlacedCall]:
     """Bind the REDUCE_GRAD and STEP that cannot be carried out where the schedule has them; see :func:`update_call`."""
-    update = lowered.spec.update
+    update, program = lowered.spec.update, lowered.schedule.programs[rank := lowered.ranks[-1]]
     reductions, steps = ([place for place in updates if place.instruction.op is op] for op in (Op.REDUCE_GRAD, Op.STEP))
     yield from ((call, place) for place in reductions if (call := update_call(lowered, place.instruction)))
-    if update is not None and (join := update.join) is not None:
-        rank = lowered.ranks[-1]
-        program = lowered.schedule.programs[rank]
-        place = steps[0] if steps else Place(rank, len(program) - 1, program[-1][-1])
-        yield lambda buffers: join(buffers, losses_of(lowered, buffers)), place
-    yield from ((call, place) for place in steps if (call := update_call(lowered, place.instruction)))
+    made = [(call, place) for place in steps if (call := update_call(lowered, place.instruction))]
+    last = Place(rank, len(program) - 1, Instruction(Op.STEP, program[-1][-1].stage))
+    joined = [] if update is None else [(lambda buffers: update.join(buffers, losses_of(lowered, buffers)), last)]
+    yield from [*joined, *made] if update is not None and update.together else [*made, *joined]
 
 
 def is_late(lowered: LoweredStep, instruction: Instruction) -> bool:
@@ -193,7 +191,7 @@ def is_late(lowered: LoweredStep, instruction: Instruction) -> bool:
     update, model = lowered.spec.update, lowered.schedule.model_stages
     assert update is not None
     shared = {model[s] for leaf in shared_leaves(lowered.schedule, lowered.form.params, lowered.spec.tied) for s, _ in leaf.holders}
-    return model[instruction.stage] in shared or (instruction.op is Op.STEP and update.join is not None)
+    return model[instruction.stage] in shared or (instruction.op is Op.STEP and update.together)
 
 
 def update_call(lowered: LoweredStep, instruction: Instruction) -> Call | None:

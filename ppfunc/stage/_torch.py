@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
@@ -46,6 +47,9 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode,
 from torch.utils._pytree import SUPPORTED_NODES, register_pytree_node as register_pytree_node
 
 StridedShard = _StridedShard
+
+# The part of a DTensor that this rank holds, without a history.
+part_of = attrgetter("_local_tensor")
 
 FUNCTIONAL_COLLECTIVES = torch.ops._c10d_functional
 
@@ -102,8 +106,14 @@ def dtensor(
     part: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, strides: tuple[int, ...]
 ) -> DTensor:
     """A DTensor of this part, in a tenth of the time of ``DTensor.from_local``, which gives it a history as well."""
-    spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, strides, part.dtype))
-    return DTensor(part, spec, requires_grad=False)
+    return DTensor(part, _spec(mesh, placements, shape, strides, part.dtype), requires_grad=False)
+
+
+@lru_cache(4096)
+def _spec(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype
+) -> DTensorSpec:
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, strides, dtype))
 
 
 @contextmanager
@@ -129,6 +139,8 @@ def inductor() -> Any:
 
 def storage(tensor: torch.Tensor) -> int | None:
     """Identity of the memory of a tensor while it lives; None where it has none of its own, sparse or wrapped by a transform."""
+    if isinstance(tensor, DTensor):
+        tensor = part_of(tensor)
     try:
         return tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):

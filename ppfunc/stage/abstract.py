@@ -18,7 +18,7 @@ from ._torch import (
     UnsupportedOperatorException,
     version,
 )
-from .errors import StageError, is_of_a_library as is_of_a_library, place as place, raised
+from .errors import StageError, by_dtensor, is_of_a_library as is_of_a_library, place as place, raised
 from .example import Example, Leaves, split_aux, stand_ins
 from .layout import local
 from .purity import Evaluation, Generators, NoValuesError, Purity, require_values
@@ -213,6 +213,9 @@ def _call(fn: Callable[..., Any], trees: tuple[Any, ...], example: Example, name
     except (StageError, *DATA_DEPENDENT):
         raise
     except Exception as error:
+        if by_dtensor(error):
+            reason = "it uses DTensors, whose own functions torch.func cannot transform"
+            raise StageError(name, reason, "write it over ppfunc.psum and its siblings, or take ppfunc.value_and_grad") from error
         zeros = "" if abstract else ", zeros everywhere, by which an engine that does not trace learns what it returns"
         raise StageError(name, f"{raised(error)}; it was given {example}{zeros}", "") from error
 

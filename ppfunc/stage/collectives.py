@@ -113,7 +113,7 @@ class _Communicate(torch.autograd.Function):
         ctx.collective = inputs[1]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # the stubs know the old style alone
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         return _Communicate.apply(gradient, ctx.collective.transpose), None
 
     @staticmethod

@@ -10,7 +10,7 @@ import torch
 
 from .abstract import DATA_DEPENDENT, Outline, data_dependence, outline as outline_of, without_values
 from .differentiable import DifferentiableStage, contiguous, settled
-from .errors import StageError, first_line
+from .errors import StageError, by_dtensor, first_line
 from .example import Example, Leaves, stand_ins
 from .program import FlatProgram, Gradients, StageProgram, stage_program
 
@@ -131,6 +131,8 @@ def _program(
     except StageError:
         raise
     except Exception as error:
+        if by_dtensor(error):
+            raise StageError(name, f"it uses DTensors, whose own functions {by} cannot differentiate", "use the graph engine") from error
         raise StageError(name, f"it runs, but {by} cannot differentiate it ({first_line(error)})", instead) from error
     return stage_program(flat, seen, known, has_aux=has_aux, residual_bytes=None)
 

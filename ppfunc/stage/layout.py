@@ -9,14 +9,14 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, wraps
+from functools import cache, lru_cache, wraps
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from ._torch import StridedShard, awaited, dtensor
+from ._torch import StridedShard, awaited, dtensor, part_of
 from .tree import tree_leaves
 
 
@@ -54,8 +54,15 @@ class MeshLayout:
 
     def stacked(self, rows: int) -> MeshLayout:
         """The layout of as many such tensors, beside each other in a new axis 0."""
-        moved = tuple(re.sub(r"\d+", lambda axis: str(int(axis[0]) + 1), p, count=1) for p in self.placements)
-        return replace(self, placements=moved, shape=(rows, *self.shape))
+        return self._moved(1, (rows, *self.shape))
+
+    def without(self, axes: int) -> MeshLayout:
+        """The layout of a sum over that many axes in front, which are whole on every rank."""
+        return self._moved(-axes, self.shape[axes:])
+
+    def _moved(self, by: int, shape: tuple[int, ...]) -> MeshLayout:
+        moved = tuple(re.sub(r"\d+", lambda axis: str(int(axis[0]) + by), p, count=1) for p in self.placements)
+        return replace(self, placements=moved, shape=shape)
 
     def to_json(self) -> list[Any]:
         """Lists, texts and numbers."""
@@ -101,7 +108,9 @@ def same_layout(tensor: torch.Tensor, layout: MeshLayout | None) -> bool:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that this rank holds, with its history where gradients are on."""
-    return awaited(tensor.to_local()) if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return awaited(tensor.to_local() if tensor.requires_grad and torch.is_grad_enabled() else part_of(tensor))
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -115,7 +124,14 @@ def distributed(tensor: torch.Tensor, layout: MeshLayout | None) -> torch.Tensor
         return tensor
     if layout.mesh is None:
         raise ValueError(f"got a layout {layout} that was read from a text, and so knows no mesh to make a DTensor on")
-    return dtensor(tensor, layout.mesh, placements_of(layout.placements), torch.Size(layout.shape), _strides(tensor, layout.shape))
+    strides = _strides(tensor.stride(), layout.shape)
+    return dtensor(tensor, layout.mesh, placements_of(layout.placements), torch.Size(layout.shape), strides)
+
+
+def as_dtensor(tensor: torch.Tensor, layout: MeshLayout) -> DTensor:
+    """As :func:`distributed`, with the history of ``tensor``: for use inside a stage."""
+    shape, strides = torch.Size(layout.shape), _strides(tensor.stride(), layout.shape)
+    return DTensor.from_local(tensor, layout.mesh, placements_of(layout.placements), run_check=False, shape=shape, stride=strides)
 
 
 def cut_by(mesh: DeviceMesh, placements: Sequence[Placement], part: Sequence[int]) -> MeshLayout:
@@ -181,7 +197,13 @@ def with_layouts(fn: Callable[..., Any], mesh: DeviceMesh, *, inputs: Any = None
     def stage(params: Any, x: Any, *extras: Any) -> Any:
         return fn(params, x, *extras)
 
-    stage.boundary = Boundary.of(fn)._replace(mesh=mesh, inputs=inputs, outputs=outputs)  # type: ignore[attr-defined]
+    return declaring(stage, Boundary.of(fn)._replace(mesh=mesh, inputs=inputs, outputs=outputs))
+
+
+def declaring(stage: Callable[..., Any], boundary: Boundary) -> Callable[..., Any]:
+    """The stage itself, with this boundary."""
+    if boundary.mesh is not None:
+        stage.boundary = boundary  # type: ignore[attr-defined]
     return stage
 
 
@@ -212,9 +234,9 @@ def _placement(text: str) -> Placement:
     return StridedShard(int(found[2]), split_factor=int(found[3])) if found[1] else Shard(int(found[2]))
 
 
-def _strides(part: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+@lru_cache(4096)
+def _strides(part: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of the whole, with its axes in the order in which those of a part lie in memory."""
-    own = part.stride()
-    order = sorted(range(part.ndim), key=lambda axis: (-own[axis], axis))
-    after = [order[order.index(axis) + 1 :] for axis in range(part.ndim)]
+    order = sorted(range(len(part)), key=lambda axis: (-part[axis], axis))
+    after = [order[order.index(axis) + 1 :] for axis in range(len(part))]
     return tuple(math.prod(max(shape[axis], 1) for axis in inner) for inner in after)

@@ -120,7 +120,7 @@ class Signature:
         Raises:
             ValueError: the tree does not begin like ``prefix``, a leaf lacks the axis that is cut, or is a part of another.
         """
-        if prefix is None or mesh is None:
+        if prefix is None or mesh is None or not self.leaves:
             return self
         try:
             placements = optree.broadcast_prefix(prefix, self.unflatten(self.leaves), namespace=NAMESPACE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from ..stage.signature import differentiable
 from ..stage.tree import tree_leaves, tree_map
 
 Tree = Any
+Wait = Callable[[], None]
+"""Waits until a collective is done."""
 
 
 class Update(Protocol):
@@ -22,6 +24,27 @@ class Update(Protocol):
     def __call__(
         self, grads: Tree, state: Tree, params: Tree, *, grad_scale: Tensor | None = None, found_inf: Tensor | None = None
     ) -> tuple[Tree, Tree]: ...
+
+
+class Ranks(Protocol):
+    """Collectives among some ranks, all of which call the same, in the same order; each returns at once.
+
+    Args:
+        size: how many ranks.
+        place: of this rank among them.
+    """
+
+    size: int
+    place: int
+
+    def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum") -> Wait:
+        """Replace a tensor by the sum, or the largest, of those of all ranks."""
+
+    def reduce_scatter(self, tensor: Tensor) -> tuple[Tensor, Wait]:
+        """This rank's part, [n], of the sum of tensors [size * n]."""
+
+    def all_gather(self, part: Tensor) -> tuple[Tensor, Wait]:
+        """The tensors [n] of all ranks one after the other, [size * n]."""
 
 
 class Transform(NamedTuple):

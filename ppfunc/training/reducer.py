@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..stage.signature import LeafSignature
 from ._torch import add_into_each, copy_into_each
 from .buckets import MOST, plan_buckets, views
+from .protocols import Ranks, Wait
 
 
 class Reducer:
@@ -20,13 +19,13 @@ class Reducer:
     Equivalent to, for each leaf::
 
         total = sum(gradients of the microbatches)
-        for group in groups: total = sum(total of each rank of the group)
+        for among in ranks: total = sum(total of each of them)
 
     It owns its buffers, which live as long as it does: what ``wait`` returns is overwritten by the next ``add`` after it.
 
     Args:
         leaves: the parameters of the stage, or their signatures.
-        groups: one group of ranks per axis, over which to add up in turn; none for one rank.
+        ranks: of one axis each, over which to add up in turn; none for one rank.
         axis, stage: names of the buckets.
         dtype: in which real gradients are added up, such as ``Precision.reduce``; by default that of the leaf.
         chosen: numbers of the leaves that are added up here; by default all that are floating or complex.
@@ -37,7 +36,7 @@ class Reducer:
     def __init__(
         self,
         leaves: Sequence[Tensor | LeafSignature],
-        groups: Sequence[dist.ProcessGroup] = (),
+        ranks: Sequence[Ranks] = (),
         *,
         axis: str = "dp",
         stage: int = 0,
@@ -48,12 +47,12 @@ class Reducer:
     ) -> None:
         self.buckets = plan_buckets(leaves, axis=axis, stage=stage, dtype=dtype, chosen=chosen, most=most)
         self.flats = tuple(torch.zeros(bucket.numel, dtype=bucket.dtype, device=device) for bucket in self.buckets)
-        self._groups = tuple(groups)
+        self._ranks = tuple(ranks)
         self._leaves = len(leaves)
         self._numbers = [place.leaf for bucket in self.buckets for place in bucket.places]
         self._views = [view for bucket, flat in zip(self.buckets, self.flats, strict=True) for view in views(bucket, flat)]
         self._begun = False  # whether the buffers hold gradients of this step
-        self._works: list[Any] | None = None  # of the reduction that is under way
+        self._waits: list[Wait] | None = None  # of the reduction that is under way
 
     @torch.no_grad()
     def add(self, gradients: Sequence[Tensor | None]) -> None:
@@ -63,7 +62,7 @@ class Reducer:
             RuntimeError: while a reduction is under way.
             ValueError: another number of gradients than of leaves.
         """
-        if self._works is not None:
+        if self._waits is not None:
             raise RuntimeError("gradients came while a reduction is under way: wait for it first")
         if len(gradients) != self._leaves:
             raise ValueError(f"got {len(gradients)} gradients, expected {self._leaves}, one per leaf")
@@ -87,15 +86,15 @@ class Reducer:
         return tuple(found.get(n) for n in range(self._leaves))
 
     def launch(self) -> None:
-        """Begin to add up over the first group, bucket after bucket; returns at once. All ranks of it launch in one order.
+        """Begin to add up over the first axis, bucket after bucket; returns at once. All its ranks launch in one order.
 
         Raises:
             RuntimeError: a reduction is under way already.
         """
-        if self._works is not None:
+        if self._waits is not None:
             raise RuntimeError("a reduction is under way already: wait for it first")
         self.accumulated()
-        self._works = self._all_reduce(self._groups[:1])
+        self._waits = self._all_reduce(self._ranks[:1])
 
     def wait(self) -> tuple[Tensor | None, ...]:
         """Wait for the sums; return one per leaf, in the dtype of its bucket, None for leaves that are not in any.
@@ -103,19 +102,19 @@ class Reducer:
         Raises:
             RuntimeError: no reduction is under way.
         """
-        if self._works is None:
+        if self._waits is None:
             raise RuntimeError("no reduction is under way: launch one first")
-        for work in self._works:
-            work.wait()
-        for group in self._groups[1:]:
-            for work in self._all_reduce([group]):
-                work.wait()
+        for wait in self._waits:
+            wait()
+        for among in self._ranks[1:]:
+            for wait in self._all_reduce([among]):
+                wait()
         sums = self.accumulated()
-        self._works, self._begun = None, False
+        self._waits, self._begun = None, False
         return sums
 
-    def _all_reduce(self, groups: Iterable[dist.ProcessGroup]) -> list[Any]:
-        return [dist.all_reduce(flat, group=group, async_op=True) for group in groups for flat in self.flats]
+    def _all_reduce(self, ranks: Iterable[Ranks]) -> list[Wait]:
+        return [among.all_reduce(flat) for among in ranks for flat in self.flats]
 
     def _zero(self) -> None:
         for flat in self.flats:

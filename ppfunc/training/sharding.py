@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..stage.signature import LeafSignature, differentiable
 from ._torch import copy_into_each
 from .buckets import MOST, Bucket, plan_buckets, views
+from .protocols import Ranks, Wait
 
 Dims = tuple[int | None, ...]
 """Of every leaf the dimension that is cut, None for leaves of which each rank has the whole."""
@@ -57,81 +57,78 @@ class Pending(NamedTuple):
     """Collectives that are under way.
 
     Args:
-        works: their handles.
+        waits: one per collective.
         finish: makes their result, once they have ended.
     """
 
-    works: tuple[Any, ...]
+    waits: tuple[Wait, ...]
     finish: Callable[[], tuple[Tensor, ...]]
 
     def wait(self) -> tuple[Tensor, ...]:
         """Wait for them and return the result, one tensor per leaf. Call it once."""
-        for work in self.works:
-            work.wait()
+        for wait in self.waits:
+            wait()
         return self.finish()
 
 
 @torch.no_grad()
-def gather(shards: Sequence[Tensor], dims: Dims, group: dist.ProcessGroup, *, most: int = MOST) -> Pending:
-    """Begin to make whole leaves of the shards of all ranks of a group, of which this rank is one: see :func:`shard`.
+def gather(shards: Sequence[Tensor], dims: Dims, ranks: Ranks, *, most: int = MOST) -> Pending:
+    """Begin to make whole leaves of the shards of all ranks: see :func:`shard`.
 
     Returns:
         What gives the whole leaves, in memory of their own; a leaf that is not cut is returned as it is.
     """
-    ranks = dist.get_world_size(group)
     shards = [s.detach() for s in shards]
-    buckets = plan_buckets(shards, chosen=_cut(dims), most=most // ranks)
-    works, flats = [], []
+    buckets = plan_buckets(shards, chosen=_cut(dims), most=most // ranks.size)
+    waits, flats = [], []
     for bucket in buckets:
         own = torch.empty(bucket.numel, dtype=bucket.dtype, device=shards[bucket.places[0].leaf].device)
         copy_into_each(views(bucket, own), [shards[place.leaf] for place in bucket.places])
-        # gloo takes a flat result only.
-        flats.append(own.new_empty(ranks * bucket.numel))
-        works.append(dist.all_gather_into_tensor(flats[-1], own, group=group, async_op=True))
+        flat, wait = ranks.all_gather(own)
+        flats.append(flat)
+        waits.append(wait)
 
     def finish() -> tuple[Tensor, ...]:
         whole = list(shards)
         for bucket, flat in zip(buckets, flats, strict=True):
             for n in (place.leaf for place in bucket.places):
-                whole[n] = shards[n].new_empty(_whole(shards[n].shape, dims[n], ranks))
-            into = [_split(whole[place.leaf], dims[place.leaf], ranks) for place in bucket.places]
-            copy_into_each(into, _split_views(bucket, flat, dims, ranks))
+                whole[n] = shards[n].new_empty(_whole(shards[n].shape, dims[n], ranks.size))
+            into = [_split(whole[place.leaf], dims[place.leaf], ranks.size) for place in bucket.places]
+            copy_into_each(into, _split_views(bucket, flat, dims, ranks.size))
         return tuple(whole)
 
-    return Pending(tuple(works), finish)
+    return Pending(tuple(waits), finish)
 
 
 @torch.no_grad()
-def reduce_shards(
-    gradients: Sequence[Tensor], dims: Dims, group: dist.ProcessGroup, *, dtype: torch.dtype | None = None, most: int = MOST
-) -> Pending:
-    """Begin to add up whole gradients over the ranks of a group, of which each gets its shards of the sums.
+def reduce_shards(gradients: Sequence[Tensor], dims: Dims, ranks: Ranks, *, dtype: torch.dtype | None = None, most: int = MOST) -> Pending:
+    """Begin to add up whole gradients over ranks, each of which gets its shards of the sums.
 
-    Equivalent to ``shard(sums, dims, ranks, rank)``; with two ranks, or one order of sums in the collectives, bit by bit.
+    Equivalent to ``shard(sums, dims, ranks.size, ranks.place)``; with two ranks, or one order of sums in the collectives, bit by bit.
 
     Args:
         gradients: whole ones, one per leaf. Those of leaves that are neither floating nor complex are returned as they are.
         dims: see :func:`shard_dims`. What is not cut is added up whole.
-        group: the ranks of the axis.
+        ranks: of the axis.
         dtype: in which real gradients are added up; by default their own.
         most: bytes of a bucket.
     """
-    ranks = dist.get_world_size(group)
-    parts = [_signature_of_shard(g, dim, ranks) for g, dim in zip(gradients, dims, strict=True)]
-    cut = plan_buckets(parts, chosen=_cut(dims), dtype=dtype, most=most // ranks)
+    parts = [_signature_of_shard(g, dim, ranks.size) for g, dim in zip(gradients, dims, strict=True)]
+    cut = plan_buckets(parts, chosen=_cut(dims), dtype=dtype, most=most // ranks.size)
     rest = plan_buckets(parts, chosen=[n for n, dim in enumerate(dims) if dim is None], dtype=dtype, most=most)
-    works, flats = [], []
+    waits, flats = [], []
     for bucket in cut:
         device = gradients[bucket.places[0].leaf].device
-        flat = torch.zeros(ranks * bucket.numel, dtype=bucket.dtype, device=device)
-        given = [_split(gradients[place.leaf], dims[place.leaf], ranks) for place in bucket.places]
-        copy_into_each(_split_views(bucket, flat, dims, ranks), given)
-        flats.append(flat.new_empty(bucket.numel))
-        works.append(dist.reduce_scatter_tensor(flats[-1], flat, group=group, async_op=True))
+        flat = torch.zeros(ranks.size * bucket.numel, dtype=bucket.dtype, device=device)
+        given = [_split(gradients[place.leaf], dims[place.leaf], ranks.size) for place in bucket.places]
+        copy_into_each(_split_views(bucket, flat, dims, ranks.size), given)
+        part, wait = ranks.reduce_scatter(flat)
+        flats.append(part)
+        waits.append(wait)
     for bucket in rest:
         flats.append(torch.zeros(bucket.numel, dtype=bucket.dtype, device=gradients[bucket.places[0].leaf].device))
         copy_into_each(views(bucket, flats[-1]), [gradients[place.leaf] for place in bucket.places])
-        works.append(dist.all_reduce(flats[-1], group=group, async_op=True))
+        waits.append(ranks.all_reduce(flats[-1]))
 
     def finish() -> tuple[Tensor, ...]:
         sums = list(gradients)
@@ -140,7 +137,7 @@ def reduce_shards(
                 sums[place.leaf] = view
         return tuple(sums)
 
-    return Pending(tuple(works), finish)
+    return Pending(tuple(waits), finish)
 
 
 def _cut(dims: Dims) -> list[int]:

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from ppfunc.training import Reducer
+from tests.training.world import World
 
 LEAVES = [
     torch.zeros(3, 2, dtype=torch.float64),
@@ -71,7 +71,7 @@ def test_calls_out_of_order():
 
 
 def over_ranks(rank, size, dtype):
-    world = dist.group.WORLD
+    world = World()
     reducer = Reducer(LEAVES, [world], dtype=dtype, most=64)
     twice = Reducer(LEAVES, [world, world], dtype=dtype)
     results = []

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, strategies as st
 
-from ppfunc.training import Reducer, adamw, gather, reduce_shards, sgd, shard, shard_dim, shard_dims
+from ppfunc.training import Reducer, adamw, sgd
+from ppfunc.training.sharding import gather, reduce_shards, shard, shard_dim, shard_dims
+from tests.training.world import World
 
 
 @given(st.lists(st.integers(0, 6), max_size=4), st.integers(1, 4), st.sets(st.integers(0, 3)))
@@ -55,7 +56,7 @@ def test_shards_are_slices(ranks):
 
 
 def moved(rank, size, most):
-    whole, world = leaves(), dist.group.WORLD
+    whole, world = leaves(), World()
     dims = shard_dims(whole, size)
     gathered = gather(shard(whole, dims, size, rank), dims, world, most=most).wait()
     own, other = leaves(1 + rank), leaves(2 - rank)
@@ -75,7 +76,7 @@ def test_gather_undoes_shard_and_sums_are_scattered(two, most):
 def trained(rank, size, name):
     """Weights after steps with whole state, and with sharded state; bytes of both states."""
     make = {"adamw": lambda: adamw(0.1), "sgd": lambda: sgd(0.1, 0.9), "dampened": lambda: sgd(0.1, 0.9, dampening=0.5)}[name]
-    world, optimizer = dist.group.WORLD, make()
+    world, optimizer = World(), make()
     whole = tuple(leaves())
     dims = shard_dims(whole, size)
     given = whole
