@@ -34,6 +34,10 @@ extras                  inputs of a stage beside ``x`` that get no gradient, suc
 state                   a tree that a stage reads, and returns anew, in every training step, such as running statistics
 metrics                 tensors that a stage returns for the caller, beside ``y``
 loss weights            the weight of each microbatch in the loss, ``1/m`` each by default
+trainer                 a function of state and batch to the next state, with what it needs; ``train_step`` makes one
+data rank               one of several pipelines that hold the same parameters and run other batches
+model rank              one of several ranks that compute parts of the same stage, on the same batch
+shard                   the part of a tensor that a rank keeps
 bubble                  the share of a training step in which ranks wait
 ======================  ==========================================================================================
 """
@@ -79,7 +83,9 @@ if TYPE_CHECKING:
         Schedule as Schedule,
         ScheduleError as ScheduleError,
         check as check,
+        chimera as chimera,
         compare as compare,
+        compare_schedules as compare_schedules,
         data_parallel as data_parallel,
         deepspeed_inference as deepspeed_inference,
         deepspeed_train as deepspeed_train,

@@ -6,23 +6,24 @@ import math
 import reprlib
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self, get_args
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ppfunc.making import Stages, make_step, unpacked
+from ppfunc.making import Stages, make_step, told_to_peers, unpacked
 from ppfunc.runtime import P2P, Axes, InProcess, Microbatches, StepSpec, Transport
 from ppfunc.runtime.arguments import LossWeights, RawArguments, Seed
 from ppfunc.runtime.results import StepResult
 from ppfunc.runtime.ties import TiedPlaces
-from ppfunc.schedule import Schedule, append_tail, forward_only, reduce_early, remove_tail
+from ppfunc.schedule import Schedule, append_tail, forward_only, insert_unshards, reduce_early, remove_tail, remove_unshards
 from ppfunc.stage import Engine, Loss, Stage, graph
 from ppfunc.stage.layout import local
 from ppfunc.stage.tree import tree_leaves, tree_map
 
 from .training import LossScale, Optimizer, Precision, accepting_scale
-from .training.update import Ground, Metrics as Metrics, OnNonfinite, Running, TrainState as TrainState, UpdateRule
+from .training.norms import require_norm_type
+from .training.update import Ground, Metrics as Metrics, OnNonfinite, Running, Shard, TrainState as TrainState, UpdateRule
 
 
 class Trainer:
@@ -45,11 +46,13 @@ class Trainer:
         self._ground, self._rule, self._accumulate = ground, ground.rule, accumulate
         reduce = self._rule.precision.reduce
         sum_dtype = reduce if reduce in (torch.float32, torch.float64) else None
-        spec = StepSpec("train_step", frozenset({"loss"}), tied=ground.tied, sum_dtype=sum_dtype, update=ground.update())
+        name = f"train_step {self._rule.text}, {accumulate} passes"
+        spec = StepSpec(name, frozenset({"loss"}), tied=ground.tied, sum_dtype=sum_dtype, update=ground.update())
         self._step = make_step(stages, loss_fn, schedule, transport, engine, spec, self._steps, self._updated)
         looking = ground._replace(rule=self._rule._replace(scale=None, clip=math.inf, on_nonfinite="skip"))
-        spec = StepSpec("evaluation of train_step", frozenset({"loss"}), tied=ground.tied, update=looking.update())
-        ahead = forward_only(remove_tail(schedule))
+        spec = StepSpec(f"evaluation of {name}", frozenset({"loss"}), tied=ground.tied, update=looking.update())
+        ahead = forward_only(remove_unshards(remove_tail(schedule)))
+        ahead = insert_unshards(ahead) if self._rule.shard == "params" else ahead
         self._evaluate = make_step(stages, loss_fn, ahead, transport, engine, spec, self._passes, self._loss, training=False)
 
     def __repr__(self) -> str:
@@ -64,7 +67,8 @@ class Trainer:
         precision, scale = self._rule.precision, self._rule.scale
         masters = {s: precision.to_master(tree_map(torch.Tensor.detach, tree)) for s, tree in params.items()}
         device = next((local(t).device for tree in masters.values() for t in tree_leaves(tree)), torch.device("cpu"))
-        optimizer = {s: self._ground.init(tree) for s, tree in masters.items()}
+        kept = {s: self._ground.init(tree) for s, tree in masters.items()}
+        masters, optimizer = ({s: pair[n] for s, pair in kept.items()} for n in (0, 1))
         step = torch.zeros((), dtype=torch.int64, device=device)
         return TrainState(step, masters, optimizer, {} if scale is None else scale.init(device))
 
@@ -146,7 +150,7 @@ class Trainer:
         count, precision, data = self._accumulate, self._rule.precision, self._ground.data
         microbatches = count * self.schedule.microbatches
         weights = [1 / (data.size * microbatches)] * microbatches if loss_weights is None else loss_weights
-        params = {s: precision.to_compute(tree) for s, tree in state.params.items()}
+        params = {s: self._ground.given(tree) for s, tree in state.params.items()}
         cast = inputs.map(precision.to_compute) if isinstance(inputs, Microbatches) else precision.to_compute(inputs)
         running = Running(state._replace(params=dict(state.params), optimizer=dict(state.optimizer)), [_sum_of(loss_weights)])
         raw = RawArguments(
@@ -184,7 +188,7 @@ def train_step(
     norm_type: float = 2.0,
     scale: LossScale | None = None,
     accumulate: int = 1,
-    shard: Literal["none", "optimizer"] = "none",
+    shard: Shard = "none",
     precision: Precision | None = None,
     on_nonfinite: OnNonfinite = "skip",
 ) -> Trainer:
@@ -209,7 +213,9 @@ def train_step(
         accumulate: how many times the schedule runs in a step, each with a part of the batch; the gradients are those of
             one schedule with as many times the microbatches, bit by bit.
         shard: ``"optimizer"`` keeps, on each data rank, a part of the state of the optimizer, and updates that part of the
-            parameters, which are then gathered; the same bits over two data ranks.
+            parameters, which are then gathered. ``"params"`` keeps a part of the parameters, too: each stage is gathered before it
+            computes and freed behind, at most two at a time. The same bits as ``"none"`` over two data ranks. What cannot be
+            cut evenly is whole on every rank.
         precision: dtypes of computing, reducing and keeping parameters.
         on_nonfinite: where loss or gradients are not finite: ``"skip"`` the update, ``"raise"`` on every rank (reads a number of
             the device in every step), or ``"ignore"`` it.
@@ -217,29 +223,41 @@ def train_step(
     Raises:
         ScheduleError, ValueError, TypeError: as :func:`value_and_grad`; arguments that do not fit together.
     """
-    stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied)
     if mesh is not None and transport is not None:
         raise ValueError("got a mesh and a transport, expected one of the two; ppfunc.P2P(mesh=mesh, axes=axes) is a transport over a mesh")
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-        raise ValueError(f"accumulate: got {accumulate!r}, expected a number of passes, at least 1")
-    if on_nonfinite not in ("skip", "raise", "ignore"):
-        raise ValueError(f"on_nonfinite: got {on_nonfinite!r}, expected 'skip', 'raise' or 'ignore'")
-    if clip is not None and optimizer.clipped is not None:
-        raise ValueError("clip: got one, and the optimizer clips, too; leave one of them out")
-    if clip is not None and not clip >= 0:
-        raise ValueError(f"clip: got {clip}, expected a norm, at least 0")
-    if optimizer.clipped is not None:
-        first, optimizer = optimizer.clipped
-        clip, norm_type = first.max_norm, first.norm_type
-    if shard not in ("none", "optimizer"):
-        raise ValueError(f"shard: got {shard!r}, expected 'none' or 'optimizer'")
-    rule = UpdateRule(
-        accepting_scale(optimizer), math.inf if clip is None else clip, norm_type, scale, precision or Precision(), on_nonfinite,
-        shard == "optimizer",
-    )  # fmt: skip
-    axes = axes or Axes()
     if transport is None:
         transport = InProcess() if mesh is None else P2P(mesh=mesh, axes=axes)
-    schedule = reduce_early(append_tail(remove_tail(schedule), tied=bool(ties) or bool(schedule.replicas)))
-    ground = Ground.of(rule, schedule, ties, transport, mesh, axes)
-    return Trainer(stages, loss_fn, schedule, transport, engine, ground, accumulate)
+    return _trainer(
+        stages, loss_fn, schedule, transport, optimizer, engine, tied, clip, norm_type, scale, accumulate, shard, precision, on_nonfinite
+    )
+
+
+@told_to_peers
+def _trainer(
+    stages: Stages, loss_fn: Loss, schedule: Schedule, transport: Transport, optimizer: Optimizer, engine: Engine, tied: TiedPlaces,
+    clip: float | None, norm_type: float, scale: LossScale | None, accumulate: int, shard: Shard, precision: Precision | None,
+    on_nonfinite: OnNonfinite,
+) -> Trainer:  # fmt: skip
+    """The trainer of these arguments; a mistake among them is told to the other ranks."""
+    stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied)
+    if not callable(getattr(optimizer, "init", None)) or not callable(getattr(optimizer, "update", None)):
+        raise TypeError(f"optimizer: got {reprlib.repr(optimizer)}, expected init and update, such as ppfunc.adamw(1e-3)")
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise ValueError(f"accumulate: got {accumulate!r}, expected a number of passes, at least 1")
+    for name, got, known in (("on_nonfinite", on_nonfinite, get_args(OnNonfinite)), ("shard", shard, get_args(Shard))):
+        if got not in known:
+            raise ValueError(f"{name}: got {got!r}, expected {' or '.join(map(repr, known))}")
+    if clip is not None and not clip >= 0:
+        raise ValueError(f"clip: got {clip}, expected a norm, at least 0")
+    require_norm_type(norm_type)
+    if (clipped := getattr(optimizer, "clipped", None)) is not None:
+        if clip is not None:
+            raise ValueError("clip: got one, and the optimizer clips, too; leave one of them out")
+        first, optimizer = clipped
+        clip, norm_type = first.max_norm, first.norm_type
+    limit = math.inf if clip is None else clip
+    rule = UpdateRule(accepting_scale(optimizer), limit, norm_type, scale, precision or Precision(), on_nonfinite, shard)
+    schedule = remove_unshards(remove_tail(schedule))
+    schedule = insert_unshards(schedule) if shard == "params" else schedule
+    schedule = reduce_early(append_tail(schedule, tied=bool(ties) or bool(schedule.replicas)))
+    return Trainer(stages, loss_fn, schedule, transport, engine, Ground.of(rule, schedule, ties, transport), accumulate)

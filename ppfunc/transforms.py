@@ -117,7 +117,7 @@ def hvp(
     loss_weights: LossWeights = None,
     has_aux: bool = False,
     tied: TiedPlaces = None,
-) -> StepFunction[..., tuple[tuple[torch.Tensor, torch.Tensor], tuple[dict[int, Any], dict[int, Any]]]]:
+) -> StepFunction[..., tuple[tuple[torch.Tensor, torch.Tensor, dict[int, Any]], dict[int, Any]]]:
     """Make a function that multiplies the Hessian of the loss, in the parameters of all stages, by a vector: in one pass.
 
     Equivalent to, with ``loss`` as in :func:`ppfunc.value_and_grad`::
@@ -129,10 +129,10 @@ def hvp(
         stages, loss_fn, schedule, transport, engine, loss_weights, has_aux, tied: as in :func:`ppfunc.value_and_grad`.
 
     Returns:
-        ``step(params, tangents, inputs, targets, ...) -> ((loss, slope), (grads, products))``, the keywords
-        as in :func:`ppfunc.value_and_grad`. ``tangents`` is the vector, ``{stage: tree}`` like ``params``,
-        with None for zeros; ``grads`` and ``products`` have the structure of ``params``. With ``has_aux``,
-        ``((loss, slope), aux)`` comes in the place of ``(loss, slope)``.
+        ``step(params, tangents, inputs, targets, ...) -> (values, products)``, the keywords as in
+        :func:`ppfunc.value_and_grad`. ``tangents`` is the vector, ``{stage: tree}`` like ``params``, with None
+        for zeros. ``values`` is what comes with the products, ``(loss, slope, grads)``: ``grads`` and ``products``
+        have the structure of ``params``. With ``has_aux``, ``(values, aux)`` comes in the place of ``values``.
 
     References:
         Pearlmutter, Fast exact multiplication by the Hessian, 1994.
@@ -140,7 +140,7 @@ def hvp(
     >>> from ppfunc import gpipe
     >>> step = hvp([lambda w, x: w * x] * 2, lambda y, target: (y**2).sum(), gpipe(ranks=2, microbatches=1))
     >>> params, tangents = {0: torch.tensor(2.0), 1: torch.tensor(3.0)}, {0: torch.tensor(1.0), 1: None}
-    >>> _, (grads, products) = step(params, tangents, torch.ones(1), torch.ones(1))
+    >>> (loss, slope, grads), products = step(params, tangents, torch.ones(1), torch.ones(1))
     >>> grads, products
     ({0: tensor(36.), 1: tensor(24.)}, {0: tensor(18.), 1: tensor(24.)})
     """
@@ -150,8 +150,8 @@ def hvp(
     def finish(result: StepResult, raw: RawArguments) -> Any:
         grads = {stage: completed(gradient, raw.params[stage][0]) for stage, (_, gradient) in result.grads.items()}
         products = {stage: product for stage, (product, _) in result.grads.items()}
-        values = tuple(result.loss.unbind())
-        return (values, result.aux) if has_aux else values, (grads, products)
+        values = (*result.loss.unbind(), grads)
+        return (values, result.aux) if has_aux else values, products
 
     wants = frozenset({"loss", "grads", *(["aux"] if has_aux else [])})
     spec = StepSpec("hvp", wants, loss_shape=(2,), tied=ties, primal="0")
@@ -184,8 +184,8 @@ def gnvp(
         stages, loss_fn, schedule, transport, engine, loss_weights, has_aux, tied: as in :func:`ppfunc.value_and_grad`.
 
     Returns:
-        ``step(params, tangents, inputs, targets, ...) -> ((loss, curvature), products)``; arguments as of
-        :func:`hvp`. The curvature is that along the vector, the inner product of it with ``products``.
+        ``step(params, tangents, inputs, targets, ...) -> (values, products)``, as :func:`hvp`. ``values`` is
+        ``(loss, curvature)``; the curvature is that along the vector, the inner product of it with ``products``.
         A stage with an auxiliary loss is refused: there is no Gauss-Newton matrix of a sum of such losses.
 
     References:

@@ -535,11 +535,11 @@ def test_a_stage_may_end_in_a_functional_collective(alone, engine):
     """Its result was sent before it had come: memory that is not there."""
     from torch.distributed import _functional_collectives as functional
 
-    def summed(p, x):
-        return functional.all_reduce(dense(p, x), "sum", alone.group.WORLD)
+    def gathered(p, x):
+        return functional.all_gather_single(dense(p, x), 0, alone.group.WORLD)
 
     given = problem()
-    got = pp.value_and_grad([summed, dense], squared, pp.gpipe(2, 2), engine=engine)(*given)
+    got = pp.value_and_grad([gathered, dense], squared, pp.gpipe(2, 2), engine=engine)(*given)
     torch.testing.assert_close(got, pp.value_and_grad([dense, dense], squared, pp.gpipe(2, 2))(*given))
 
 

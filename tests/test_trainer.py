@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import time
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import ppfunc as pp
@@ -209,13 +210,13 @@ def copy_of(tree):
     [
         ({"accumulate": 0}, "accumulate: got 0, expected a number of passes, at least 1"),
         ({"clip": -1.0}, "clip: got -1.0, expected a norm, at least 0"),
-        ({"on_nonfinite": "stop"}, "on_nonfinite: got 'stop', expected 'skip', 'raise' or 'ignore'"),
-        ({"shard": "all"}, "shard: got 'all'"),
+        ({"on_nonfinite": "stop"}, "on_nonfinite: got 'stop', expected 'skip' or 'raise' or 'ignore'"),
+        ({"shard": "all"}, "shard: got 'all', expected 'none' or 'optimizer' or 'params'"),
         ({"norm_type": 0.0}, "norm_type is 0.0"),
     ],
 )
 def test_wrong_arguments_are_named(options, text):
-    stages, params, x, y = problem()
+    stages, *_ = problem()
     with pytest.raises(ValueError, match=text):
         pp.train_step(stages, squared, pp.one_f_one_b(4, 4), pp.adamw(1e-2), **options)
 
@@ -232,6 +233,26 @@ def test_two_clippings_and_a_strange_state_are_refused():
     wanted = train(pp.train_step(stages, squared, pp.one_f_one_b(4, 4), pp.adamw(1e-2), clip=0.1), params, x, y)
     assert found == wanted[1]
     assert same_bits(state.params, wanted[0].params)
+
+
+@pytest.mark.parametrize("build", [lambda: pp.one_f_one_b(4, 8), lambda: pp.dualpipe(4, 8), lambda: pp.dualpipev(2, 8)])
+def test_a_parameter_of_several_places_counts_once_in_the_norm(build):
+    _, params, x, y = tied_problem()
+    stages = [embed, dense, dense, head]
+    with pp.train_step(stages, F.cross_entropy, build(), pp.adamw(1e-2), tied=TIED, clip=0.1) as trainer:
+        _, found = train(trainer, params, x, y)
+    table, *layers = (params[s][name].clone().requires_grad_() for s, name in ((0, "e"), (1, "w"), (2, "w")))
+    optimizer = torch.optim.AdamW([table, *layers], 1e-2)
+    for loss, norm in found:
+        optimizer.zero_grad()
+        out = table[x]
+        for w in layers:
+            out = torch.tanh(out @ w)
+        whole = F.cross_entropy(out @ table.T, y)
+        whole.backward()
+        measured = nn.utils.clip_grad_norm_([table, *layers], 0.1)
+        assert (loss, norm) == pytest.approx((whole.item(), measured.item()), rel=TOLERANCE)
+        optimizer.step()
 
 
 # -- a mesh ------------------------------------------------------------------------------------
@@ -259,8 +280,13 @@ OPTIONS = {
     "plain": {"clip": 0.3},
     "accumulate": {"clip": 0.3, "accumulate": 2},
     "sharded": {"clip": 0.3, "shard": "optimizer"},
+    "params": {"clip": 0.3, "shard": "params"},
     "ignore": {"on_nonfinite": "ignore"},
 }
+
+
+def whole(params):
+    return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in params.items()}
 
 
 def grid(rank, size, pipes, schedule, option):
@@ -288,15 +314,27 @@ def grid(rank, size, pipes, schedule, option):
     for got, expected in zip(losses, found, strict=True):
         assert got == pytest.approx(expected, rel=TOLERANCE)
     for s in mine:
-        for name, leaf in state.params[s].items():
+        for name, leaf in whole(state.params[s]).items():
             assert torch.allclose(leaf, wanted.params[s][name], rtol=TOLERANCE, atol=TOLERANCE)
     sharded = [t for t in tree_leaves(state.optimizer) if isinstance(t, DTensor)]
-    assert bool(sharded) == (option == "sharded")
+    assert bool(sharded) == (option in ("sharded", "params"))
+    kept = sum(t.to_local().numel() if isinstance(t, DTensor) else t.numel() for t in tree_leaves(state.params))
+    assert kept * (data if option == "params" else 1) == sum(t.numel() for t in tree_leaves(mine))
     assert all(t.to_local().numel() * data == t.numel() for t in sharded)
     return losses
 
 
-@pytest.mark.parametrize("schedule, option", [("zbv", "plain"), ("dualpipev", "accumulate"), ("interleaved", "sharded"), ("zbv", "ignore")])
+@pytest.mark.parametrize(
+    "schedule, option",
+    [
+        ("dualpipev", "plain"),
+        ("interleaved", "accumulate"),
+        ("zbv", "sharded"),
+        ("zbv", "params"),
+        ("dualpipev", "params"),
+        ("zbv", "ignore"),
+    ],
+)
 def test_two_pipelines_of_two_ranks_train_as_one_process(four, schedule, option):
     answers = four(grid, 2, schedule, option)
     assert all(answer == answers[0] for answer in answers)
@@ -344,6 +382,102 @@ def test_tensor_parallel_pipelines_train_as_one_process(four):
     four(tensor_parallel, (2, 1, 2), "zbv", "plain")
 
 
-@pytest.mark.parametrize("option", ["plain", "sharded"])
+@pytest.mark.parametrize("option", ["sharded", "params"])
 def test_all_three_axes_train_as_one_process(fresh, option):
     fresh(8)(tensor_parallel, (2, 2, 2), "dualpipev", option, timeout=120)
+
+
+def failing(rank, size):
+    """One rank of the second pipeline fails in a stage, once; then it overflows, alone; then all is well again."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    calls = []
+
+    def stage(params, x):
+        calls.append(None)
+        if rank == 3 and len(calls) == 3:
+            raise ValueError("on purpose")
+        return torch.tanh(x @ params["w"])
+
+    _, params, x, y = problem(2)
+    schedule, pipe = pp.one_f_one_b(2, 4), mesh.get_local_rank("pp")
+    options = {"axes": pp.Axes("pp", "dp"), "engine": pp.functional, "scale": pp.dynamic_scale()}
+    with pp.train_step([stage] * 2, squared, schedule, pp.sgd(1e-2), mesh, **options) as trainer:
+        state = trainer.init({pipe: params[pipe]})
+        began = time.monotonic()
+        with pytest.raises(pp.PipelineError, match=r"rank 3 failed at .* on purpose") as caught:
+            for _ in range(3):
+                trainer.step(state, x, y)
+        seconds = time.monotonic() - began
+        bad = x * math.inf if mesh.get_local_rank("dp") == 1 else x
+        same, metrics = trainer.step(state, bad, y)
+        assert (metrics.skipped, same.step, same.scale["scale"]) == (1, 0, 2.0**15)
+        assert same_bits(same.params, state.params)
+        after, _ = trainer.step(state, x, y)
+    return caught.value.rank, seconds, after.params[pipe]["w"]
+
+
+def test_a_failure_in_one_pipeline_fails_all_and_an_overflow_skips_all(four, soon):
+    answers = four(failing)
+    assert all(rank == 3 and seconds < soon for rank, seconds, _ in answers)
+    for one, other in ((0, 1), (2, 3)):
+        assert torch.equal(answers[one][2], answers[other][2])
+
+
+def disagreeing(rank, size):
+    """Ranks that compute parts of the same stage are given other batches: nothing is trained on them."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    stages, params, x, y = problem(2)
+    pipe = mesh.get_local_rank("pp")
+    rows = x if mesh.get_local_rank("tp") else x[:16]
+    with (
+        pp.train_step(stages, squared, pp.one_f_one_b(2, 4), pp.sgd(1e-2), mesh, axes=pp.Axes("pp", model="tp")) as trainer,
+        pytest.raises(pp.AgreementError, match="4 microbatches of"),
+    ):
+        trainer.step(trainer.init({pipe: params[pipe]}), rows, y if mesh.get_local_rank("tp") else y[:16])
+
+
+def test_parts_of_a_stage_run_the_same_batch(four):
+    four(disagreeing)
+
+
+def misnamed(rank, size):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    stages, *_ = problem(2)
+    with pytest.raises(ValueError, match="the mesh has the axes pp, dp; name each of them once"):
+        pp.train_step(stages, squared, pp.one_f_one_b(2, 4), pp.sgd(1e-2), mesh)
+
+
+def test_every_axis_is_named(four):
+    four(misnamed)
+
+
+def laid_differently(rank, size):
+    """Two ranks that compute parts of the same stage cut its parameter along other axes."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    stages, params, x, y = problem(2)
+    pipe, axis = mesh.get_local_rank("pp"), mesh.get_local_rank("tp")
+    own = DTensor.from_local(params[pipe]["w"].chunk(2, axis)[axis].contiguous(), mesh["tp"], [Shard(axis)])
+    with (
+        pp.train_step(stages, squared, pp.one_f_one_b(2, 4), pp.sgd(1e-2), mesh, axes=pp.Axes("pp", model="tp")) as trainer,
+        pytest.raises(pp.AgreementError, match=r"params\[.\]\['w'\]: torch.float64 of \[6,6\] S\(.\) over tp=2; rank"),
+    ):
+        trainer.step(trainer.init({pipe: {"w": own}}), x, y)
+
+
+def test_parts_of_a_stage_lie_the_same_way(four):
+    four(laid_differently)
+
+
+def clipped_differently(rank, size):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    stages, params, x, y = problem(2)
+    pipe, axes = mesh.get_local_rank("pp"), pp.Axes("pp", "dp")
+    with (
+        pp.train_step(stages, squared, pp.one_f_one_b(2, 4), pp.sgd(1e-2), mesh, axes=axes, clip=1.0 + (rank == 3)) as trainer,
+        pytest.raises(pp.AgreementError, match=r"train_step clip [12].0 of norm 2.0"),
+    ):
+        trainer.step(trainer.init({pipe: params[pipe]}), x, y)
+
+
+def test_all_ranks_train_in_one_way(four):
+    four(clipped_differently)

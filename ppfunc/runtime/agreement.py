@@ -22,7 +22,7 @@ from .arguments import StepArguments, StepForm
 from .cache import keep
 from .errors import AgreementError
 from .lower import LoweredStep, StepSpec
-from .meshes import require_same_layouts
+from .meshes import layouts_of, require_same_layouts
 from .stage_programs import autocast
 from .ties import links_of_shared, require_same_forms, shared_forms
 from .transport import ControlTransport, Link, LossPart, Transport
@@ -102,7 +102,8 @@ class Agreement:
         Raises:
             AgreementError: another rank of a mesh that arguments lie over lays them out otherwise.
         """
-        require_same_layouts(form)
+        if not self._transport.require_same(layouts_of(form), "peers"):
+            require_same_layouts(form)
         agreed = self._agreed.get((name, autocast()))
         return Negotiation(self._schedule, self._transport) if agreed is None else Replay(agreed)
 

@@ -1,5 +1,6 @@
 """The memory of one call of a compiled step: made for the call, dropped with it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -33,6 +34,8 @@ class Buffers:
 
     Args:
         params: leaves of the parameters, by stage of the model.
+        shards: this rank's parts of parameters that are whole only between UNSHARD and RESHARD, by stage of the model.
+        bare: the parameters as they were given, in their form; without memory where they are not whole all the time.
         extras: leaves that are not differentiated (targets, extras), by (stage, microbatch).
         state: leaves of the state, by stage of the model; each forward takes it and puts the new one there.
         cotangents: cotangent of the loss, which is the weight of the microbatch, by (stage, microbatch).
@@ -51,6 +54,8 @@ class Buffers:
     """
 
     params: dict[int, Leaves] = field(default_factory=dict)
+    shards: dict[int, Leaves] = field(default_factory=dict)
+    bare: Mapping[int, Leaves] = field(default_factory=dict)
     extras: dict[Key, Leaves] = field(default_factory=dict)
     state: dict[int, Leaves] = field(default_factory=dict)
     cotangents: dict[Key, Leaves] = field(default_factory=dict)
@@ -66,3 +71,7 @@ class Buffers:
     first: int = 0
     carry: Any = None
     pending: dict[Tag, Any] = field(default_factory=dict)
+
+    def kept_params(self, model: int) -> Leaves:
+        """The parameters of a stage as this rank keeps them between steps: whole, or its shards."""
+        return self.shards.get(model, self.params[model])

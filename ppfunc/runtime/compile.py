@@ -15,12 +15,24 @@ from ppfunc.schedule.instruction import COMMUNICATION, SENDS
 from ppfunc.stage import Engine, Signature, StageProgram
 
 from .buffers import Buffers, Key, Tag
-from .calls import Place, backward, backward_call, forward, forward_call, load, move_residuals, seeded, weight
+from .calls import (
+    Place,
+    backward,
+    backward_call,
+    forward,
+    forward_call,
+    load,
+    move_residuals,
+    release_params,
+    restore_params,
+    seeded,
+    weight,
+)
 from .gradients import Gradients, Stack, Sum
 from .lower import BATCH, LoweredStep
 from .overlap import Overlapped
 from .stage_programs import program_of
-from .tail import PlacedCall, is_late, share_input_gradients, sum_over_places, update_call, update_parameters
+from .tail import PlacedCall, is_late, sharding_call, share_input_gradients, sum_over_places, update_call, update_parameters
 from .transport import Call, DataTransport, Transfer
 
 
@@ -104,6 +116,11 @@ class _Binding(NamedTuple):
     loaded: set[Key]
     late: list[Place]
 
+    @property
+    def frees(self) -> bool:
+        """Whether parameters are freed between a forward and its backward."""
+        return Op.RESHARD in self.lowered.schedule.ops
+
 
 def _order(schedule: Schedule, ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
     """The steps of these ranks as ``(rank, position)``, each after what it consumes."""
@@ -172,6 +189,9 @@ def _instruction(binding: _Binding, place: Place) -> Iterator[PlacedCall]:
     part = place.instruction
     if part.op is Op.REDUCE_TIED:
         return  # sums over places end the program, see sum_over_places
+    if part.op in (Op.UNSHARD, Op.RESHARD):
+        yield from _at(place, sharding_call(binding.lowered, part))
+        return
     if part.op in (Op.REDUCE_GRAD, Op.STEP):
         if is_late(binding.lowered, part):
             binding.late.append(place)
@@ -186,13 +206,16 @@ def _instruction(binding: _Binding, place: Place) -> Iterator[PlacedCall]:
         case Op.F:
             yield from _at(place, _load(binding, key))
             yield from _arrivals(binding, place, part)
-            run = forward(low, program, key, not binding.lowered.schedule.forward_only)
-            yield from _at(place, seeded(low, key[1], run))
+            keeps = not binding.lowered.schedule.forward_only
+            run = forward(low, program, key, keeps)
+            yield from _at(place, seeded(low, key[1], run), release_params(low, key) if binding.frees and keeps else None)
         case Op.B | Op.I:
             yield from _arrivals(binding, place, part)
+            yield from _at(place, restore_params(low, key) if binding.frees else None)
             yield from _at(place, backward(low, program, key, part.op is Op.B))
+            yield from _at(place, release_params(low, key) if binding.frees and part.op is Op.I else None)
         case Op.W:
-            yield from _at(place, weight(program, key))
+            yield from _at(place, restore_params(low, key) if binding.frees else None, weight(program, key))
         case Op.OFFLOAD | Op.FETCH:
             target = torch.device("cpu") if part.op is Op.OFFLOAD else low.device
             yield from _at(place, move_residuals(low, key, target))
@@ -217,7 +240,12 @@ def _overlap(binding: _Binding, run: Overlapped, place: Place) -> Iterator[Place
         first.put(buffers, outputs)
         second.put(buffers, gradients)
 
+    if binding.frees:
+        yield from _at(place, restore_params(second_low, _key(back)))
     yield from _at(place, seeded(first_low, _key(ahead)[1], both))
+    if binding.frees:
+        yield from _at(place, release_params(first_low, _key(ahead)))
+        yield from _at(place, release_params(second_low, _key(back)) if back.op is Op.I else None)
 
 
 def _load(binding: _Binding, key: Key) -> Call | None:

@@ -249,16 +249,18 @@ class Control:
         texts = self._gather_texts(self._line, text)
         return [texts[rank] for rank in self.line]
 
-    def require_same(self, facts: str, among: Literal["world", "peers"] = "world") -> None:
+    def require_same(self, facts: str, among: Literal["world", "peers"] = "world") -> bool:
         tree = self._world if among == "world" else self._replica
         if among == "peers" and tree is self._line:
-            return
+            return False
         for rank, text in sorted(self._gather_texts(tree, json.dumps([self.rank, facts])).items()):
             place, theirs = json.loads(text)
             if theirs != facts and (among == "world" or place == self.rank):
+                here, there = _differences(facts, theirs)
                 raise AgreementError(
-                    f"the ranks disagree: rank {self.links.rank} has {facts}; rank {rank} has {theirs}; every rank must be given the same"
+                    f"the ranks disagree: rank {self.links.rank} has {here}; rank {rank} has {there}; every rank must be given the same"
                 )
+        return True
 
     def _gather_texts(self, tree: Tree, text: str) -> dict[int, str]:
         """The texts of all ranks of a tree."""

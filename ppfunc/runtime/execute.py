@@ -59,6 +59,7 @@ def fill(lowered: LoweredStep, arguments: StepArguments, before: Buffers | None 
     schedule = lowered.schedule
     buffers = Buffers(params=dict(arguments.params), state=dict(arguments.state), seed=arguments.seed)
     buffers.ends, buffers.first, buffers.scale, buffers.carry = arguments.ends, arguments.first, arguments.scale, arguments.carry
+    buffers.bare = arguments.params
     if before is not None:
         buffers.params, buffers.state, buffers.scale, buffers.carry = before.params, before.state, before.scale, before.carry
         if not before.ends:

@@ -36,6 +36,8 @@ class ParameterUpdate(NamedTuple):
         join: once in a program, ``join(buffers, weighted losses by stage of the schedule)``: between its last REDUCE_GRAD and its
             first STEP, or in the end.
         step: at STEP, ``step(buffers, stage of the model)``; puts new parameters into ``buffers.params`` for a further pass.
+        unshard: at UNSHARD, ``unshard(buffers, stage of the model)`` puts whole parameters into ``buffers.params``, and this rank's
+            shards of them into ``buffers.shards``; None where parameters are whole.
         together: whether every STEP comes after ``join``; else each comes where the schedule has it, and ``join`` in the end.
     """
 
@@ -43,6 +45,7 @@ class ParameterUpdate(NamedTuple):
     join: Callable[[Buffers, dict[int, torch.Tensor]], None]
     step: Callable[[Buffers, int], None]
     together: bool
+    unshard: Callable[[Buffers, int], None] | None = None
 
 
 class StepSpec(NamedTuple):
@@ -241,6 +244,8 @@ def require_honoured(schedule: Schedule, spec: StepSpec) -> None:
     }
     if spec.update is not None:
         del refused[Op.STEP], refused[Op.REDUCE_GRAD]
+        if spec.update.unshard is not None:
+            del refused[Op.UNSHARD], refused[Op.RESHARD]
     if not schedule.replicas and not spec.tied:
         refused[Op.REDUCE_TIED] = f"no stage of this schedule has replicas, and no tied parameters are declared; {mend}"
     for op in (op for op in refused if op in schedule.ops):

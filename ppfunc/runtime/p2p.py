@@ -95,7 +95,7 @@ class P2P(Control):
         self.backend = self._rendezvous.backend
         self._channels: dict[str, _Channel] = {}
         self._collectives: dict[Among, Collective] = {}
-        self._mesh, self._axes = mesh, axes
+        self.mesh, self.axes = mesh, axes
         self._pending: dict[Any, Any] = {}  # that of the buffers of the running step
 
     # -- control ---------------------------------------------------------------------------
@@ -131,12 +131,12 @@ class P2P(Control):
             _let_go(failure.cause)
 
     def tear_down(self) -> None:
-        if self._executing and self._mesh is not None and self._axes.model is not None and len(self.grid.model) > 1:
+        if self._executing and self.mesh is not None and self.axes.model is not None and len(self.grid.model) > 1:
             self._unusable = (
                 f"an earlier step has failed in the middle of a stage, whose collectives may hang: the process group of the axis "
-                f"{self._axes.model!r} has been ended; make a new mesh and a new P2P() on every rank"
+                f"{self.axes.model!r} has been ended; make a new mesh and a new P2P() on every rank"
             )
-            _torch.end_group(self._mesh, self._axes.model)
+            _torch.end_group(self.mesh, self.axes.model)
         self._disconnect()
         self._rendezvous.move_on()
 

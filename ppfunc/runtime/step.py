@@ -123,7 +123,7 @@ class StepFunction(Generic[P, R]):
             raw = self._prepare(*args, **kwargs)
             passes = self._read_passes(raw if isinstance(raw, list) else [raw])
             arguments = passes[0]
-            if "grads" in self.spec.wants or self.spec.update is not None:
+            if "grads" in self.spec.wants or (self.spec.update is not None and self.spec.update.unshard is None):
                 require_declared(arguments.params, arguments.form, self.spec.tied, self.spec.primal)
             entry = ready(arguments) if ready else self._ready(arguments, "recorded" if recorder else "run")
             compiled = entry.compiled if recorder is None else recorder.attach(entry.compiled)

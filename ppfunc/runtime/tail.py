@@ -91,9 +91,9 @@ def _compare(lowered: LoweredStep, leaf: SharedLeaf) -> Call:
     first, *others = dict.fromkeys(_held(lowered, leaf))
 
     def compare(buffers: Buffers) -> None:
-        value = buffers.params[first[0]][first[1]]
+        value = buffers.kept_params(first[0])[first[1]]
         for model, number in others:
-            other = buffers.params[model][number]
+            other = buffers.kept_params(model)[number]
             if transformed(other) != transformed(value):
                 raise ValueError(f"{leaf.name} is transformed by torch.func in stage {first[0]} or {model} alone; map both places")
             if other is not value and not transformed(value) and not same_bits(other.to(value.device), value):
@@ -113,7 +113,7 @@ def _publish(lowered: LoweredStep, stage: int, outgoing: Sequence[_Message]) -> 
         buffers.values[Tag("R", stage, stage, -1)] = total
         for message in outgoing:
             sent = tuple(gradients[n] for _, _, n in message.parts if n in gradients)
-            buffers.values[message.transfer.tag] = (*sent, message.digest(params).to(message.transfer.device))
+            buffers.values[message.transfer.tag] = (*sent, message.digest(buffers.kept_params(model)).to(message.transfer.device))
 
     return publish
 
@@ -125,7 +125,7 @@ def _collect(lowered: LoweredStep, leaves: Sequence[SharedLeaf], here: Sequence[
 
     def arrived(buffers: Buffers, message: _Message) -> Iterator[tuple[tuple[str, int], torch.Tensor]]:
         *gradients, theirs = buffers.values.pop(message.transfer.tag)
-        mine = message.digest(buffers.params[model[message.own]])
+        mine = message.digest(buffers.kept_params(model[message.own]))
         if not torch.equal(mine, theirs.cpu()):
             sender = message.transfer.tag.source
             raise AgreementError(
@@ -177,13 +177,16 @@ def losses_of(lowered: LoweredStep, buffers: Buffers) -> dict[int, torch.Tensor]
 
 def update_parameters(lowered: LoweredStep, updates: Sequence[Place]) -> Iterator[PlacedCall]:
     """Bind the REDUCE_GRAD and STEP that cannot be carried out where the schedule has them; see :func:`update_call`."""
-    update, program = lowered.spec.update, lowered.schedule.programs[rank := lowered.ranks[-1]]
+    update, rank = lowered.spec.update, lowered.ranks[-1]
+    if update is None:  # lowering refuses both
+        return
     reductions, steps = ([place for place in updates if place.instruction.op is op] for op in (Op.REDUCE_GRAD, Op.STEP))
     yield from ((call, place) for place in reductions if (call := update_call(lowered, place.instruction)))
     made = [(call, place) for place in steps if (call := update_call(lowered, place.instruction))]
-    last = Place(rank, len(program) - 1, Instruction(Op.STEP, program[-1][-1].stage))
-    joined = [] if update is None else [(lambda buffers: update.join(buffers, losses_of(lowered, buffers)), last)]
-    yield from [*joined, *made] if update is not None and update.together else [*made, *joined]
+    end = Instruction(Op.STEP, lowered.schedule.stages_of(rank)[-1])
+    last = Place(rank, len(lowered.schedule.programs[rank]) - 1, end)
+    joined = [(lambda buffers: update.join(buffers, losses_of(lowered, buffers)), last)]
+    yield from [*joined, *made] if update.together else [*made, *joined]
 
 
 def is_late(lowered: LoweredStep, instruction: Instruction) -> bool:
@@ -211,6 +214,16 @@ def update_call(lowered: LoweredStep, instruction: Instruction) -> Call | None:
         update.reduce(buffers, model, dict(zip(wanted, total, strict=True)))
 
     return reduce_gradients
+
+
+def sharding_call(lowered: LoweredStep, instruction: Instruction) -> Call:
+    """The call of an UNSHARD or RESHARD."""
+    update, stage = lowered.spec.update, lowered.schedule.model_stages[instruction.stage]
+    assert update is not None and update.unshard is not None
+    unshard = update.unshard
+    if instruction.op is Op.UNSHARD:
+        return lambda buffers: unshard(buffers, stage)
+    return lambda buffers: buffers.params.update({stage: buffers.bare[stage]})
 
 
 def share_input_gradients(lowered: LoweredStep, data: DataTransport) -> Iterator[PlacedCall]:

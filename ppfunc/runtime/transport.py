@@ -144,12 +144,15 @@ class ControlTransport(Protocol):
         """The text of every process of the pipeline, by rank. Collective."""
         ...
 
-    def require_same(self, facts: str, among: Literal["world", "peers"] = "world") -> None:
+    def require_same(self, facts: str, among: Literal["world", "peers"] = "world") -> bool:
         """Raise AgreementError on every rank where one has other facts. Collective.
 
         Args:
-            facts: one sentence.
+            facts: terms separated by ``"; "``.
             among: all ranks that train together, or those that have this rank's place in other pipelines on the same batch.
+
+        Returns:
+            Whether there may be others.
         """
         ...
 

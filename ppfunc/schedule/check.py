@@ -17,6 +17,7 @@ from .proof.tail import check_loads, check_tail
 from .proof.traffic import Traffic, traffic
 from .proof.unshards import check_unshards
 from .schedule import Schedule
+from .table import show_table
 
 __all__ = ["Certificate", "ScheduleError", "check", "is_step_atomic"]
 
@@ -77,6 +78,8 @@ class Certificate:
             lines.append(f"slots per stage   {_row(self.slots, 'stage')}")
         lines.append(f"step-atomic       {'yes' if self.step_atomic else 'no'}")
         return "\n".join(lines)
+
+    _repr_pretty_ = show_table
 
 
 @collector_paused()

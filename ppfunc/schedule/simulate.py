@@ -7,6 +7,7 @@ from itertools import compress
 from operator import sub
 from statistics import median
 
+from .._lazy import late
 from .costs import Costs, Number
 from .dataflow import dataflow, find_routes
 from .earliest import BESIDE, EarliestTimes, Time, earliest
@@ -15,6 +16,7 @@ from .instruction import COMMUNICATION, COMPUTE, TAIL, Op, microbatch_of
 from .proof.buffers import HELD
 from .proof.structure import require_schedule
 from .schedule import Schedule
+from .table import show_table, table
 
 _WHOLE = (Op.UNSHARD, *TAIL)
 _BUSY = COMPUTE | {Op.STEP}
@@ -53,6 +55,16 @@ class Timeline:
             f"Timeline(ranks={len(self.starts)}, makespan={self.makespan!r}, span={self.span!r}, bubble={float(self.bubble):.4g}, "
             f"peak_activations={max(self.peak_activations, default=0)!r})"
         )
+
+    def __str__(self) -> str:
+        """The figures of the whole, and a line per rank."""
+        whole = f"makespan {float(self.makespan):.4g}, bubble {float(self.bubble):.1%}"
+        whole += f"; span {float(self.span):.4g}, bubble of the span {float(self.span_bubble):.1%}"
+        rows = ((r, self.makespan - idle, idle, peak) for r, (idle, peak) in enumerate(zip(self.idle, self.peak_activations, strict=True)))
+        return f"{self.schedule.name}: {whole}\n{table(['rank', 'computes', 'idle', 'peak activations'], rows)}"
+
+    _repr_pretty_ = show_table
+    _repr_svg_ = late("ppfunc.schedule.formats.svg", "picture")
 
     def costs(self) -> Costs:
         """The median time of each kind of instruction of every stage, and the shortest message that each sends.

@@ -6,7 +6,7 @@ from .norms import clip_coefficient, global_norm, leaf_sums, norm_of, norm_sum
 from .optimizers import adamw, sgd
 from .parallelize import parallelize, shard
 from .precision import LossScale, Precision, cast, dynamic_scale, overflow, static_scale
-from .protocols import Clip, Optimizer, Ranks, Transform, accepting_scale
+from .protocols import Clip, Optimizer, Ranks, ShardOf, Transform, accepting_scale
 from .rates import constant, linear, warmup_cosine
 from .reducer import Reducer
 from .updates import chain, clip_by_global_norm, from_updates
@@ -20,6 +20,7 @@ __all__ = [
     "Precision",
     "Ranks",
     "Reducer",
+    "ShardOf",
     "Transform",
     "accepting_scale",
     "adamw",

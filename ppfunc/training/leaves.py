@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from optree import PyTreeSpec
@@ -13,8 +13,6 @@ from ..stage.signature import Form, differentiable, flatten, form_of, same_form
 from ..stage.tree import tree_flatten, tree_map, tree_paths, tree_structure
 from ._torch import copy_into_each
 from .protocols import Tree
-
-_VECTOR = 64  # bytes that the kernels work on at once, at most
 
 
 class LeafPlan(NamedTuple):
@@ -65,7 +63,7 @@ def plan_of(params: Tree, grads: Tree, states: dict[str, Tree]) -> tuple[LeafPla
             _require_match(name, got, got_structure, own, tree_structure(_trained_only(params)))
         leaves.append(got)
         forms.append(form_of(got, got_structure))
-    groups: dict[Any, list[int]] = {}
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for n, p in enumerate(own):
         groups.setdefault((p.device, p.real.dtype if p.dtype.is_complex else p.dtype), []).append(n)
     plain = all(_is_plain(leaf) for tree in leaves for leaf in tree if differentiable(leaf.dtype))
@@ -151,36 +149,6 @@ def _copies(leaves: Leaves) -> list[Tensor]:
         copy_into_each(fresh, trained)
     made = iter(fresh)
     return [next(made) if differentiable(leaf.dtype) else leaf for leaf in leaves]
-
-
-def in_vectors(kernel: Callable[..., None], columns: Sequence[Sequence[Tensor]], *args: Any, **options: Any) -> None:
-    """Run a kernel that writes into lists of tensors so that each element gets the same bits wherever it lies in its leaf.
-
-    On the CPU the kernels round the elements behind the last whole vector of a leaf in another way. Here these elements
-    of all leaves fill vectors together: else a shard would part from its whole.
-
-    Args:
-        columns: the parameters, their gradients, and their states; row-major, of one device and dtype.
-    """
-    width = 1 if columns[0][0].device.type != "cpu" else _VECTOR // columns[0][0].dtype.itemsize
-    odd = [n for n, leaf in enumerate(columns[0]) if leaf.numel() % width]
-    if not odd:
-        return kernel(*columns, *args, **options)
-    ends = [columns[0][n].numel() // width * width for n in odd]
-    rests = [[column[n].view(-1)[end:] for n, end in zip(odd, ends, strict=True)] for column in columns]
-    sizes = [rest.numel() for rest in rests[0]]
-    rests = [[*column, column[0].new_zeros(-sum(sizes) % width)] for column in rests]
-    joined = [torch.cat(column) for column in rests]
-    firsts = [
-        [
-            *(leaf for n, leaf in enumerate(column) if n not in set(odd)),
-            *(column[n].view(-1)[:e] for n, e in zip(odd, ends, strict=True) if e),
-        ]
-        for column in columns
-    ]
-    kernel(*([*first, rest] for first, rest in zip(firsts, joined, strict=True)), *args, **options)
-    for column, flat in zip((rests[0], *rests[2:]), (joined[0], *joined[2:]), strict=True):
-        copy_into_each(column, flat.split([*sizes, column[-1].numel()]))
 
 
 def _require_own_memory(leaves: Sequence[Tensor], params: Tree) -> None:

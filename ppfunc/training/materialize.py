@@ -31,6 +31,7 @@ def materialize(
     pipe: str = "pp",
     names: Callable[[int, str], str] | None = None,
     tied: Tied | None = None,
+    like: Mapping[int, Mapping[str, Tensor]] | None = None,
     init: Init | None = None,
     each: Callable[[str, Tensor], Tensor] | None = None,
     device: torch.device | str | None = None,
@@ -55,6 +56,8 @@ def materialize(
         names: from a stage and a name in its module to the name in the whole model, such as ``layers.3.weight``, so that
             other cuts of the model give the same numbers; by default ``3.weight`` of stage 0 is ``0.3.weight``. A split knows its names.
         tied: ``{name: ((stage, name), ...)}``, places that hold the same parameter; it is made as at the first. A split knows its own.
+        like: ``{stage: {name: tensor}}`` whose layouts over a mesh the leaves get, such as the ``params`` of stages that
+            :func:`parallelize` has made on meta; by default those of the parameters of the modules.
         init: ``init(name, tensor, generator)`` fills a leaf in place, or leaves it to the module by not writing.
         each: ``each(name, leaf) -> leaf``, such as a function that takes this rank's shard, applied to each leaf as it is made.
         device: of the leaves; by default that of the mesh, or the CPU.
@@ -77,7 +80,8 @@ def materialize(
     if isinstance(stages, Split):
         tied, names = stages.tied, names or (lambda stage, name: name)
     first = {(s, n): places[0] for places in (tied or {}).values() for s, n in places}
-    made = _Made(modules, seed, names or (lambda stage, name: f"{stage}.{name}"), init)
+    named = names or (lambda stage, name: f"{stage}.{name}")
+    made = _Made(modules, seed, named, init)
     where = device if device is not None else mesh.device_type if mesh is not None else "cpu"
     found: dict[int, dict[str, Tensor]] = {}
     for stage in owned:
@@ -87,7 +91,11 @@ def materialize(
         own = stages.params[stage] if isinstance(stages, Split) else dict(module.named_parameters())
         if not isinstance(stages, Split):
             _require_buffers(stage, module)
-        found[stage] = {name: made.leaf(*first.get((stage, name), (stage, name)), where, each) for name in own}
+        found[stage] = {}
+        for name, parameter in own.items():
+            whole = made.whole(*first.get((stage, name), (stage, name))).to(where) if parameter.is_meta else parameter.detach()
+            leaf = _laid(whole, parameter if like is None else like[stage][name], name)
+            found[stage][name] = leaf if each is None else each(named(stage, name), leaf)
     return found
 
 
@@ -123,28 +131,19 @@ class _Made:
         self._modules, self._seed, self._names, self._init = modules, seed, names, init
         self._last: tuple[tuple[int, str], dict[str, Tensor]] | None = None
 
-    def leaf(self, stage: int, name: str, device: torch.device | str, each: Callable[[str, Tensor], Tensor] | None) -> Tensor:
-        """The parameter of this name, of this rank, in memory of its own."""
+    def whole(self, stage: int, name: str) -> Tensor:
+        """The parameter of this name on the CPU, in memory of its own."""
         root = self._modules[stage]
         if root is None:
             raise ValueError(
                 f"{name} of stage {stage} is tied to a place on this rank, which is made as that is: give the module of stage {stage}"
             )
         path, _, key = name.rpartition(".")
-        parameter = root.get_submodule(path).get_parameter(key)
-        if parameter.is_meta:
-            if self._last is None or self._last[0] != (stage, path):
-                self._last = (stage, path), self._values(stage, root, path)
-            leaf = self._last[1].pop(key, None)
-            if leaf is None:  # asked for again, at another place that is tied to it
-                leaf = self._values(stage, root, path)[key]
-            leaf = leaf.to(device)
-            if isinstance(parameter, DTensor):
-                # Without a source every rank cuts its own copy: nothing is sent.
-                leaf = distribute_tensor(leaf, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        else:
-            leaf = parameter.detach()
-        return leaf if each is None else each(self._names(stage, name), leaf)
+        if self._last is None or self._last[0] != (stage, path):
+            self._last = (stage, path), self._values(stage, root, path)
+        leaf = self._last[1].pop(key, None)
+        # Asked for again, it is at another place that is tied to it.
+        return self._values(stage, root, path)[key] if leaf is None else leaf
 
     def _values(self, stage: int, root: nn.Module, path: str) -> dict[str, Tensor]:
         """The whole parameters that a module has itself."""
@@ -170,6 +169,16 @@ class _Made:
                     "a function of name, tensor and generator that does"
                 )
         return {k: p.detach() for k, p in values.items()}
+
+
+def _laid(leaf: Tensor, like: Tensor, name: str) -> Tensor:
+    """A whole leaf as this rank has it, where ``like`` is a DTensor its slice."""
+    if like.shape != leaf.shape:
+        raise ValueError(f"like: {name} has the shape {list(like.shape)}, the module has {list(leaf.shape)}")
+    if not isinstance(like, DTensor) or isinstance(leaf, DTensor):
+        return leaf
+    # Without a source every rank cuts its own copy: nothing is sent.
+    return distribute_tensor(leaf, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def _empty(parameter: nn.Parameter) -> nn.Parameter:

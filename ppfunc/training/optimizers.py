@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,12 +11,11 @@ from torch import Tensor
 
 from ..stage.tree import tree_leaves
 from ._torch import fused_adamw, fused_sgd
-from .leaves import LeafPlan, gradients_of, in_vectors, leaves_of, owned, plan_of, zeros_like
-from .protocols import Optimizer, Tree
+from .leaves import LeafPlan, gradients_of, leaves_of, owned, plan_of, zeros_like
+from .parts import Kernel, as_columns, run_on_parts, vector_width
+from .protocols import Optimizer, ShardOf, Tree
 
 LearningRate = float | Callable[[Tensor], Tensor | float]
-Kernel = Callable[..., None]
-"""``kernel(params, grads, *states, step, *, lr, grad_scale, found_inf)``, in place, on lists of tensors of one device and dtype."""
 
 
 def adamw(
@@ -151,6 +150,7 @@ def _dampened(
 
 def _fused(kernel: Kernel, names: tuple[str, ...], lr: LearningRate, donate: bool) -> Optimizer:
     """An optimizer that runs ``kernel`` on leaves of the parameters, their gradients, and the trees ``names`` of its state."""
+    widths: dict[torch.dtype, int] = {}
     last: LeafPlan | None = None  # how the trees of the last update were taken apart; those of the next are mostly like them
 
     def init(params: Tree) -> dict[str, Tree]:
@@ -158,7 +158,13 @@ def _fused(kernel: Kernel, names: tuple[str, ...], lr: LearningRate, donate: boo
 
     @torch.no_grad()
     def update(
-        grads: Tree, state: dict[str, Tree], params: Tree, *, grad_scale: Tensor | None = None, found_inf: Tensor | None = None
+        grads: Tree,
+        state: dict[str, Tree],
+        params: Tree,
+        *,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+        parts: Sequence[ShardOf] | None = None,
     ) -> tuple[Tree, dict[str, Tree]]:
         nonlocal last
         states = {name: state[name] for name in names}
@@ -169,13 +175,19 @@ def _fused(kernel: Kernel, names: tuple[str, ...], lr: LearningRate, donate: boo
         new, own = owned(plan, (params, *states.values()), (leaves[0], *leaves[2:]), donate)
         # The kernels write unscaled gradients over those that they are given.
         gradients = gradients_of(plan, leaves[1], copy=grad_scale is not None and not donate)
+        whole = None if parts is None else as_columns([parts[n] for n in plan.trained], [leaves[0][n].dtype for n in plan.trained])
         count = state["updates"]
         step, rate = (count + 1).float(), lr(count) if callable(lr) else lr
         for group in plan.groups:
             columns = [c if len(group) == len(c) else [c[n] for n in group] for c in (own[0], gradients, *own[1:])]
             device = columns[0][0].device
             given = {"grad_scale": _on(device, grad_scale), "found_inf": _on(device, found_inf), "lr": _rate(rate, device)}
-            in_vectors(kernel, columns, step.to(device), **given)
+            if whole is None or device.type != "cpu":
+                kernel(*columns, step.to(device), **given)
+            else:
+                dtype = columns[0][0].dtype
+                widths[dtype] = widths.get(dtype) or vector_width(kernel, len(columns), dtype)
+                run_on_parts(kernel, columns, [whole[n] for n in group], widths[dtype], step, **given)
         after = count + 1 if found_inf is None else torch.where(found_inf.to(count.device) > 0, count, count + 1)
         return new[0], {"updates": after, **dict(zip(names, new[1:], strict=True))}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -18,11 +18,34 @@ Wait = Callable[[], None]
 """Waits until a collective is done."""
 
 
+class ShardOf(NamedTuple):
+    """The place of a leaf in a whole: an axis of ranks cuts it, and each has the rows of its place.
+
+    Args:
+        shape: of the whole.
+        dim: the dimension that is cut, None where the leaf is the whole.
+        ranks: of the axis.
+        place: of this rank.
+    """
+
+    shape: tuple[int, ...]
+    dim: int | None = None
+    ranks: int = 1
+    place: int = 0
+
+
 class Update(Protocol):
     """The second function of an :class:`Optimizer`."""
 
     def __call__(
-        self, grads: Tree, state: Tree, params: Tree, *, grad_scale: Tensor | None = None, found_inf: Tensor | None = None
+        self,
+        grads: Tree,
+        state: Tree,
+        params: Tree,
+        *,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+        parts: Sequence[ShardOf] | None = None,
     ) -> tuple[Tree, Tree]: ...
 
 
@@ -82,10 +105,11 @@ class Optimizer(NamedTuple):
 
     Args:
         init: ``init(params) -> state``, a tree of tensors in dictionaries, lists and tuples.
-        update: ``update(grads, state, params, *, grad_scale=None, found_inf=None) -> (params, state)``, where ``grads`` has
-            the structure, shapes, dtypes and devices of ``params``. Leaves that are neither floating nor complex are
+        update: ``update(grads, state, params, *, grad_scale=None, found_inf=None, parts=None) -> (params, state)``, where
+            ``grads`` has the structure, shapes, dtypes and devices of ``params``. Leaves that are neither floating nor complex are
             returned unchanged. The results carry no autograd graph. ``grad_scale`` float32[] divides the gradients
-            first; where ``found_inf`` float32[] is 1, nothing changes, and no value is read by the host to know it.
+            first; where ``found_inf`` float32[] is 1, nothing changes, and no value is read by the host to know it. Where the
+            leaves are shards, ``parts`` says of what, one per leaf: the fused kernels then give the bits of the whole.
         clipped: the clipping and the optimizer that this is a chain of, None where there is none. Who updates the model
             part by part clips by the norm of all parts, and takes the second alone.
     """
@@ -96,18 +120,25 @@ class Optimizer(NamedTuple):
 
 
 def accepting_scale(optimizer: Optimizer) -> Optimizer:
-    """An optimizer whose update takes ``grad_scale`` and ``found_inf``, made of one that may not.
+    """An optimizer whose update takes ``grad_scale``, ``found_inf`` and ``parts``, made of one that may not.
 
-    Equivalent to: divide the gradients; update; where ``found_inf`` is 1, take the old parameters and state.
+    It has to work element by element where ``parts`` are given, which it does not see. Equivalent to: divide the
+    gradients; update; where ``found_inf`` is 1, take the old parameters and state.
     """
     taken = inspect.signature(optimizer.update).parameters
-    if {"grad_scale", "found_inf"} <= taken.keys() or any(p.kind is p.VAR_KEYWORD for p in taken.values()):
+    if {"grad_scale", "found_inf", "parts"} <= taken.keys() or any(p.kind is p.VAR_KEYWORD for p in taken.values()):
         return optimizer
     plain: Callable[..., tuple[Tree, Tree]] = optimizer.update
 
     @torch.no_grad()
     def update(
-        grads: Tree, state: Tree, params: Tree, *, grad_scale: Tensor | None = None, found_inf: Tensor | None = None
+        grads: Tree,
+        state: Tree,
+        params: Tree,
+        *,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+        parts: Sequence[ShardOf] | None = None,
     ) -> tuple[Tree, Tree]:
         before = [(leaf, version(leaf)) for leaf in tree_leaves((params, state))] if found_inf is not None else []
         new = plain(unscaled(grads, grad_scale), state, params)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..stage.signature import LeafSignature, differentiable
 from ._torch import copy_into_each
 from .buckets import MOST, Bucket, plan_buckets, views
-from .protocols import Ranks, Wait
+from .protocols import Ranks, ShardOf, Wait
 
 Dims = tuple[int | None, ...]
 """Of every leaf the dimension that is cut, None for leaves of which each rank has the whole."""
@@ -49,6 +49,18 @@ def shard(leaves: Sequence[Tensor], dims: Dims, ranks: int, rank: int) -> tuple[
     """Shards of leaves that this rank has whole, in memory of their own; a leaf that is not cut is returned as it is."""
     return tuple(
         leaf if dim is None else leaf.tensor_split(ranks, dim)[rank].clone(memory_format=torch.contiguous_format)
+        for leaf, dim in zip(leaves, dims, strict=True)
+    )
+
+
+def parts_of(leaves: Sequence[Tensor | LeafSignature], dims: Dims, ranks: int, rank: int) -> tuple[ShardOf, ...]:
+    """The places of this rank's shards in their wholes, for an optimizer to give them the bits that the whole would get.
+
+    Args:
+        leaves: whole ones, or their signatures.
+    """
+    return tuple(
+        ShardOf(tuple(leaf.shape)) if dim is None else ShardOf(tuple(leaf.shape), dim, ranks, rank)
         for leaf, dim in zip(leaves, dims, strict=True)
     )
 

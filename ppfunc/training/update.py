@@ -11,12 +11,13 @@ from typing import Any, Literal, NamedTuple
 import optree
 import torch
 from torch import Tensor
+from torch.distributed import tensor as dtensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
 
-from ..runtime import Transport
+from ..runtime import P2P, Transport
 from ..runtime.buffers import Buffers
 from ..runtime.collective import Collective, Wait
+from ..runtime.grid import Axes
 from ..runtime.lower import ParameterUpdate
 from ..runtime.ties import Tied, leaf_number
 from ..schedule import Schedule
@@ -31,6 +32,7 @@ from .protocols import Optimizer, Tree
 from .sharding import Dims, Pending, gather, reduce_shards, shard, shard_dim
 
 OnNonfinite = Literal["skip", "raise", "ignore"]
+Shard = Literal["none", "optimizer", "params"]
 
 
 class TrainState(NamedTuple):
@@ -75,7 +77,7 @@ class UpdateRule(NamedTuple):
         scale: of the loss.
         precision: the dtypes.
         on_nonfinite: what to do where loss or norm are not finite.
-        sharded: whether each data rank keeps a part of the optimizer's state, and updates that part.
+        shard: whether each data rank keeps, and updates, a part of the optimizer's state, or also of the parameters.
     """
 
     optimizer: Optimizer
@@ -84,7 +86,14 @@ class UpdateRule(NamedTuple):
     scale: LossScale | None
     precision: Precision
     on_nonfinite: OnNonfinite
-    sharded: bool
+    shard: Shard
+
+    @property
+    def text(self) -> str:
+        """What all ranks have to agree on."""
+        dtypes = "/".join(str(dtype) for dtype in (self.precision.compute, self.precision.reduce, self.precision.master))
+        scaled = "a scaled loss" if self.scale else "no scale"
+        return f"clip {self.clip} of norm {self.norm_type}, {scaled}, {dtypes}, {self.on_nonfinite} what is not finite, shard {self.shard}"
 
     @property
     def needs_all(self) -> bool:
@@ -119,6 +128,20 @@ class Running:
     metrics: list[Metrics] = field(default_factory=list)
 
 
+class Cut(NamedTuple):
+    """How a parameter lies.
+
+    Args:
+        dim: the dimension that is cut over the data ranks, None where each has the whole.
+        layout: as stages are given it: over the ranks of the model axis; None for a plain tensor.
+        kept: as each data rank keeps its part.
+    """
+
+    dim: int | None
+    layout: MeshLayout | None
+    kept: MeshLayout | None
+
+
 class Ground(NamedTuple):
     """Where an update takes place.
 
@@ -129,7 +152,7 @@ class Ground(NamedTuple):
         tied: places of tied parameters.
         data, model, world: the ranks that hold the same parameters, parts of the same, and all.
         mesh: the ranks of the axes of data and model, in the order of the mesh; None without one.
-        axis: the number of the data axis in it.
+        axes: the names of the axes.
     """
 
     rule: UpdateRule
@@ -139,64 +162,93 @@ class Ground(NamedTuple):
     data: Collective
     model: Collective
     world: Collective
-    mesh: DeviceMesh | None = None
-    axis: int = 0
+    mesh: DeviceMesh | None
+    axes: Axes
 
     @classmethod
-    def of(cls, rule: UpdateRule, schedule: Schedule, tied: Tied, transport: Transport, mesh: DeviceMesh | None, axes: Any) -> Ground:
+    def of(cls, rule: UpdateRule, schedule: Schedule, tied: Tied, transport: Transport) -> Ground:
         """The ground of a transport."""
         data, model, world = (transport.collective(among) for among in ("data", "model", "world"))
-        part, axis = None, 0
-        if mesh is not None and axes.data is not None:
+        mesh, axes = (transport.mesh, transport.axes) if isinstance(transport, P2P) else (None, Axes())
+        if mesh is not None:
             names = tuple(name for name in mesh.mesh_dim_names or () if name in (axes.data, axes.model))
-            part, axis = mesh[names], names.index(axes.data)
-        return cls(rule, schedule, transport.local_ranks(schedule.ranks), tied, data, model, world, part, axis)
+            mesh = mesh[names] if axes.data in names else None
+        return cls(rule, schedule, transport.local_ranks(schedule.ranks), tied, data, model, world, mesh, axes)
+
+    @property
+    def shards_params(self) -> bool:
+        """Whether parameters are whole only between UNSHARD and RESHARD."""
+        return self.rule.shard == "params" and self.data.size > 1
+
+    def cuts(self, leaves: Sequence[Tensor]) -> list[Cut]:
+        """How the leaves of parameters lie: as they are given to ``init``, or as a state has them."""
+        return [self._cut(leaf) for leaf in leaves]
+
+    def _cut(self, leaf: Tensor) -> Cut:
+        own = layout_of(leaf)
+        if self.rule.shard == "none" or self.mesh is None or self.axes.data is None or not differentiable(leaf.dtype):
+            return Cut(None, own, own)
+        axis = (self.mesh.mesh_dim_names or ()).index(self.axes.data)
+        if own is not None and self.axes.data in own.axes:  # of a state
+            placements = list(placements_of(own.placements))
+            cut = placements.pop(axis)
+            model = MeshLayout.of(self.mesh[self.axes.model], placements, own.shape) if self.axes.model and placements else None
+            return Cut(cut.dim if isinstance(cut, dtensor.Shard) else None, model, own)
+        placements = [dtensor.Replicate()] * (self.mesh.ndim - 1) if own is None else list(placements_of(own.placements))
+        dim = shard_dim(local(leaf).shape, self.data.size, {p.dim for p in placements if isinstance(p, dtensor.Shard)})
+        if dim is None:
+            return Cut(None, own, own)
+        placements.insert(axis, dtensor.Shard(dim))
+        return Cut(dim, own, MeshLayout.of(self.mesh, placements, leaf.shape))
+
+    def own(self, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The parts of leaves that this data rank updates."""
+        if self.shards_params:
+            return tuple(map(local, leaves))
+        return shard(tuple(map(local, leaves)), self.dims(leaves), self.data.size, self.data.place)
 
     def dims(self, leaves: Sequence[Tensor]) -> Dims:
         """The dimension of every leaf that is cut over the data ranks."""
-        if not self.rule.sharded:
-            return (None,) * len(leaves)
-        return tuple(shard_dim(local(t).shape, self.data.size, _cut_by(t)) if differentiable(t.dtype) else None for t in leaves)
-
-    def layouts(self, leaves: Sequence[Tensor], dims: Dims) -> list[MeshLayout | None]:
-        """How the shards of leaves lie over the mesh."""
-        return [self._layout(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)]
-
-    def _layout(self, leaf: Tensor, dim: int | None) -> MeshLayout | None:
-        own = layout_of(leaf)
-        if dim is None or self.mesh is None:
-            return own
-        placements: list[Any] = [Replicate()] * (self.mesh.ndim - 1) if own is None else list(placements_of(own.placements))
-        placements.insert(self.axis, Shard(dim))
-        return MeshLayout.of(self.mesh, placements, leaf.shape)
+        return tuple(cut.dim for cut in self.cuts(leaves))
 
     def update(self) -> ParameterUpdate:
         """The update of a step whose ``carry`` is :class:`Running`."""
-        return ParameterUpdate(partial(_reduce, self), partial(_join, self), partial(_step, self), self.rule.needs_all)
+        unshard = partial(_unshard, self) if self.rule.shard == "params" else None
+        return ParameterUpdate(partial(_reduce, self), partial(_join, self), partial(_step, self), self.rule.needs_all, unshard)
 
-    def init(self, params: Tree) -> Tree:
-        """The state of the optimizer for the parameters of a stage."""
+    def init(self, params: Tree) -> tuple[Tree, Tree]:
+        """The parameters of a stage as they are kept, and the state of the optimizer for them."""
         leaves, treedef = tree_flatten(params)
-        dims = self.dims(leaves)
-        own = shard(tuple(map(local, leaves)), dims, self.data.size, self.data.place)
-        state = self.rule.optimizer.init(treedef.unflatten(own))
-        layouts, shapes = self.layouts(leaves, dims), [t.shape for t in own]
+        cuts = self.cuts(leaves)
+        parts = shard(tuple(map(local, leaves)), tuple(cut.dim for cut in cuts), self.data.size, self.data.place)
+        state = self.rule.optimizer.init(treedef.unflatten(parts))
+        shapes, layouts = [t.shape for t in parts], [cut.kept for cut in cuts]
 
         def is_like(node: Any) -> bool:
             return tree_structure(node) == treedef and [t.shape for t in tree_leaves(node)] == shapes
 
         def laid(node: Any) -> Any:
-            if not is_like(node):
-                return node
-            return treedef.unflatten(map(distributed, tree_leaves(node), layouts))
+            return treedef.unflatten(map(distributed, tree_leaves(node), layouts)) if is_like(node) else node
 
-        return optree.tree_map(laid, state, is_leaf=is_like, namespace=NAMESPACE)
+        kept = treedef.unflatten(map(distributed, parts, layouts)) if self.shards_params else params
+        return kept, optree.tree_map(laid, state, is_leaf=is_like, namespace=NAMESPACE)
 
+    def given(self, params: Tree) -> Tree:
+        """The parameters of a stage as a step is given them: without memory where they are gathered in it."""
+        if not self.shards_params:
+            return self.rule.precision.to_compute(params)
+        leaves, treedef = tree_flatten(params)
+        return treedef.unflatten(map(self._bare, leaves, self.cuts(leaves)))
 
-def _cut_by(leaf: Tensor) -> set[int]:
-    """The dimensions of a leaf that another axis cuts."""
-    layout = layout_of(leaf)
-    return set() if layout is None else {p.dim for p in placements_of(layout.placements) if isinstance(p, Shard)}
+    def _bare(self, leaf: Tensor, cut: Cut) -> Tensor:
+        """A tensor of the form of a whole parameter, without memory where this rank has a part of it."""
+        part = self.rule.precision.to_compute(local(leaf))
+        if cut.dim is None:
+            return distributed(part, cut.layout)
+        shape = [size * self.data.size if d == cut.dim else size for d, size in enumerate(part.shape)]
+        bare = torch.empty(shape, dtype=part.dtype, device=part.device)
+        bare.untyped_storage().resize_(0)
+        return distributed(bare, cut.layout)
 
 
 def _reduce(ground: Ground, buffers: Buffers, stage: int, gradients: dict[int, Tensor]) -> None:
@@ -215,24 +267,25 @@ def _receive(ground: Ground, run: Running, stage: int) -> None:
     if stage in run.pending:
         numbers, pending = run.pending.pop(stage)
         run.gradients[stage] = dict(zip(numbers, pending.wait(), strict=True))
-    counted = [g for n, g in sorted(run.gradients[stage].items()) if _counts(ground, run, stage, n)]
+    cuts, again = ground.cuts(tree_leaves(run.state.params[stage])), _further_places(ground, run, stage)
+    counted = [g for n, g in sorted(run.gradients[stage].items()) if n not in again and _counts(ground, cuts[n])]
     run.shares.append(leaf_sums(counted, ground.rule.norm_type).to(run.state.step.device))
 
 
-def _counts(ground: Ground, run: Running, stage: int, leaf: int) -> bool:
+def _counts(ground: Ground, cut: Cut) -> bool:
     """Whether this rank adds a leaf to the norm: the first of those that hold the same."""
-    leaves = tree_leaves(run.state.params[stage])
-    layout = layout_of(leaves[leaf])
-    if ground.data.place and ground.dims(leaves)[leaf] is None:
-        return False
-    if ground.model.place and not (layout is not None and layout.sharded):
-        return False
-    for _, places in ground.tied:
-        for place, name in places[1:]:
-            if place == stage and leaf_number(Signature.of(run.state.params[stage]), name, "params") == leaf:
-                return False
+    whole = cut.layout is None or not cut.layout.sharded
+    return not (ground.data.place and cut.dim is None) and not (ground.model.place and whole)
+
+
+def _further_places(ground: Ground, run: Running, stage: int) -> set[int]:
+    """The leaves of a stage that are counted elsewhere: at the first place of a tied parameter, in the first replica."""
+    signature = Signature.of(run.state.params[stage]) if ground.tied else None
     group = next((g for g in ground.schedule.replicas if ground.schedule.model_stages[g[0]] == stage), None)
-    return group is None or ground.schedule.placement[group[0]] in ground.ranks
+    if group is not None and ground.schedule.placement[group[0]] not in ground.ranks:
+        return set(run.gradients[stage])
+    names = (name for _, places in ground.tied for place, name in places[1:] if place == stage)
+    return {leaf_number(signature, name, "params") for name in names if signature is not None}
 
 
 def _join(ground: Ground, buffers: Buffers, losses: dict[int, Tensor]) -> None:
@@ -266,7 +319,7 @@ def _join(ground: Ground, buffers: Buffers, losses: dict[int, Tensor]) -> None:
 
 
 def _conclude(rule: UpdateRule, run: Running, total: Tensor, weighted: bool, loss_scale: Tensor | None) -> None:
-    """What the sums over all ranks say of the update: whether it is made, and what gradients are divided by."""
+    """Conclude from the sums over all ranks whether the update is made, and by what gradients are divided."""
     norm, loss, weight = norm_of(total[0], rule.norm_type), total[1], total[2]
     scale = norm.new_ones(()) if loss_scale is None else loss_scale.to(norm)
     divisor = scale
@@ -292,14 +345,24 @@ def _step(ground: Ground, buffers: Buffers, stage: int) -> None:
         _receive(ground, run, stage)
     leaves, treedef = tree_flatten(run.state.params[stage])
     dims, gradients, optimizer = ground.dims(leaves), run.gradients.pop(stage), run.state.optimizer[stage]
-    own = shard(tuple(map(local, leaves)), dims, ground.data.size, ground.data.place)
+    own = ground.own(leaves)
     if run.divisor is not None:  # not by the fused kernels, which divide by a float32
         scaled = multiply_each(list(gradients.values()), run.divisor.reciprocal())  # tied stages may share some
         gradients = dict(zip(gradients, scaled, strict=True))
     filled = [gradients[n].to(p.dtype) if n in gradients else torch.zeros_like(p) for n, p in enumerate(own)]
     found = run.found if rule.on_nonfinite == "skip" else None
     new, after = rule.optimizer.update(treedef.unflatten(filled), tree_map(local, optimizer), treedef.unflatten(own), found_inf=found)
-    whole = gather(tree_leaves(new), dims, ground.data).wait()
-    run.state.params[stage] = treedef.unflatten(map(distributed, whole, map(layout_of, leaves)))
+    parts = tree_leaves(new)
     run.state.optimizer[stage] = tree_map(lambda old, part: distributed(part, layout_of(old)), optimizer, after)
-    buffers.params[stage] = tuple(tree_leaves(rule.precision.to_compute(treedef.unflatten(whole))))
+    if not ground.shards_params:
+        parts = list(gather(parts, dims, ground.data).wait())
+        buffers.params[stage] = tuple(tree_leaves(rule.precision.to_compute(treedef.unflatten(parts))))
+    run.state.params[stage] = treedef.unflatten(map(distributed, parts, map(layout_of, leaves)))
+
+
+def _unshard(ground: Ground, buffers: Buffers, stage: int) -> None:
+    """Gather the parameters of a stage."""
+    leaves = tree_leaves(buffers.carry.state.params[stage])
+    shards = tuple(ground.rule.precision.to_compute(list(map(local, leaves))))
+    buffers.shards[stage] = shards
+    buffers.params[stage] = gather(shards, ground.dims(leaves), ground.data).wait()

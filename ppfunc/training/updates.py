@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import starmap
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from ..stage.signature import differentiable
 from ..stage.tree import tree_flatten, tree_map, tree_paths
 from .norms import clip_coefficient, global_norm, require_norm_type
-from .protocols import Clip, Optimizer, Transform, Tree, selected, unscaled
+from .protocols import Clip, Optimizer, ShardOf, Transform, Tree, accepting_scale, selected, unscaled
 
 
 def from_updates(transform: Any) -> Optimizer:
@@ -53,7 +53,13 @@ def from_updates(transform: Any) -> Optimizer:
 
     @torch.no_grad()
     def update(
-        grads: Tree, state: Tree, params: Tree, *, grad_scale: Tensor | None = None, found_inf: Tensor | None = None
+        grads: Tree,
+        state: Tree,
+        params: Tree,
+        *,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+        parts: Sequence[ShardOf] | None = None,
     ) -> tuple[Tree, Tree]:
         updates, after = run(unscaled(grads, grad_scale), state, params)
         wanted, structure = tree_flatten(params)
@@ -122,14 +128,20 @@ def chain(*parts: Any) -> Any:
 
     if optimizer is None:
         return Transform(init, changed)
-    ending = optimizer
+    ending = accepting_scale(optimizer)
 
     @torch.no_grad()
     def update(
-        grads: Tree, state: tuple[Tree, ...], params: Tree, *, grad_scale: Tensor | None = None, found_inf: Tensor | None = None
+        grads: Tree,
+        state: tuple[Tree, ...],
+        params: Tree,
+        *,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+        parts: Sequence[ShardOf] | None = None,
     ) -> tuple[Tree, Tree]:
         grads, after = changed(unscaled(grads, grad_scale), state[:-1], params)
-        new, last_state = ending.update(grads, state[-1], params, found_inf=found_inf)
+        new, last_state = ending.update(grads, state[-1], params, found_inf=found_inf, parts=parts)
         return new, (*selected(found_inf, state[:-1], after), last_state)
 
     first = parts[0]

@@ -103,7 +103,7 @@ def test_evaluation_and_second_derivatives():
     outputs = pp.evaluate(parts, None, pp.gpipe(4, M), return_outputs=True)(parts.params, ids)
     torch.testing.assert_close(outputs, model(ids).detach())
     direction = {s: {name: torch.ones_like(p) for name, p in tree.items()} for s, tree in parts.params.items()}
-    (loss, slope), (grads, _) = pp.hvp(parts, loss_fn, pp.one_f_one_b(4, M))(parts.params, direction, ids, targets)
+    (loss, slope, grads), _ = pp.hvp(parts, loss_fn, pp.one_f_one_b(4, M))(parts.params, direction, ids, targets)
     want, wanted = whole(model, ids, targets)
     torch.testing.assert_close(loss, want)
     assert worst(grads, wanted) < 1e-12

@@ -188,5 +188,21 @@ def of_a_plan(rank, size):
     return sorted(name for name, leaf in sharded.items() if isinstance(leaf, DTensor))
 
 
+def of_a_stage(rank, size):
+    """A stage of a parallel module: what its plan leaves out is a DTensor too."""
+    (block,), (plain,) = on_meta(Block, 1), on_meta(Block, 1)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    stage = pp.parallelize(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    params, whole = materialize([block], seed=2, like={0: stage.params})[0], materialize([plain], seed=2)[0]
+    with pytest.raises(ValueError, match="like: up.weight has the shape"):
+        materialize([plain], like={0: {name: torch.empty(1) for name in whole}})
+    alike = all(isinstance(p, DTensor) and p.placements == stage.params[name].placements for name, p in params.items())
+    return alike and all(torch.equal(p.full_tensor(), whole[name]) for name, p in params.items())
+
+
+def test_layouts_of_a_stage(two):
+    assert two(of_a_stage) == [True, True]
+
+
 def test_shards_are_slices_of_the_whole(two):
     assert two(of_a_plan) == [["down.bias", "down.weight", "up.bias", "up.weight"]] * 2

@@ -24,6 +24,7 @@ from ppfunc.training import (
     sgd,
     warmup_cosine,
 )
+from ppfunc.training.sharding import parts_of, shard
 
 
 class Pair(NamedTuple):
@@ -92,40 +93,37 @@ def test_same_numbers_as_torch(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("make", [lambda p: torch.optim.AdamW(p, lr=0.1, fused=True), lambda p: torch.optim.SGD(p, 0.1, 0.9, fused=True)])
-def test_same_bits_as_the_fused_kernel_of_torch(dtype, make):
-    """Where leaves are whole vectors of the machine."""
-    g = torch.Generator().manual_seed(0)
-    values = [torch.randn(8, 64, generator=g).to(dtype) for _ in range(6)]
-    theirs = [values[0].clone().requires_grad_(), values[1].clone().requires_grad_()]
-    optimizer = make(theirs)
-    ours = adamw(0.1) if isinstance(optimizer, torch.optim.AdamW) else sgd(0.1, 0.9)
-    params, state = values[:2], ours.init(values[:2])
-    for _ in range(4):
-        for p, grad in zip(theirs, values[2:], strict=False):
-            p.grad = grad.clone()
-        optimizer.step()
-        params, state = ours.update(values[2:4], state, params)
-        assert all(a.dtype == dtype and torch.equal(a, b) for a, b in zip(params, theirs, strict=True))
+def test_same_bits_as_the_fused_kernel_of_torch(dtype):
+    theirs = lambda p: torch.optim.AdamW(p, lr=0.1, fused=True)  # noqa: E731
+    expected = list(reference(theirs, tree(dtype), 4, dtype=dtype))
+    for got, want in zip(follow(adamw(0.1), tree(dtype), 4, dtype=dtype), expected, strict=True):
+        assert all(a.dtype == dtype and torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("make", [lambda: adamw(0.1), lambda: sgd(0.1, 0.9, 0.2), lambda: sgd(0.1, 0.9, nesterov=True)])
-@given(st.lists(st.integers(1, 70), min_size=1, max_size=4), st.booleans())
-def test_bits_do_not_depend_on_how_leaves_are_cut(make, dtype, sizes, scaled):
-    """Whatever vectors the kernels work on: a step on shards is one on the whole."""
+@given(st.data())
+def test_bits_of_shards_are_those_of_the_whole(make, dtype, data):
+    """Whatever vectors the kernels work on, and whatever dimension is cut."""
+    ranks, dim = data.draw(st.integers(1, 3)), data.draw(st.integers(0, 2))
+    shapes = [
+        tuple(n * ranks if d == dim else n for d, n in enumerate(shape))
+        for shape in data.draw(st.lists(st.tuples(*[st.integers(1, 5)] * 3), min_size=1, max_size=3))
+    ]
     g = torch.Generator().manual_seed(0)
-    whole = [torch.randn(sum(sizes), generator=g).to(dtype)]
-    parts = list(whole[0].split(sizes))
-    optimizers = make(), make()
-    states = optimizers[0].init(whole), optimizers[1].init(parts)
+    values = lambda: [torch.randn(shape, generator=g, dtype=torch.float64).to(dtype) for shape in shapes]  # noqa: E731
+    dims = (dim if ranks > 1 else None,) * len(shapes)
+    optimizer, whole = make(), values()
+    parts = [list(shard(whole, dims, ranks, rank)) for rank in range(ranks)]
+    states, state = [optimizer.init(own) for own in parts], optimizer.init(whole)
     for _ in range(3):
-        grad = torch.randn(sum(sizes), generator=g).to(dtype)
-        given_too = {"grad_scale": torch.tensor(3.0), "found_inf": torch.tensor(0.0)} if scaled else {}
-        whole, first = optimizers[0].update([grad], states[0], whole, **given_too)
-        parts, second = optimizers[1].update(list(grad.split(sizes)), states[1], parts, **given_too)
-        states = first, second
-        assert torch.equal(torch.cat(parts), whole[0])
+        grads = values()
+        given_too = {"grad_scale": torch.tensor(3.0), "found_inf": torch.tensor(0.0)} if data.draw(st.booleans()) else {}
+        for rank in range(ranks):
+            own, places = shard(grads, dims, ranks, rank), parts_of(whole, dims, ranks, rank)
+            parts[rank], states[rank] = optimizer.update(list(own), states[rank], parts[rank], parts=places, **given_too)
+        whole, state = optimizer.update(grads, state, whole, **given_too)
+        assert all(torch.equal(torch.cat([own[n] for own in parts], dim) if ranks > 1 else parts[0][n], p) for n, p in enumerate(whole))
 
 
 def test_mixed_dtypes_and_integer_leaves():
@@ -212,6 +210,19 @@ def test_learning_rate_may_follow_the_count(rates):
         params, state = optimizer.update([torch.tensor(1.0, dtype=torch.float64)], state, params)
     assert params[0].item() == pytest.approx(1 - sum(rates), abs=1e-12)
     assert int(state["updates"]) == len(rates)
+
+
+@pytest.mark.parametrize("make", [lambda: adamw(0.1), lambda: sgd(0.1, 0.9), lambda: sgd(0.1)])
+def test_training_goes_on_from_a_file(make, tmp_path):
+    """Under the default of ``torch.load``, which takes no classes of ours."""
+    optimizer, params = make(), {0: {"w": torch.ones(3), "ids": torch.arange(3)}}
+    grads = {0: {"w": torch.full((3,), 0.5), "ids": torch.zeros_like(params[0]["ids"])}}
+    params, state = optimizer.update(grads, optimizer.init(params), params)
+    torch.save((params, state), tmp_path / "checkpoint.pt")
+    loaded, again = torch.load(tmp_path / "checkpoint.pt")
+    expected, _ = optimizer.update(grads, state, params)
+    got, after = optimizer.update(grads, again, loaded)
+    assert torch.equal(got[0]["w"], expected[0]["w"]) and int(after["updates"]) == 2
 
 
 def overflowing(grads):

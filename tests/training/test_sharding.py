@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from ppfunc.training import Reducer, adamw, sgd
-from ppfunc.training.sharding import gather, reduce_shards, shard, shard_dim, shard_dims
+from ppfunc.training.sharding import gather, parts_of, reduce_shards, shard, shard_dim, shard_dims
 from tests.training.world import World
 
 
@@ -93,7 +93,7 @@ def trained(rank, size, name):
         whole, state = optimizer.update(grads, states[0], list(whole))
         local = [zero if g is None else g for g in twice.wait()]
         parts = reduce_shards(local, dims, world).wait()
-        own, small = optimizer.update(list(parts), states[1], list(own))
+        own, small = optimizer.update(list(parts), states[1], list(own), parts=parts_of(whole, dims, size, rank))
         states = state, small
         given = gather(own, dims, world).wait()
         assert all(map(torch.equal, given, whole))
