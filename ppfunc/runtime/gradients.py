@@ -93,8 +93,9 @@ class Sum:
         self.add(gradients, -1)
 
     def signature(self, leaf: LeafSignature) -> LeafSignature:
-        dtype = self._dtype_of(leaf.dtype)
-        return leaf if dtype is leaf.dtype else replace(leaf, dtype=dtype)
+        if self._dtype is None or (dtype := self._dtype_of(leaf.dtype)) is leaf.dtype:
+            return leaf
+        return replace(leaf, dtype=dtype)
 
     def take(self, like: Leaves, owned: Owned) -> Leaves:
         absent, total, is_own = self._absent, self._total, self._is_own

@@ -177,15 +177,16 @@ def losses_of(lowered: LoweredStep, buffers: Buffers) -> dict[int, torch.Tensor]
 
 def update_parameters(lowered: LoweredStep, updates: Sequence[Place]) -> Iterator[PlacedCall]:
     """Bind the REDUCE_GRAD and STEP that cannot be carried out where the schedule has them; see :func:`update_call`."""
-    update, program = lowered.spec.update, lowered.schedule.programs[rank := lowered.ranks[-1]]
+    update, rank = lowered.spec.update, lowered.ranks[-1]
+    if update is None:  # lowering refuses both
+        return
     reductions, steps = ([place for place in updates if place.instruction.op is op] for op in (Op.REDUCE_GRAD, Op.STEP))
     yield from ((call, place) for place in reductions if (call := update_call(lowered, place.instruction)))
     made = [(call, place) for place in steps if (call := update_call(lowered, place.instruction))]
-    joined: list[PlacedCall] = []
-    if update is not None:
-        last = Place(rank, len(program) - 1, Instruction(Op.STEP, program[-1][-1].stage))
-        joined.append((lambda buffers: update.join(buffers, losses_of(lowered, buffers)), last))
-    yield from [*joined, *made] if update is not None and update.together else [*made, *joined]
+    end = Instruction(Op.STEP, lowered.schedule.stages_of(rank)[-1])
+    last = Place(rank, len(lowered.schedule.programs[rank]) - 1, end)
+    joined = [(lambda buffers: update.join(buffers, losses_of(lowered, buffers)), last)]
+    yield from [*joined, *made] if update.together else [*made, *joined]
 
 
 def is_late(lowered: LoweredStep, instruction: Instruction) -> bool:

@@ -2,12 +2,12 @@
 
 Run by torchrun on one rank (no messages) or more::
 
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 1 tests/benchmarks/overhead.py --leaves 0 100 1000
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 1 tests/benchmarks/overhead.py --leaves 0 1 100 1000
 
 Both run interleaved 1F1B in turn. On one rank, with four stages, all values are handed over locally, so what is
 measured is the runtime and nothing else. With leaves, a stage adds all its parameters to its input. The time per
 leaf and step, in CPU seconds, is that of the step, without its programs and the sums of their gradients in the order of the
-schedule, less the same without leaves.
+schedule, less the same with one leaf: without any there are no gradients.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chunks", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=16)
-    parser.add_argument("--leaves", type=int, nargs="+", default=[0, 100, 1000], help="parameter leaves per stage")
+    parser.add_argument("--leaves", type=int, nargs="+", default=[0, 1, 100, 1000], help="parameter leaves per stage")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=10, help="steps per round")
     options = parser.parse_args()
@@ -70,8 +70,8 @@ def main() -> None:
         mine, other, bare = (median(column) for column in zip(*rounds, strict=True))
         ratio = median(a / b for a, b, _ in rounds)
         runtime = median(cpu_seconds(step_ours) - cpu_seconds(programs) for _ in range(options.rounds * options.steps))
-        base = runtime if leaves == options.leaves[0] else base
-        per_leaf = f", {(runtime - base) / leaves / len(held) * 1e6:.2f} us per leaf and step" if leaves > options.leaves[0] else ""
+        base = runtime if leaves == 1 else base
+        per_leaf = f", {(runtime - base) / (leaves - 1) / len(held) * 1e6:.2f} us per leaf and step" if leaves > 1 else ""
         if rank == 0:
             print(
                 f"{ranks} ranks, {schedule.stages} stages, {options.microbatches} microbatches, {leaves} leaves: "
