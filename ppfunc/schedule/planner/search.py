@@ -137,7 +137,7 @@ class Search:
             yield
 
     def _neighbour(self, order: Order) -> Replayed:
-        """The best of an order replayed with delays and of two justifications of that.
+        """The best of an order replayed with delays, in either direction of time, and of what justification makes of that.
 
         Ranks are a little patient in all of these: without any patience hardly an order survives a replay.
         """
@@ -145,11 +145,14 @@ class Search:
         def manner(hold: Hold = NO_HOLD) -> Manner:
             return Manner(self._random.uniform(*_PATIENCE), hold=hold)
 
-        found = best = self._replay(self._forwards, order, manner(self._delays()))
-        for _ in range(2):
-            found = self._justify(found.order, manner(), manner())
-            best = min(best, found, key=lambda r: r.value)
-        return best
+        delayed = manner(self._delays())
+        if self._random.random() < 0.5:
+            found = [self._justify(order, delayed, manner())]
+        else:
+            late = self._replay(self._forwards, order, delayed)
+            found = [late, self._justify(late.order, manner(), manner())]
+        found.append(self._justify(found[-1].order, manner(), manner()))
+        return min(found, key=lambda r: r.value)
 
     def _delays(self) -> Hold:
         """Some operations, one code for a run of microbatches, or half of the codes of one microbatch, held back."""
