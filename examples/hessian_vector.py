@@ -42,7 +42,7 @@ def main() -> float:
     direction = parameters(seed=1)
     for _ in range(20):
         direction = scaled(direction, inner(direction, direction).rsqrt())
-        (loss, slope), (grads, products) = hvp(params, direction, inputs, targets)
+        (loss, slope, grads), products = hvp(params, direction, inputs, targets)
         sharpness, direction = inner(direction, products), products
     print(f"loss {loss:.4f}, largest curvature {sharpness:.3f}")
 
@@ -59,7 +59,7 @@ def main() -> float:
     print(f"loss after one Newton step {pp.evaluate([stage] * STAGES, loss_fn, schedule)(moved, inputs, targets):.4f}")
 
     vector = parameters(seed=2)
-    (_, slope), (grads, products) = hvp(params, vector, inputs, targets)
+    (_, slope, grads), products = hvp(params, vector, inputs, targets)
     gradient = torch.func.grad(total_loss(inputs, targets))
     want = torch.func.jvp(gradient, (params,), (vector,))
     error = disagreement((grads, products, slope), (*want, inner(want[0], vector)))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +23,6 @@ from typing import NamedTuple
 import corpus
 import gpt
 import launch
-import measure
 import optree
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 import ppfunc as pp
 from ppfunc.parallel import Partition, partition_balanced, partition_uniform
-from ppfunc.schedule import BUILDERS, Schedule, Timeline, remove_tail, to_svg
+from ppfunc.schedule import BUILDERS, Schedule, Timeline, remove_tail, simulate, to_svg
 from ppfunc.training import adamw
 
 ENGINES = {"graph": pp.graph, "functional": pp.functional, "eager": pp.eager}
@@ -172,7 +172,7 @@ def train(options: argparse.Namespace, place: launch.Place) -> Result:
     validate = pp.evaluate(stages, gpt.cross_entropy, schedule, place.transport, engine=engine)
 
     one = corpus.Windows(*(pp.microbatch(t, schedule.microbatches)[0] for t in batch(0)))
-    ideal = measure.ideal(engine, stages, gpt.cross_entropy, schedule, params, one, options.width, place)
+    ideal = ideal_step(todo, options, one, place)
     progress = Progress(options, ideal.makespan, shown=place.rank == 0)
     for n in progress:
         loss, grads = step(params, *batch(n))
@@ -181,12 +181,31 @@ def train(options: argparse.Namespace, place: launch.Place) -> Result:
 
     pieces = (corpus.validation_batch(text.validation, options.batch, options.context, n) for n in range(VALIDATION_BATCHES))
     result = Result(progress.losses, mean(validate(params, *windows.to(place.device)).item() for windows in pieces))
+    _, measured = step.record(params, *batch(options.steps))
     whole = gathered(todo, params, place)
     if place.rank == 0:
-        report(options, place, schedule, ideal, median(progress.seconds), result)
+        report(options, place, measured, ideal, median(progress.seconds), result)
         sample = gpt.generate(todo.model, whole, text.validation[: options.context], SAMPLE, options.seed)
         print(f"\nA sample, after the {options.context} bytes that it begins with:\n{sample}")
     return result
+
+
+def ideal_step(todo: Plan, options: argparse.Namespace, one: corpus.Windows, place: launch.Place) -> Timeline:
+    """A step on paper, in seconds and bytes: every stage as long as on rank 0 alone, while the others wait; messages take no time."""
+    costs: list[pp.Costs | None] = [None]
+    if place.rank == 0:
+        params = {stage: todo.initialise(stage, options.seed, place.device) for stage in range(len(todo.stages))}
+        engine, memory = ENGINES[options.engine], options.engine == "graph"  # the other engines do not know what they keep
+        costs = [pp.measure(todo.stages, params, one.inputs, gpt.cross_entropy, one.targets, engine=engine, memory=memory)]
+    if place.processes > 1:
+        dist.broadcast_object_list(costs, 0, device=place.device)
+    return simulate(todo.schedule, costs[0].of_stages(todo.schedule.model_stages))
+
+
+def least(timeline: Timeline, processes: int) -> float:
+    """The least time that the work of a step takes: processes may have to share the cores of a CPU."""
+    work = sum(timeline.makespan - idle for idle in timeline.idle)
+    return max(timeline.makespan, work / min(processes, os.cpu_count() or 1))
 
 
 class Progress:
@@ -210,7 +229,7 @@ class Progress:
         self.seconds.append(time.perf_counter() - self.start)
         usual = median(self.seconds[-20:])
         self.bar.set_postfix_str(
-            f"loss {loss:.3f}, {self.tokens / usual:,.0f} tokens/s, step {1e3 * usual:.0f} ms, ideal {self.ideal:.0f} ms",
+            f"loss {loss:.3f}, {self.tokens / usual:,.0f} tokens/s, step {1e3 * usual:.0f} ms, ideal {1e3 * self.ideal:.0f} ms",
             refresh=False,
         )
 
@@ -227,24 +246,27 @@ def gathered(todo: Plan, params: dict[int, list[gpt.Params]], place: launch.Plac
     return whole
 
 
-def report(options: argparse.Namespace, place: launch.Place, schedule: Schedule, ideal: Timeline, seconds: float, result: Result) -> None:
-    """Say how it went, write the loss down, and draw it and the schedule."""
+def report(options: argparse.Namespace, place: launch.Place, measured: Timeline, ideal: Timeline, seconds: float, result: Result) -> None:
+    """Say how it went, write the loss down, and draw it and a step, on paper and as measured."""
     options.out.mkdir(parents=True, exist_ok=True)
+    name = ideal.schedule.name
     files = {
         "loss.csv": "".join(f"{step},{loss!r}\n" for step, loss in enumerate(result.losses)),
-        "schedule.svg": to_svg(schedule, ideal),
-        "loss.svg": loss_curve(result.losses, result.validation, f"Byte-level GPT, {schedule.name}, {schedule.ranks} ranks"),
+        "schedule.svg": to_svg(ideal.schedule, ideal),
+        "measured.svg": to_svg(measured.schedule, measured),
+        "loss.svg": loss_curve(result.losses, result.validation, f"Byte-level GPT, {name}, {ideal.schedule.ranks} ranks"),
     }
-    for name, content in files.items():
-        (options.out / name).write_text(content, encoding="utf-8")
+    for file, content in files.items():
+        (options.out / file).write_text(content, encoding="utf-8")
     tokens = options.batch * options.context / seconds
     print(
         f"\nloss: {result.losses[0]:.3f} at first, {result.losses[-1]:.3f} at last, "
         f"{result.validation:.3f} nats per byte in validation\n"
-        f"step: {1e3 * seconds:.1f} ms, {tokens:,.0f} tokens/s; ideal {ideal.makespan:.1f} ms, "
-        f"the simulation of {schedule.name} with the stages' own times and every rank on a core of its own; "
-        f"{measure.least(ideal, place.processes):.1f} ms is the least with what this machine has\n"
-        f"written: {', '.join(str(options.out / name) for name in files)}"
+        f"step: {1e3 * seconds:.1f} ms, {tokens:,.0f} tokens/s; ideal {1e3 * ideal.makespan:.1f} ms, "
+        f"the simulation of {name} with the stages' own times and every rank on a core of its own; "
+        f"{1e3 * least(ideal, place.processes):.1f} ms is the least with what this machine has\n"
+        f"written: {', '.join(str(options.out / file) for file in files)}\n\n"
+        f"One more step, measured and on paper, in shares of its time:\n{pp.compare(measured, ideal)}"
     )
 
 

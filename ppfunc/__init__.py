@@ -22,6 +22,8 @@ engine                  a function that differentiates a stage: ``graph``, ``fun
 stage program           the functions that an engine makes of a stage: its forward, its backward, and that in two parts
 residuals               the tensors that the forward of a stage keeps for its backward
 signature               structure, shapes and dtypes of a tree of tensors, without values
+layout                  how the leaf of a signature lies over the ranks of a mesh, as placements: that of a DTensor
+collective              a function over the ranks of an axis that stages may call: ``psum``, ``pvary``, ``all_gather``, ...
 edge                    two stages, the first of which sends activations to the second
 skip                    an edge between stages that are not neighbours
 transport               an object that carries messages between ranks: ``InProcess``, ``P2P`` or ``runtime.Simulated``
@@ -32,6 +34,10 @@ extras                  inputs of a stage beside ``x`` that get no gradient, suc
 state                   a tree that a stage reads, and returns anew, in every training step, such as running statistics
 metrics                 tensors that a stage returns for the caller, beside ``y``
 loss weights            the weight of each microbatch in the loss, ``1/m`` each by default
+trainer                 a function of state and batch to the next state, with what it needs; ``train_step`` makes one
+data rank               one of several pipelines that hold the same parameters and run other batches
+model rank              one of several ranks that compute parts of the same stage, on the same batch
+shard                   the part of a tensor that a rank keeps
 bubble                  the share of a training step in which ranks wait
 ======================  ==========================================================================================
 """
@@ -51,11 +57,12 @@ if TYPE_CHECKING:
         training as training,
     )
     from .measurement import measure as measure
-    from .pipeline import evaluate as evaluate, microbatch as microbatch, value_and_grad as value_and_grad, with_skips as with_skips
+    from .pipeline import evaluate as evaluate, value_and_grad as value_and_grad
     from .runtime import (
         P2P as P2P,
         AgreementError as AgreementError,
         Aux as Aux,
+        Axes as Axes,
         InProcess as InProcess,
         Lowered as Lowered,
         Microbatches as Microbatches,
@@ -63,6 +70,7 @@ if TYPE_CHECKING:
         StepFunction as StepFunction,
         Transport as Transport,
         interleaved as interleaved,
+        microbatch as microbatch,
         two_streams as two_streams,
     )
     from .schedule import (
@@ -75,7 +83,9 @@ if TYPE_CHECKING:
         Schedule as Schedule,
         ScheduleError as ScheduleError,
         check as check,
+        chimera as chimera,
         compare as compare,
+        compare_schedules as compare_schedules,
         data_parallel as data_parallel,
         deepspeed_inference as deepspeed_inference,
         deepspeed_train as deepspeed_train,
@@ -92,6 +102,7 @@ if TYPE_CHECKING:
         simulate as simulate,
         v_half as v_half,
         v_min as v_min,
+        with_skips as with_skips,
         zb_h1 as zb_h1,
         zb_h2 as zb_h2,
         zbv as zbv,
@@ -107,11 +118,37 @@ if TYPE_CHECKING:
         split_sequential as split_sequential,
         stage_from_module as stage_from_module,
     )
+    from .stage.collectives import (
+        all_gather as all_gather,
+        all_to_all as all_to_all,
+        psum as psum,
+        psum_scatter as psum_scatter,
+        pvary as pvary,
+    )
     from .stage.layers import params_of_stages as params_of_stages, stages_from_layers as stages_from_layers
+    from .stage.layout import with_layouts as with_layouts
     from .stage.output import Output as Output, Received as Received
     from .stage.program import Engine as Engine, Loss as Loss, Stage as Stage
     from .stage.transforms import clipped_sum as clipped_sum, dual as dual, ensemble as ensemble, square_norms as square_norms
-    from .training import Optimizer as Optimizer, adamw as adamw, sgd as sgd
+    from .trainer import Metrics as Metrics, Trainer as Trainer, TrainState as TrainState, train_step as train_step
+    from .training import (
+        LossScale as LossScale,
+        Optimizer as Optimizer,
+        Precision as Precision,
+        adamw as adamw,
+        chain as chain,
+        clip_by_global_norm as clip_by_global_norm,
+        constant as constant,
+        dynamic_scale as dynamic_scale,
+        from_updates as from_updates,
+        linear as linear,
+        materialize as materialize,
+        parallelize as parallelize,
+        sgd as sgd,
+        shard as shard,
+        static_scale as static_scale,
+        warmup_cosine as warmup_cosine,
+    )
     from .transforms import gnvp as gnvp, hvp as hvp, jvp as jvp, per_sample_grad as per_sample_grad
 else:
     __getattr__, __dir__, __all__ = attach(__name__)

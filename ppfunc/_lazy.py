@@ -41,6 +41,22 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]],
     return load, lambda: sorted(module_of), exports
 
 
+def late(module: str, name: str) -> Callable[..., Any]:
+    """Make a function that stands for one of another module, which is loaded at the first call.
+
+    For methods of a class whose work is done by a module that itself imports the class.
+
+    >>> late("ppfunc.parallel.placement", "loop")(3)
+    (0, 1, 2)
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return getattr(import_module(module), name)(*args, **kwargs)
+
+    call.__name__ = name
+    return call
+
+
 def _unknown(package: str, name: str, names: list[str]) -> AttributeError:
     import difflib
 

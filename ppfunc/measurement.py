@@ -1,7 +1,5 @@
 """Measure stages: the seconds and bytes of their programs, as costs of schedules."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from statistics import median
@@ -9,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ppfunc.pipeline import Stages, value_and_grad
+from ppfunc.making import Stages
+from ppfunc.pipeline import value_and_grad
 from ppfunc.runtime.arguments import RawArguments, read_arguments
 from ppfunc.runtime.compile import CompiledStep
 from ppfunc.runtime.execute import fill

@@ -1,51 +1,19 @@
 """Make a pipeline an ordinary function from parameters and a batch to a loss and gradients."""
 
-from __future__ import annotations
-
-import reprlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
-from ppfunc.runtime import InProcess, StepFunction, StepResult, StepSpec, Transport, interleaved, microbatch, two_streams
-from ppfunc.runtime.arguments import LossWeights, RawArguments, Seed, read_loss_weights
-from ppfunc.runtime.lower import require_honoured
+from ppfunc.making import Stages, make_step, named_step, shown, told_to_peers, unpacked
+from ppfunc.runtime import StepFunction, StepResult, StepSpec, Transport
+from ppfunc.runtime.arguments import LossWeights, RawArguments, Seed
 from ppfunc.runtime.overlap import Overlapped
-from ppfunc.runtime.ties import TiedPlaces, read_tied
-from ppfunc.schedule import Op, Schedule, append_tail, check, forward_only, place_communication, remove_communication
-from ppfunc.splitter import Split
-from ppfunc.stage import Engine, Loss, ModuleStage, Stage, graph
+from ppfunc.runtime.ties import TiedPlaces
+from ppfunc.schedule import Schedule
+from ppfunc.stage import Engine, Loss, graph
 
-__all__ = ["evaluate", "make_step", "microbatch", "value_and_grad", "with_skips"]
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-Stages = Sequence[Stage | None] | Split
-"""One function per stage of the model, None for those of other processes; or a model that was split, with its skips and ties."""
-
-
-def told_to_peers(make: Callable[P, R]) -> Callable[P, R]:
-    """The same function, which makes a step function of its fourth argument, the transport; a mistake that it raises is
-    told to the other ranks, whose next step fails, and the transport can be used no more."""
-
-    @wraps(make)
-    def making(*args: P.args, **kwargs: P.kwargs) -> R:
-        transport = kwargs.get("transport", args[3] if len(args) > 3 else None)
-        if transport is not None and (isinstance(transport, type) or not hasattr(transport, "local_ranks")):
-            raise TypeError(f"transport: got {_short(transport)}, expected one such as ppfunc.InProcess() or ppfunc.P2P(group)")
-        try:
-            return make(*args, **kwargs)
-        except Exception as cause:
-            if transport is not None:
-                transport.abandon_step(cause)  # type: ignore[attr-defined]
-            raise
-
-    return making
+__all__ = ["evaluate", "value_and_grad"]
 
 
 @told_to_peers
@@ -149,7 +117,7 @@ def value_and_grad(
     >>> loss, grads[0], grads[1]
     (tensor(2.5000), tensor(15.), tensor(10.))
     """
-    stages, schedule, tied = unpacked(stages, loss_fn, schedule, tied)
+    stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied)
     wanted = argnums if isinstance(argnums, tuple) else (argnums,)
     if wanted not in ((0,), (1,), (0, 1), (1, 0)):
         raise ValueError(f"argnums: got {argnums!r}, expected 0 (parameters), 1 (inputs), or a tuple of both, each once")
@@ -159,14 +127,12 @@ def value_and_grad(
             "per_microbatch=True keeps gradients of parameters apart, and argnums asks for none; leave it out, or take argnums=(0, 1)"
         )
     if sum_dtype not in (None, torch.float32, torch.float64):
-        raise TypeError(f"sum_dtype: got {_short(sum_dtype)}, expected torch.float32 or torch.float64")
+        raise TypeError(f"sum_dtype: got {shown(sum_dtype)}, expected torch.float32 or torch.float64")
     if sum_dtype is not None and (per_microbatch or 0 not in wanted):
         raise ValueError("sum_dtype: got one, and no gradients of parameters are added up over microbatches; leave it out")
     changes = f"{' of each microbatch' if per_microbatch else ''}{' and inputs' if 1 in wanted else ''}{_of_shape(loss_shape)}"
     changes += f" summed in {sum_dtype}" if sum_dtype else ""
-    spec = StepSpec(
-        f"value_and_grad{changes}", frozenset(wants), per_microbatch, loss_shape, overlapped, read_tied(tied, schedule), sum_dtype
-    )
+    spec = StepSpec(f"value_and_grad{changes}", frozenset(wants), per_microbatch, loss_shape, overlapped, ties, sum_dtype)
 
     def finish(result: StepResult, raw: RawArguments) -> tuple[Any, Any]:
         made = tuple(result.input_grads if n else result.grads for n in wanted)
@@ -213,7 +179,7 @@ def evaluate(
     >>> step({0: torch.tensor(2.0), 1: torch.tensor(3.0)}, torch.tensor([1.0, 2.0]))
     tensor([ 6., 12.])
     """
-    stages, schedule, tied = unpacked(stages, loss_fn, schedule, tied, loss_wanted=False)
+    stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied, loss_wanted=False)
     if loss_fn is None and not return_outputs and not has_aux:
         raise ValueError("evaluate got neither a loss function nor return_outputs=True; it would return nothing")
     if loss_fn is None and loss_shape:
@@ -226,114 +192,9 @@ def evaluate(
         made = tuple(getattr(result, name) for name in wants)
         return made if len(made) > 1 else made[0]
 
-    spec = StepSpec(name, frozenset(wants), loss_shape=loss_shape, tied=read_tied(tied, schedule))
+    spec = StepSpec(name, frozenset(wants), loss_shape=loss_shape, tied=ties)
     prepare = _arguments(loss_weights)
     return make_step(stages, loss_fn, schedule, transport, engine, spec, prepare, finish, loss_weights, training=False)
-
-
-def make_step(
-    stages: Sequence[Stage | None],
-    loss_fn: Loss | None,
-    schedule: Schedule,
-    transport: Transport | None,
-    engine: Engine,
-    spec: StepSpec,
-    prepare: Callable[..., RawArguments],
-    finish: Callable[[StepResult, RawArguments], Any],
-    loss_weights: LossWeights = None,
-    *,
-    training: bool = True,
-) -> StepFunction[..., Any]:
-    """Make the step function of :func:`value_and_grad`, :func:`evaluate` and the transforms.
-
-    Args:
-        prepare: ``(*arguments of a call) -> RawArguments``.
-        finish: ``(results, arguments) -> return value of a call``.
-        loss_weights: the weights that ``prepare`` gives where a call has none of its own.
-        training: whether there are backwards.
-    """
-    _require(stages, schedule, engine, spec)
-    if training and schedule.forward_only:
-        raise ValueError(f"the schedule {schedule.name!r} has no backward; use ppfunc.evaluate, or a schedule for training")
-    if loss_weights is not None and loss_fn is None:
-        raise ValueError("loss_weights: got some, and no loss function whose losses they would weigh; leave them out")
-    read_loss_weights(loss_weights, schedule.microbatches)
-    if spec.overlapped is not None and Op.OVERLAP_F_B not in schedule.ops:
-        raise ValueError(f"overlapped: got a function, and the schedule {schedule.name!r} overlaps nothing; use dualpipe or dualpipev")
-    ready = prove(schedule if training or schedule.forward_only else forward_only(schedule), spec)
-    return StepFunction(list(stages), loss_fn, ready, InProcess() if transport is None else transport, engine, spec, prepare, finish)
-
-
-def prove(schedule: Schedule, spec: StepSpec) -> Schedule:
-    """The schedule as it runs: with communication, with the sums over replicas and tied parameters, and proved.
-
-    Raises:
-        ScheduleError: it is wrong.
-        ValueError: it has an instruction that nothing would honour.
-    """
-    require_honoured(schedule, spec)
-    if not schedule.lowered:
-        # A receive is posted one compute early: its message crosses while the rank is busy.
-        schedule = place_communication(schedule, lookahead=1)
-    if (schedule.replicas or spec.tied) and not schedule.forward_only and Op.REDUCE_TIED not in schedule.ops:
-        schedule = append_tail(schedule, tied=True, reduce_grad=False, step=False)
-    check(schedule)
-    return schedule
-
-
-def with_skips(schedule: Schedule, skips: Sequence[tuple[int, int]]) -> Schedule:
-    """The schedule with skip connections: what ``Output.skips`` carries from one stage to a later one.
-
-    Args:
-        schedule: any; its communication is placed anew if it has some.
-        skips: ``(source stage, destination stage)`` of each, stages of the model, the source before the destination.
-            The source returns ``Output(y, skips={destination: tree})``, the destination gets
-            ``Received(x, {source: tree})`` in the place of ``x``. Replicas have the same ones.
-
-    Raises:
-        ValueError: a stage does not exist, or the destination does not come after the source and its neighbour.
-
-    >>> from ppfunc import gpipe
-    >>> with_skips(gpipe(ranks=3, microbatches=2), [(0, 2)]).skips
-    ((0, 2),)
-    """
-    if not all(isinstance(edge, tuple | list) and len(edge) == 2 for edge in skips):
-        raise TypeError(f"skips: got {_short(skips)}, expected a list of pairs (source, destination)")
-    places = {schedule.model_stages[stage]: place for place, stage in enumerate(schedule.chains[0].stages)}
-    for source, destination in skips:
-        if not {source, destination} <= places.keys() or places[destination] < places[source] + 2:
-            raise ValueError(
-                f"got a skip connection from stage {source} to stage {destination}; expected two stages of the model, "
-                f"the destination after the neighbour of the source"
-            )
-    edges = [(c.stages[places[a]], c.stages[places[b]]) for a, b in skips for c in schedule.chains]
-    bare = remove_communication(schedule) if schedule.ops & {Op.SEND_F, Op.RECV_F} else schedule
-    return replace(bare, skips=tuple(dict.fromkeys(edges)))
-
-
-def unpacked(
-    stages: Stages, loss_fn: Loss | None, schedule: Schedule, tied: TiedPlaces, *, loss_wanted: bool = True
-) -> tuple[Sequence[Stage | None], Schedule, TiedPlaces]:
-    """The functions of a split, the schedule with its skip connections, and the ties with its own; others as they are.
-
-    Raises:
-        TypeError: something else than stages, a schedule, a loss function.
-    """
-    if not isinstance(schedule, Schedule):
-        raise TypeError(f"schedule: got {_short(schedule)}, expected a schedule, such as ppfunc.one_f_one_b(ranks=4, microbatches=8)")
-    if (loss_fn is None and loss_wanted) or (loss_fn is not None and not callable(loss_fn)):
-        raise TypeError(f"loss_fn: got {_short(loss_fn)}, expected a function loss(y, target) -> scalar")
-    if not isinstance(stages, Split):
-        if not isinstance(stages, Sequence) or isinstance(stages, str):
-            raise TypeError(f"stages: got {_short(stages)}, expected a list of functions, one per stage")
-        return stages, schedule, tied
-    _require_count(stages.stages, schedule)
-    schedule = with_skips(schedule, stages.skips) if stages.skips else schedule
-    if not isinstance(tied or {}, Mapping):
-        raise TypeError(f"tied: got {_short(tied)}, expected {{name: [(stage, name of a leaf), ...]}}")
-    if twice := stages.tied.keys() & (tied or {}).keys():
-        raise ValueError(f"tied: got {min(twice)!r}, which the split has tied; leave it out, or take another name")
-    return stages.stages, schedule, {**stages.tied, **(tied or {})}
 
 
 def _arguments(default: LossWeights) -> Callable[..., RawArguments]:
@@ -354,42 +215,5 @@ def _arguments(default: LossWeights) -> Callable[..., RawArguments]:
     return named_step(step)
 
 
-def named_step(prepare: Callable[..., RawArguments]) -> Callable[..., RawArguments]:
-    """The same function, called ``step()`` in the errors of Python about its arguments."""
-    prepare.__name__ = prepare.__qualname__ = "step"
-    return prepare
-
-
 def _of_shape(loss_shape: tuple[int, ...]) -> str:
     return f" with losses of shape {loss_shape}" if loss_shape else ""
-
-
-def _require(stages: Sequence[Any], schedule: Schedule, engine: Any, spec: StepSpec) -> None:
-    """Raise where something else than expected was given in the place of an argument."""
-    for stage, fn in enumerate(stages):
-        if isinstance(fn, torch.nn.Module | ModuleStage):
-            mend = "take ppfunc.stage_from_module(module).fn, and its params"
-            raise TypeError(f"stages[{stage}]: got {_short(fn)}, expected a function; {mend}")
-        if fn is not None and not callable(fn):
-            wanted = "a function fn(params, x) -> y, or None for a stage of another process"
-            raise TypeError(f"stages[{stage}]: got {_short(fn)}, expected {wanted}")
-    _require_count(stages, schedule)
-    if not callable(engine):
-        raise TypeError(f"engine: got {_short(engine)}, expected ppfunc.graph, ppfunc.functional or ppfunc.eager")
-    if not isinstance(spec.loss_shape, tuple) or not all(isinstance(n, int) for n in spec.loss_shape):
-        raise TypeError(f"loss_shape: got {_short(spec.loss_shape)}, expected a tuple of integers, such as (3,) for an ensemble of three")
-    overlapped: Any = spec.overlapped
-    if overlapped in (interleaved, two_streams):
-        raise TypeError(f"overlapped: got ppfunc.{overlapped.__name__} itself, expected what it returns: ppfunc.{overlapped.__name__}()")
-    if overlapped is not None and not callable(overlapped):
-        raise TypeError(f"overlapped: got {_short(overlapped)}, expected a function, such as ppfunc.interleaved() or ppfunc.two_streams()")
-
-
-def _require_count(stages: Sequence[Any], schedule: Schedule) -> None:
-    expected = len(set(schedule.model_stages))
-    if len(stages) != expected:
-        raise ValueError(f"stages: got {len(stages)}, the schedule {schedule.name!r} has {expected}")
-
-
-def _short(thing: Any) -> str:
-    return f"{reprlib.repr(thing)} of type {type(thing).__name__}"

@@ -1,21 +1,19 @@
 """Make pipelines that compute other derivatives than the gradient of one loss."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from ppfunc.pipeline import Stages, make_step, named_step, told_to_peers, unpacked
+from ppfunc.making import Stages, make_step, named_step, told_to_peers, unpacked
 from ppfunc.runtime import Microbatches, StepFunction, StepResult, StepSpec, Transport
 from ppfunc.runtime.arguments import LossWeights, RawArguments, Seed
-from ppfunc.runtime.ties import TiedPlaces, read_tied
+from ppfunc.runtime.ties import TiedPlaces
 from ppfunc.schedule import Schedule
 from ppfunc.splitter import Split
 from ppfunc.stage import Engine, Loss, Stage, graph
-from ppfunc.stage.signature import differentiable
+from ppfunc.stage.signature import flatten
 from ppfunc.stage.transforms import (
     dual,
     dual_loss,
@@ -27,8 +25,8 @@ from ppfunc.stage.transforms import (
     per_sample_loss,
     sloping,
 )
-from ppfunc.stage.transforms.tangents import flatten_tangents
 from ppfunc.stage.tree import tree_flatten, tree_paths
+from ppfunc.tangents import by_stage, completed, moving, paired, unmoved
 
 __all__ = ["gnvp", "hvp", "jvp", "per_sample_grad"]
 
@@ -74,7 +72,7 @@ def jvp(
     (tensor([30.]), tensor([15.]))
     """
 
-    stages, schedule, tied = unpacked(stages, loss_fn, schedule, tied, loss_wanted=False)
+    stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied, _PAIR, loss_wanted=False)
     default = loss_weights
 
     def step(
@@ -90,7 +88,7 @@ def jvp(
         state: Mapping[int, Any] | None = None,
     ) -> RawArguments:
         weights = default if loss_weights is None else loss_weights
-        return RawArguments(_pairs(params, tangents), _moving(inputs, input_tangents), targets, extras, state, weights, seed)
+        return RawArguments(paired(params, tangents), moving(inputs, input_tangents), targets, extras, state, weights, seed)
 
     def finish(result: StepResult, raw: RawArguments) -> Any:
         made = result.outputs
@@ -103,7 +101,7 @@ def jvp(
         return (made, result.aux) if has_aux else made
 
     wants = {"outputs" if loss_fn is None else "loss", *(["aux"] if has_aux else [])}
-    spec = StepSpec("jvp", frozenset(wants), loss_shape=(2,), tied=read_tied(tied, schedule, _PAIR), primal="0")
+    spec = StepSpec("jvp", frozenset(wants), loss_shape=(2,), tied=ties, primal="0")
     losses = None if loss_fn is None else dual_loss(loss_fn)
     return make_step(_each(stages, dual), losses, schedule, transport, engine, spec, named_step(step), finish, loss_weights, training=False)
 
@@ -119,7 +117,7 @@ def hvp(
     loss_weights: LossWeights = None,
     has_aux: bool = False,
     tied: TiedPlaces = None,
-) -> StepFunction[..., tuple[tuple[torch.Tensor, torch.Tensor], tuple[dict[int, Any], dict[int, Any]]]]:
+) -> StepFunction[..., tuple[tuple[torch.Tensor, torch.Tensor, dict[int, Any]], dict[int, Any]]]:
     """Make a function that multiplies the Hessian of the loss, in the parameters of all stages, by a vector: in one pass.
 
     Equivalent to, with ``loss`` as in :func:`ppfunc.value_and_grad`::
@@ -131,10 +129,10 @@ def hvp(
         stages, loss_fn, schedule, transport, engine, loss_weights, has_aux, tied: as in :func:`ppfunc.value_and_grad`.
 
     Returns:
-        ``step(params, tangents, inputs, targets, ...) -> ((loss, slope), (grads, products))``, the keywords
-        as in :func:`ppfunc.value_and_grad`. ``tangents`` is the vector, ``{stage: tree}`` like ``params``,
-        with None for zeros; ``grads`` and ``products`` have the structure of ``params``. With ``has_aux``,
-        ``((loss, slope), aux)`` comes in the place of ``(loss, slope)``.
+        ``step(params, tangents, inputs, targets, ...) -> (values, products)``, the keywords as in
+        :func:`ppfunc.value_and_grad`. ``tangents`` is the vector, ``{stage: tree}`` like ``params``, with None
+        for zeros. ``values`` is what comes with the products, ``(loss, slope, grads)``: ``grads`` and ``products``
+        have the structure of ``params``. With ``has_aux``, ``(values, aux)`` comes in the place of ``values``.
 
     References:
         Pearlmutter, Fast exact multiplication by the Hessian, 1994.
@@ -142,21 +140,21 @@ def hvp(
     >>> from ppfunc import gpipe
     >>> step = hvp([lambda w, x: w * x] * 2, lambda y, target: (y**2).sum(), gpipe(ranks=2, microbatches=1))
     >>> params, tangents = {0: torch.tensor(2.0), 1: torch.tensor(3.0)}, {0: torch.tensor(1.0), 1: None}
-    >>> _, (grads, products) = step(params, tangents, torch.ones(1), torch.ones(1))
+    >>> (loss, slope, grads), products = step(params, tangents, torch.ones(1), torch.ones(1))
     >>> grads, products
     ({0: tensor(36.), 1: tensor(24.)}, {0: tensor(18.), 1: tensor(24.)})
     """
 
-    stages, schedule, tied = unpacked(stages, loss_fn, schedule, tied)
+    stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied, _PAIR)
 
     def finish(result: StepResult, raw: RawArguments) -> Any:
-        grads = {stage: _complete(gradient, raw.params[stage][0]) for stage, (_, gradient) in result.grads.items()}
+        grads = {stage: completed(gradient, raw.params[stage][0]) for stage, (_, gradient) in result.grads.items()}
         products = {stage: product for stage, (product, _) in result.grads.items()}
-        values = tuple(result.loss.unbind())
-        return (values, result.aux) if has_aux else values, (grads, products)
+        values = (*result.loss.unbind(), grads)
+        return (values, result.aux) if has_aux else values, products
 
     wants = frozenset({"loss", "grads", *(["aux"] if has_aux else [])})
-    spec = StepSpec("hvp", wants, loss_shape=(2,), tied=read_tied(tied, schedule, _PAIR), primal="0")
+    spec = StepSpec("hvp", wants, loss_shape=(2,), tied=ties, primal="0")
     prepare = _along_tangents(loss_weights)
     return make_step(_each(stages, sloping), hessian_loss(loss_fn), schedule, transport, engine, spec, prepare, finish, loss_weights)
 
@@ -186,8 +184,8 @@ def gnvp(
         stages, loss_fn, schedule, transport, engine, loss_weights, has_aux, tied: as in :func:`ppfunc.value_and_grad`.
 
     Returns:
-        ``step(params, tangents, inputs, targets, ...) -> ((loss, curvature), products)``; arguments as of
-        :func:`hvp`. The curvature is that along the vector, the inner product of it with ``products``.
+        ``step(params, tangents, inputs, targets, ...) -> (values, products)``, as :func:`hvp`. ``values`` is
+        ``(loss, curvature)``; the curvature is that along the vector, the inner product of it with ``products``.
         A stage with an auxiliary loss is refused: there is no Gauss-Newton matrix of a sum of such losses.
 
     References:
@@ -200,14 +198,14 @@ def gnvp(
     {0: tensor(18.), 1: tensor(12.)}
     """
 
-    stages, schedule, tied = unpacked(stages, loss_fn, schedule, tied)
+    stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied, _PAIR)
 
     def finish(result: StepResult, raw: RawArguments) -> Any:
         values = tuple(result.loss.unbind())
         return (values, result.aux) if has_aux else values, {stage: product for stage, (product, _) in result.grads.items()}
 
     wants = frozenset({"loss", "grads", *(["aux"] if has_aux else [])})
-    spec = StepSpec("gnvp", wants, loss_shape=(2,), tied=read_tied(tied, schedule, _PAIR), primal="0")
+    spec = StepSpec("gnvp", wants, loss_shape=(2,), tied=ties, primal="0")
     prepare = _along_tangents(loss_weights)
     return make_step(_each(stages, held_dual), gauss_newton_loss(loss_fn), schedule, transport, engine, spec, prepare, finish, loss_weights)
 
@@ -230,7 +228,8 @@ def per_sample_grad(
 
     Args:
         stages: as in :func:`ppfunc.value_and_grad`; every leaf that they take or return beside the
-            parameters has a leading batch axis b, along which samples do not depend on each other.
+            parameters has a leading batch axis b, along which samples do not depend on each other. A split is traced
+            for a batch of one; it has no state.
         loss_fn: ``loss(y, target) -> scalar``, here called with batches of one.
         schedule, transport, engine, tied: as in :func:`ppfunc.value_and_grad`.
         samples: b, the number of samples in a microbatch.
@@ -248,12 +247,14 @@ def per_sample_grad(
     >>> step(params, torch.tensor([1.0, 2.0, 3.0]), torch.zeros(3))
     (tensor(12.), {0: tensor([[3., 6., 9.]]), 1: tensor([[2., 4., 6.]])})
     """
-    if isinstance(stages, Split):
-        raise TypeError("stages: got a split, whose stages pass on tensors without a batch axis; give per_sample_grad stages of your own")
+    whole = isinstance(stages, Split)  # what its stages pass on need not have a batch axis
+    if isinstance(stages, Split) and stages.state:
+        (name, *_) = next(iter(stages.state.values()))
+        raise ValueError(f"stages: got a split that writes into the buffer {name}, and there is none per sample; split in evaluation")
     if not isinstance(samples, int) or samples < 1:
         raise ValueError(f"samples: got {samples!r}, expected the number of samples in a microbatch, an integer of at least 1")
-    stages, schedule, tied = unpacked(stages, loss_fn, schedule, tied)
-    losses = per_sample_loss(loss_fn)
+    stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied)
+    losses = per_sample_loss(loss_fn, joined=not whole)
     m = schedule.microbatches
 
     def step(
@@ -267,10 +268,12 @@ def per_sample_grad(
         for name, batch in {
             "inputs": inputs,
             "targets": targets,
-            **{f"extras[{s}]": b for s, b in _stages(extras or {}, "extras").items()},
+            **{f"extras[{s}]": b for s, b in by_stage(extras or {}, "extras").items()},
         }.items():
             _require_samples(batch, samples, m, name)
-        copies = {stage: for_samples(tree, samples) for stage, tree in _stages(params, "params").items()}
+        for stage, tree in by_stage(params, "params").items():
+            flatten(tree, f"params[{stage}]")  # refuses other leaves than tensors
+        copies = {stage: for_samples(tree, samples) for stage, tree in params.items()}
         return RawArguments(copies, inputs, targets, extras, None, [1.0] * m, seed)
 
     def finish(result: StepResult, raw: RawArguments) -> tuple[torch.Tensor, dict[int, Any]]:
@@ -279,10 +282,11 @@ def per_sample_grad(
     def loss(y: Any, target: Any) -> torch.Tensor:
         return losses(y, target).sum()
 
-    transform = partial(per_sample, randomness=randomness)
     name = f"per_sample_grad of {samples} samples"
-    spec = StepSpec(name, frozenset({"loss", "grads"}), per_microbatch=True, tied=read_tied(tied, schedule))
-    return make_step(_each(stages, transform), loss, schedule, transport, engine, spec, named_step(step), finish)
+    spec = StepSpec(name, frozenset({"loss", "grads"}), per_microbatch=True, tied=ties)
+    transform = partial(per_sample, randomness=randomness, joined=not whole)
+    each = _each(stages[:1], transform) + _each(stages[1:], partial(transform, alone=not whole)) if whole else _each(stages, transform)
+    return make_step(each, loss, schedule, transport, engine, spec, named_step(step), finish)
 
 
 def _each(stages: Sequence[Stage | None], transform: Transform) -> list[Stage | None]:
@@ -306,53 +310,9 @@ def _along_tangents(default: LossWeights) -> Callable[..., RawArguments]:
         state: Mapping[int, Any] | None = None,
     ) -> RawArguments:
         weights = default if loss_weights is None else loss_weights
-        return RawArguments(_pairs(params, tangents), _unmoved(inputs), targets, extras, state, weights, seed)
+        return RawArguments(paired(params, tangents), unmoved(inputs), targets, extras, state, weights, seed)
 
     return named_step(step)
-
-
-def _stages(trees: Any, name: str) -> Mapping[int, Any]:
-    if not isinstance(trees, Mapping):
-        raise TypeError(f"{name}: got {type(trees).__name__}, expected a dictionary {{stage: tree}}")
-    return trees
-
-
-def _pairs(params: Any, tangents: Any) -> dict[int, tuple[Any, Any]]:
-    """Every tree of parameters with its tangents, zeros where none are given: what moves may change from step to step."""
-    params, tangents = _stages(params, "params"), _stages(tangents, "tangents")
-    if set(params) != set(tangents):
-        raise ValueError(
-            f"tangents: got the stages {list(tangents)} for parameters of the stages {list(params)}; give a tree, or None, for each"
-        )
-    return {stage: (tree, _with_zeros(tree, tangents[stage], f"params[{stage}]")) for stage, tree in params.items()}
-
-
-def _moving(inputs: Any, input_tangents: Any = None) -> Any:
-    """The batch with its tangents, zeros where none are given, in the form of the batch."""
-    if inputs is None or not isinstance(inputs, Microbatches):
-        return None if inputs is None else (inputs, _with_zeros(inputs, input_tangents, "inputs"))
-    rows = [None] * len(inputs) if input_tangents is None else input_tangents
-    if not isinstance(rows, list | Microbatches) or len(rows) != len(inputs):
-        got = f"{len(rows)} microbatches" if isinstance(rows, Microbatches) else type(rows).__name__
-        raise ValueError(f"input_tangents: got {got}, expected {len(inputs)} microbatches, as the inputs are")
-    return Microbatches((x, _with_zeros(x, row, f"inputs[{i}]")) for i, (x, row) in enumerate(zip(inputs, rows, strict=True)))
-
-
-def _unmoved(inputs: Any) -> Any:
-    """The batch with None for tangents, in the form of the batch."""
-    if isinstance(inputs, Microbatches):
-        return inputs.map(lambda x: (x, None))
-    return None if inputs is None else (inputs, None)
-
-
-def _with_zeros(primal: Any, tangents: Any, name: str) -> Any:
-    """The tangents with zeros for None where there could be a tangent."""
-    leaves, treedef = tree_flatten(primal)
-    given = flatten_tangents(primal, tangents, name)
-    return treedef.unflatten(
-        torch.zeros_like(leaf) if tangent is None and differentiable(leaf.dtype) else tangent
-        for leaf, tangent in zip(leaves, given, strict=True)
-    )
 
 
 def _require_samples(batch: Any, samples: int, microbatches: int, name: str) -> None:
@@ -368,10 +328,3 @@ def _require_samples(batch: Any, samples: int, microbatches: int, name: str) -> 
                     f"{place}: got the shape {list(leaf.shape)}, expected {wanted} rows in axis 0, {samples} samples in each microbatch, "
                     f"as samples={samples} says; every leaf has them"
                 )
-
-
-def _complete(gradients: Any, params: Any) -> Any:
-    """The gradients with zeros for the leaves that have none."""
-    leaves, treedef = tree_flatten(params)
-    given = treedef.flatten_up_to(gradients)
-    return treedef.unflatten(torch.zeros_like(p) if g is None else g for p, g in zip(leaves, given, strict=True))

@@ -535,11 +535,11 @@ def test_a_stage_may_end_in_a_functional_collective(alone, engine):
     """Its result was sent before it had come: memory that is not there."""
     from torch.distributed import _functional_collectives as functional
 
-    def summed(p, x):
-        return functional.all_reduce(dense(p, x), "sum", alone.group.WORLD)
+    def gathered(p, x):
+        return functional.all_gather_single(dense(p, x), 0, alone.group.WORLD)
 
     given = problem()
-    got = pp.value_and_grad([summed, dense], squared, pp.gpipe(2, 2), engine=engine)(*given)
+    got = pp.value_and_grad([gathered, dense], squared, pp.gpipe(2, 2), engine=engine)(*given)
     torch.testing.assert_close(got, pp.value_and_grad([dense, dense], squared, pp.gpipe(2, 2))(*given))
 
 
@@ -705,3 +705,77 @@ def test_gradients_that_some_microbatches_do_not_have_are_memory_of_their_own():
         batch = x.view(2, 1, 1).expand(2, 2, 3).reshape(4, 3)
         _, grads = pp.value_and_grad([stage], lambda y, t: y.sum(), pp.gpipe(1, 2), engine=pp.eager)({0: w}, batch, torch.ones(4))
         assert torch.equal(grads[0], w) and grads[0].data_ptr() != w.data_ptr()
+
+
+def test_loss_weights_may_be_mapped_by_vmap():
+    """Whether one becomes 0 in the dtype of the loss was asked of a tensor that vmap maps, which torch refuses."""
+    params, inputs, targets = problem()
+    step = pp.value_and_grad([dense, dense], squared, pp.gpipe(2, 2))
+    weights = torch.tensor([[0.5, 0.5], [1.0, 0.0], [0.25, 3.0]], dtype=torch.float64)
+    losses = torch.func.vmap(lambda w: step(params, inputs, targets, loss_weights=w)[0])(weights)
+    torch.testing.assert_close(losses, torch.stack([step(params, inputs, targets, loss_weights=w)[0] for w in weights]))
+    narrow = pp.value_and_grad([dense, dense], lambda y, t: squared(y, t).half(), pp.gpipe(2, 2))
+    with pytest.raises(ValueError, match="loss_weights: .* become 0 in torch.float16"):
+        torch.func.vmap(lambda w: narrow(params, inputs, targets, loss_weights=w)[0])(1e-8 * weights)
+
+
+@every_engine
+def test_parameters_and_batches_may_be_inference_tensors(engine):
+    """The eager engine raised torch's error, that an inference tensor cannot require a gradient."""
+    params, inputs, targets = problem()
+    step = pp.value_and_grad([dense, dense], squared, pp.gpipe(2, 2), engine=engine)
+    want = step(params, inputs, targets)
+    with torch.inference_mode():
+        params, inputs, targets = problem()
+    assert same_bits(step(params, inputs, targets), want)
+    with torch.inference_mode():
+        assert same_bits(step(params, inputs, targets), want)
+
+
+@pytest.mark.parametrize("transform", [pp.hvp, pp.gnvp, pp.per_sample_grad])
+def test_a_parameter_that_is_no_tensor_is_named_by_transforms(transform):
+    """`per_sample_grad` raised AttributeError: 'float' object has no attribute 'detach'."""
+    more, between = ({"samples": 4}, ()) if transform is pp.per_sample_grad else ({}, ({0: None, 1: None},))
+    params, inputs, targets = problem()
+    step = transform([dense, dense], squared, pp.gpipe(2, 2), **more)
+    with pytest.raises(TypeError, match=r"params\[1\]\['w'\]: got 2.0 of type float, expected a tensor"):
+        step({0: params[0], 1: {"w": 2.0}}, *between, inputs, targets)
+
+
+def test_parameters_that_share_a_part_of_their_memory_are_refused():
+    """Only leaves of two stages that begin at one address were seen: others got a part of the gradient of what they share."""
+
+    def biased(params, x):
+        return x @ params["w"] + params["b"]
+
+    def step(first, second, b):
+        params = {0: {"w": first, "b": b[0]}, 1: {"w": second, "b": b[1]}}
+        return pp.value_and_grad([biased, biased], squared, pp.gpipe(2, 2))(params, inputs, targets)
+
+    (w0, w1), b, (_, inputs, targets) = normal(2, D, D), normal(2, D, seed=1), problem()
+    want, flat, pairs = step(w0.clone(), w1.clone(), b.clone()), torch.cat([w0.reshape(-1), w1.reshape(-1)]), torch.stack([w0, w1], -1)
+    assert same_bits(step(*flat.view(2, D, D), b), want)  # views that lie beside each other share nothing
+    assert same_bits(step(pairs[..., 0], pairs[..., 1], b), want)  # nor do those that lie between each other
+    with pytest.raises(ValueError, match=r"params\[0\] 'w' and params\[1\] 'w' share memory; give each a copy of its own"):
+        step(flat[: D * D].view(D, D), flat[D * D - 1 : -1].view(D, D), b)
+    with pytest.raises(ValueError, match=r"params\[0\] 'b' and params\[1\] 'w' share memory; give"):
+        step(w0, w1, [w1[:, 0], b[1]])
+
+
+def test_a_place_that_is_one_tensor_with_a_tied_one_is_tied_as_well():
+    """It got a part of the gradient, where the tied places got the sum of theirs."""
+
+    def twice(params, x):
+        return torch.tanh(x @ params["first"]) @ params["second"]
+
+    def step(**tied):
+        return pp.value_and_grad([twice, twice], squared, pp.gpipe(2, 2), **tied)(params, inputs, targets)[1]
+
+    w, v, (_, inputs, targets) = normal(D, D), normal(D, D, seed=1), problem()
+    params = {0: {"first": w, "second": w}, 1: {"first": w.clone(), "second": v}}
+    places = [(0, "first"), (1, "first")]
+    with pytest.raises(ValueError, match=r"params\[0\] 'first' and params\[0\] 'second' share memory; declare it"):
+        step(tied={"w": places})
+    grads, parts = step(tied={"w": [*places, (0, "second")]}), step()
+    torch.testing.assert_close(grads[0]["second"], parts[0]["first"] + parts[0]["second"] + parts[1]["first"])
+    assert same_bits([grads[0]["first"], grads[1]["first"]], [grads[0]["second"]] * 2)

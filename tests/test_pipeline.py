@@ -114,6 +114,7 @@ def test_trees_integers_masks_and_none_pass_the_boundaries(engine):
     compare(stages, squared, pp.one_f_one_b(4, 6), params, inputs, targets, engine)
 
 
+@pytest.mark.filterwarnings("ignore:.*nothing depends on")
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 def test_unused_and_frozen_parameters_and_stages_without_any(engine):
     def unused(params, x):
@@ -346,6 +347,7 @@ def test_steps_run_in_inference_mode():
     assert not loss.is_inference()
 
 
+@pytest.mark.filterwarnings("ignore:.*nothing depends on")
 def test_autocast_may_change_what_travels():
     params, inputs, targets = problem(2, 2, torch.float32)
     step = pp.value_and_grad([lambda p, x: x @ p["w"]] * 2, squared, pp.gpipe(2, 2))

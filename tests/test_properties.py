@@ -93,6 +93,7 @@ def loop(case: Ragged, stages: Any, params: Any, inputs: Any, targets: Any, stat
     return total, metrics, after
 
 
+@pytest.mark.filterwarnings("ignore:.*nothing depends on")
 @given(ragged())
 def test_ragged_microbatches_are_those_of_a_plain_loop(case):
     """Loss, gradients, metrics and state, whatever some microbatches have and others have not."""
@@ -229,6 +230,7 @@ def owned(results: Any, arguments: Any) -> None:
     assert not set(made) & set(given)
 
 
+@pytest.mark.filterwarnings("ignore:.*nothing depends on")
 @pytest.mark.parametrize("builder", [pp.gpipe, pp.zb_h1])
 @given(sharing)
 def test_results_belong_to_the_caller(builder, case):

@@ -152,7 +152,7 @@ def check_hvp(schedule, transport, engine, held=None):
     gradient, product = jvp(grad(total(given)), (params,), (tangents,))
     step = pp.hvp(given.stages, loss_fn, schedule, transport, engine=engine)
     for _ in range(2):
-        (loss, slope), (grads, products) = step(
+        (loss, slope, grads), products = step(
             {s: given.params[s] for s in held}, {s: given.tangents[s] for s in held}, given.inputs, given.targets
         )
         assert_near(torch.stack([loss, slope]), torch.stack([want, want_slope]))
@@ -193,7 +193,7 @@ def test_hessian_vector_products_along_part_of_the_parameters(engine):
     zeros = optree.tree_map(torch.zeros_like, params)
     direction = {0: {**floating(given.tangents)[0], "w": zeros[0]["w"]}, 1: zeros[1]}
     gradient, product = jvp(grad(total(given)), (params,), (direction,))
-    _, (grads, products) = pp.hvp(given.stages, loss_fn, schedule, engine=engine)(given.params, tangents, given.inputs, given.targets)
+    (_, _, grads), products = pp.hvp(given.stages, loss_fn, schedule, engine=engine)(given.params, tangents, given.inputs, given.targets)
     assert_near(grads, gradient)
     assert_near(products, product)
 
@@ -224,6 +224,20 @@ def test_gauss_newton_vector_products(name, engine):
     assert_near({s: made[s] for s in params}, products)
     pairs = zip(optree.tree_leaves(floating(made)), optree.tree_leaves(tangents), strict=True)
     assert_near(sum((a * b).sum() for a, b in pairs), curvature)
+
+
+@pytest.mark.parametrize("make", [pp.hvp, pp.gnvp])
+def test_products_come_last_beside_what_was_computed_with_them(make):
+    schedule = pp.zb_h1(3, M)
+    given = problem(schedule)
+    arguments = given.params, given.tangents, given.inputs, given.targets
+    values, products = make(given.stages, loss_fn, schedule)(*arguments)
+    (again, aux), same = make(given.stages, loss_fn, schedule, has_aux=True)(*arguments)
+    assert optree.tree_structure(products) == optree.tree_structure(given.params)
+    assert_near(values[0], total(given)(floating(given.params)))
+    assert isinstance(aux, pp.Aux) and len(again) == len(values)
+    for got, want in ((again, values), (same, products)):
+        assert all(map(torch.equal, optree.tree_leaves(got), optree.tree_leaves(want)))
 
 
 def biased(params, x):
@@ -265,7 +279,7 @@ def test_auxiliary_losses_and_skip_connections(builder, engine):
     given = given._replace(stages=[skipping, lambda p, x: biased(p, x)._replace(metrics=None), joining])
     arguments = given.params, given.tangents, given.inputs, given.targets
     assert_near(torch.stack(pp.jvp(given.stages, loss_fn, schedule, engine=engine)(*arguments)), torch.stack(want))
-    values, (grads, products) = pp.hvp(given.stages, loss_fn, schedule, engine=engine)(*arguments)
+    (*values, grads), products = pp.hvp(given.stages, loss_fn, schedule, engine=engine)(*arguments)
     assert_near(torch.stack(values), torch.stack(want))
     assert_near(grads, gradient)
     assert_near(products, product)

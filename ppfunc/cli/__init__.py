@@ -11,8 +11,10 @@ from collections.abc import Sequence
 
 from ..schedule.collector import collector_paused
 from ..schedule.errors import ScheduleError
+from .compare import add_compare
 from .parallel import add_parallel
-from .plan import add_compare, add_plan
+from .parser import CommandParser, printable
+from .plan import add_plan
 from .schedule import add_schedules
 
 
@@ -26,11 +28,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    parser = argparse.ArgumentParser(prog="ppfunc", description="Pipeline schedules, grids of processes and partitions of layers.")
+    description = "Pipeline schedules, grids of processes and partitions of layers."
+    parser = CommandParser(prog="ppfunc", description=description, example="  ppfunc show 1f1b --ranks 4 --microbatches 8")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for add in (add_schedules, add_compare, add_plan, add_parallel):
         add(commands)
     return _run(parser.parse_args(argv))
+
+
+class _Version(argparse.Action):
+    """Prints the version, which takes time to find."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import version
+
+        print(f"ppfunc {version('ppfunc')}")
+        parser.exit()
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -40,12 +54,14 @@ def _run(arguments: argparse.Namespace) -> int:
         sys.stdout.flush()
         return code
     except ScheduleError as error:
-        print(error, file=sys.stderr)
+        print(printable(str(error)), file=sys.stderr)
         return 1
     except BrokenPipeError:
         # The reader has gone, as in `ppfunc show ... | head`: nothing is left to say or to flush.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (ValueError, OSError) as error:
-        print(f"ppfunc {arguments.command}: error: {error}", file=sys.stderr)
+        print(printable(f"ppfunc {arguments.command}: error: {error}"), file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130

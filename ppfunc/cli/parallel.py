@@ -6,10 +6,10 @@ from typing import Any
 
 from ..parallel.layout import parse_layout
 from ..parallel.partition import Partition
-from ..parallel.split import effective_loads, partition_layers
+from ..parallel.stack import effective_loads, partition_layers
 from ..parallel.topology import Topology
 from ..parallel.weigh import partition_by_weights
-from .number import number
+from .number import count, number
 
 _MOST = 1_000_000
 
@@ -17,18 +17,24 @@ _MOST = 1_000_000
 def add_parallel(commands: Any) -> None:
     """Add ``topology`` and ``partition`` to the subparsers of a command line."""
     topology = commands.add_parser(
-        "topology", help="ranks, coordinates and groups of a grid of processes", description="Print a grid of processes."
+        "topology",
+        help="ranks, coordinates and groups of a grid of processes",
+        description="Print a grid of processes.",
+        example="  ppfunc topology --axes pipe=2,data=2,model=2",
     )
     topology.add_argument("--axes", required=True, help="names and sizes, slowest first, as in pipe=2,data=2,model=2")
     topology.set_defaults(func=_topology)
     partition = commands.add_parser(
-        "partition", help="cut layers into stages", description="Print where layers are cut into stages, and the loads."
+        "partition",
+        help="cut layers into stages",
+        description="Print where layers are cut into stages, and the loads.",
+        example="  ppfunc partition --weights 1,2,3,2,1 --stages 3\n  ppfunc partition --layers 32 --stages 4",
     )
     source = partition.add_mutually_exclusive_group(required=True)
     source.add_argument("--weights", help="the weight of each layer, as in 1,2,3")
-    source.add_argument("--layers", type=int, help="the number of equal layers")
+    source.add_argument("--layers", type=count, help="the number of equal layers")
     source.add_argument("--layout", help="letters per layer, as in 'Et*3|(tt|)*29,m|L'")
-    partition.add_argument("--stages", type=int, help="the number of stages")
+    partition.add_argument("--stages", type=count, help="the number of stages")
     methods = "equal counts, least maximum load (the default for weights), or least maximum minus minimum"
     partition.add_argument("--method", choices=("uniform", "balanced", "min_range"), help=methods)
     partition.add_argument("--input-weight", type=number, help="cost of the embedding in layers (1 with --layers)")
@@ -41,7 +47,8 @@ def add_parallel(commands: Any) -> None:
 
 def _topology(arguments: argparse.Namespace) -> int:
     topology = Topology.parse(arguments.axes)
-    _require_printable("ranks", topology.world_size)
+    if topology.world_size > _MOST:
+        raise ValueError(f"{topology.world_size} ranks are too many to print, expected at most {_MOST}")
     groups = {axis: list(topology.groups(axis)) for axis in topology.axes}
     if arguments.json:
         coordinates = [dict(zip(topology.axes, c, strict=True)) for c in topology.coordinates()]
@@ -56,8 +63,6 @@ def _topology(arguments: argparse.Namespace) -> int:
 
 
 def _partition(arguments: argparse.Namespace) -> int:
-    for name in ("layers", "stages"):
-        _require_printable(name, getattr(arguments, name) or 0)
     if arguments.layout is not None:
         partition, loads, more = _from_layout(arguments)
     elif arguments.weights is not None:
@@ -108,8 +113,3 @@ def _stages(arguments: argparse.Namespace) -> int:
     if arguments.stages is None:
         raise ValueError("--stages is missing: say how many stages there are to be")
     return arguments.stages
-
-
-def _require_printable(name: str, count: int) -> None:
-    if count > _MOST:
-        raise ValueError(f"{count} {name} are too many to print, expected at most {_MOST}")

@@ -1,4 +1,4 @@
-"""The subcommands that search and compare schedules: ``ppfunc plan`` and ``ppfunc compare``."""
+"""The subcommand that searches for schedules: ``ppfunc plan``."""
 
 from __future__ import annotations
 
@@ -9,21 +9,15 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from operator import add
 from pathlib import Path
 from typing import Any
 
-from ..schedule.builders import BUILDERS
 from ..schedule.costs import Costs
 from ..schedule.formats.csv import to_csv
 from ..schedule.formats.json import to_json
 from ..schedule.formats.svg import to_svg
-from ..schedule.planner.layers import cut_layers
-from ..schedule.planner.placements import shared_costs
 from ..schedule.planner.plan import Plan, plan
-from ..schedule.planner.starts import build
 from ..schedule.schedule import Schedule
-from ..schedule.simulate import Timeline, simulate
 from .number import number
 
 _WRITERS: dict[str, Callable[[Schedule], str]] = {".csv": to_csv, ".json": to_json, ".svg": to_svg}
@@ -37,18 +31,12 @@ def add_plan(commands: Any) -> None:
         help="search for the shortest schedule that fits in memory, with a lower bound",
         description="Times and activations are those of a stage (chunk). With several numbers of chunks they are those of a stage "
         "for the first of these, and smaller in proportion for the others. Ctrl-C ends the search with the best schedule so far.",
+        example="  ppfunc plan --ranks 4 --microbatches 12 --cap 4 --weight-share 1 --placement v --objective span",
     )
     _add_options(planning)
     planning.add_argument("--json", action="store_true", help="print one JSON object")
     planning.add_argument("--out", metavar="FILE", type=Path, help="write the schedule there, as its suffix says: .csv, .json or .svg")
     planning.set_defaults(func=_plan)
-
-
-def add_compare(commands: Any) -> None:
-    """Add ``compare`` to the subparsers of a command line."""
-    comparing = commands.add_parser("compare", help="a table of all schedules for the same model part per rank, and a plan")
-    _add_options(comparing)
-    comparing.set_defaults(func=_compare)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -178,39 +166,3 @@ def _figures(found: Plan) -> dict[str, Any]:
         "peak_activations": list(timeline.peak_activations),
         "placement": list(found.schedule.placement),
     }
-
-
-def _compare(arguments: argparse.Namespace) -> int:
-    """Print the plan and every builder that takes these numbers, shortest first: time, bubble, memory."""
-    found = _planned(arguments)
-    rows = [("plan", found.timeline, max(found.memory)), *_built(arguments, found)]
-    span = arguments.objective == "span"
-    rows.sort(key=lambda row: row[1].span if span else row[1].makespan)
-    print(f"{'schedule':<22} {arguments.objective:>10} {'bubble':>8} {'memory':>10}")
-    for name, timeline, memory in rows:
-        time, bubble = (timeline.span, timeline.span_bubble) if span else (timeline.makespan, timeline.bubble)
-        over = "  over the cap" if arguments.cap is not None and memory > arguments.cap else ""
-        print(f"{name:<22} {float(time):>10.6g} {float(bubble):>8.4f} {float(memory):>10g}{over}")
-    return 0
-
-
-def _built(arguments: argparse.Namespace, found: Plan) -> Iterator[tuple[str, Timeline, Any]]:
-    """Name, run on paper and largest memory of every builder that takes these numbers of ranks, microbatches and stages."""
-    costs, ranks = _costs(arguments), arguments.ranks
-    chunks = max(2, found.schedule.stages // ranks)
-    first = arguments.chunks if arguments.chunks is None or isinstance(arguments.chunks, int) else arguments.chunks[0]
-    given = ranks * (first or {"any": 1, "loop": 1}.get(arguments.placement, 2))
-    for name in BUILDERS:
-        schedule = build(name, ranks, arguments.microbatches, chunks=chunks, cap=arguments.cap, costs=costs)
-        if schedule is None or schedule.forward_only or schedule.ranks != ranks:
-            continue
-        try:
-            if arguments.layers is None:
-                stages = shared_costs(costs, given, len(set(schedule.model_stages))).fitting(schedule.stages)
-            else:
-                stages, _ = cut_layers(costs, arguments.layers, schedule.placement, arguments.microbatches, None, arguments.objective)
-        except ValueError:
-            continue
-        held = [sum(stages.of("parameters", s) for s in schedule.stages_of(rank)) for rank in range(ranks)]
-        timeline = simulate(schedule, stages)
-        yield name, timeline, max(map(add, timeline.peak_activations, held))

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         stages_of as stages_of,
         v_shape as v_shape,
     )
-    from .split import (
+    from .stack import (
         count_stages as count_stages,
         effective_loads as effective_loads,
         partition_layers as partition_layers,

@@ -16,40 +16,17 @@ A step function is called, and the data flows in one direction::
 the tree along which ranks agree.
 """
 
-from .analysis import Lowered
-from .batch import Microbatches, microbatch
-from .cache import CacheInfo
-from .errors import AgreementError, PipelineError
-from .inprocess import InProcess
-from .lower import StepSpec, lower
-from .mesh import ProcessGroups, device_mesh, topology_of_mesh
-from .overlap import interleaved, two_streams
-from .p2p import P2P
-from .results import Aux, StepResult
-from .simulated import Fault, Simulated
-from .step import StepFunction
-from .transport import Transport
-
-__all__ = [
-    "P2P",
-    "AgreementError",
-    "Aux",
-    "CacheInfo",
-    "Fault",
-    "InProcess",
-    "Lowered",
-    "Microbatches",
-    "PipelineError",
-    "ProcessGroups",
-    "Simulated",
-    "StepFunction",
-    "StepResult",
-    "StepSpec",
-    "Transport",
-    "device_mesh",
-    "interleaved",
-    "lower",
-    "microbatch",
-    "topology_of_mesh",
-    "two_streams",
-]
+from .analysis import Lowered as Lowered
+from .batch import Microbatches as Microbatches, microbatch as microbatch
+from .cache import CacheInfo as CacheInfo
+from .errors import AgreementError as AgreementError, PipelineError as PipelineError
+from .grid import Axes as Axes
+from .inprocess import InProcess as InProcess
+from .lower import StepSpec as StepSpec, lower as lower
+from .mesh import ProcessGroups as ProcessGroups, device_mesh as device_mesh, topology_of_mesh as topology_of_mesh
+from .overlap import interleaved as interleaved, two_streams as two_streams
+from .p2p import P2P as P2P
+from .results import Aux as Aux, StepResult as StepResult
+from .simulated import Fault as Fault, Simulated as Simulated
+from .step import StepFunction as StepFunction
+from .transport import Transport as Transport

@@ -3,8 +3,6 @@
 ``tests/test_torch_names.py`` says which of them another torch than 2.13 has not.
 """
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 
@@ -33,6 +31,33 @@ def start_coalescing(group: Any) -> None:
 def end_coalescing(group: Any) -> Any:
     """Issue what was collected."""
     return group._end_coalescing()
+
+
+def all_reduce(group: Any, tensor: torch.Tensor, op: str) -> Any:
+    """Begin to sum in place, or to take the largest, over the ranks of a communicator."""
+    options: Any = dist.AllreduceOptions()
+    options.reduceOp = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
+    return group.allreduce([tensor], options)
+
+
+def reduce_scatter(group: Any, part: torch.Tensor, whole: torch.Tensor) -> Any:
+    """Begin to sum flat tensors, of which every rank gets a part."""
+    return group._reduce_scatter_base(part, whole, dist.ReduceScatterOptions())
+
+
+def all_gather(group: Any, whole: torch.Tensor, part: torch.Tensor) -> Any:
+    """Begin to gather flat tensors of all ranks."""
+    return group._allgather_base(whole, part)
+
+
+def end_group(mesh: Any, axis: str) -> None:
+    """End the group of an axis of a mesh, so that peers which wait in one of its operations raise. Under gloo a group ends
+    with its last reference, one of which the mesh holds."""
+    group, root = mesh.get_group(axis), getattr(mesh, "_root_mesh", None) or mesh
+    if backend_of(group) == "nccl":
+        group.abort()
+    dist.destroy_process_group(group)
+    getattr(root, "_pg_registry", {}).pop(group.group_name, None)
 
 
 def store_of(group: dist.ProcessGroup) -> Store:

@@ -22,6 +22,7 @@ from .arguments import StepArguments, StepForm
 from .cache import keep
 from .errors import AgreementError
 from .lower import LoweredStep, StepSpec
+from .meshes import layouts_of, require_same_layouts
 from .stage_programs import autocast
 from .ties import links_of_shared, require_same_forms, shared_forms
 from .transport import ControlTransport, Link, LossPart, Transport
@@ -81,7 +82,8 @@ class Agreement:
             AgreementError: another rank makes another call, or has another batch.
         """
         mine = None if name is None else f"{name}{_KNOWN}{self._has_run(name)}"
-        name, _, known = self._transport.begin(f"{self._terms(arguments)}; {purpose}", mine, self.source).rpartition(_KNOWN)
+        common, own = self._terms(arguments)
+        name, _, known = self._transport.begin(own, mine, self.source, f"{common}; {purpose}").rpartition(_KNOWN)
         if mine is None and known != self._has_run(name):
             raise AgreementError(
                 "the ranks disagree on the step that begins: whether it has run with these shapes before, rank "
@@ -94,8 +96,14 @@ class Agreement:
                 self._agreed.move_to_end((name, autocast()))
         return Began(name, known == "yes")
 
-    def exchange(self, name: str) -> Negotiation | Replay:
-        """How the signatures on edges get to other processes, for a batch of this name."""
+    def exchange(self, name: str, form: StepForm) -> Negotiation | Replay:
+        """How the signatures on edges get to other processes, for a batch of this name.
+
+        Raises:
+            AgreementError: another rank of a mesh that arguments lie over lays them out otherwise.
+        """
+        if not self._transport.require_same(layouts_of(form), "peers"):
+            require_same_layouts(form)
         agreed = self._agreed.get((name, autocast()))
         return Negotiation(self._schedule, self._transport) if agreed is None else Replay(agreed)
 
@@ -109,11 +117,11 @@ class Agreement:
             keep(self._agreed, (name, autocast()), agreed)
         return agreed
 
-    def _terms(self, arguments: StepArguments) -> str:
-        """Terms that all ranks have to agree on; nobody compares them where one process has all ranks."""
+    def _terms(self, arguments: StepArguments) -> tuple[str, str]:
+        """Terms that all ranks have to agree on, and those that run the same batch; nobody compares them where one process has all."""
         if len(self._ranks) == self._schedule.ranks:
-            return ""
-        return f"step function {self._number} ({self._spec.name}); {call_terms(self._schedule, arguments)}; autocast {autocast() or 'off'}"
+            return "", ""
+        return f"step function {self._number} ({self._spec.name}); autocast {autocast() or 'off'}", call_terms(self._schedule, arguments)
 
     def _has_run(self, name: str) -> str:
         """Whether the ranks have agreed on this form of the batch before, which all of them have or none."""
@@ -126,11 +134,7 @@ class Agreement:
         versions = f"torch {torch.__version__}, Python {platform.python_version()}"
         tied = f", tied {', '.join(f'{name}: {places}' for name, places in self._spec.tied)}" if self._spec.tied else ""
         facts = f"{versions}, schedule {self._schedule.name[:60]} ({self._schedule.digest}){tied}"
-        for rank, theirs in enumerate(self._transport.all_gather(facts)):
-            if theirs != facts:
-                raise AgreementError(
-                    f"the ranks disagree: rank {self._ranks[0]} has {facts}; rank {rank} has {theirs}; every rank must be given the same"
-                )
+        self._transport.require_same(facts)
         self._transport.connect(links_of(self._schedule, self._spec))
         self.generation = self._transport.generation
 

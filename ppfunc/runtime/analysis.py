@@ -1,7 +1,5 @@
 """Lowered steps for people: their text, their memory and their cost, from shapes alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -63,17 +61,23 @@ class Lowered:
     Args:
         step: the value that :func:`ppfunc.runtime.lower` returns.
         engine, transport: with which it is compiled.
+        runs: makes the function that runs the step of it, compiled.
     """
 
-    def __init__(self, step: LoweredStep, engine: Engine, transport: Transport) -> None:
-        self.step, self._engine, self._transport = step, engine, transport
+    def __init__(self, step: LoweredStep, engine: Engine, transport: Transport, runs: Callable[[CompiledStep], Callable[..., Any]]) -> None:
+        self.step, self._engine, self._transport, self._runs = step, engine, transport, runs
 
     def __repr__(self) -> str:
         return f"<lowered {self.step.spec.name}, {self.step.schedule!r}>"
 
     def compile(self) -> CompiledStep:
-        """Build the stage programs and the list of calls. Communicators are those of the step function's transport."""
-        return compile_step(self.step, self._engine, self._transport)
+        """Build the stage programs and the list of calls. The result is called as the step function, with arguments of this form.
+
+        Raises:
+            StageError: the engine cannot serve a stage.
+        """
+        compiled = compile_step(self.step, self._engine, self._transport)
+        return compiled._replace(run=self._runs(compiled))
 
     def as_text(self) -> str:
         """The program of every rank of this process, its stages, and its messages with their bytes."""

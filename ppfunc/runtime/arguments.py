@@ -11,19 +11,29 @@ from typing import Any, NamedTuple
 import torch
 
 from ppfunc.schedule import Schedule
-from ppfunc.stage import Signature
+from ppfunc.stage import LeafSignature, Signature
+from ppfunc.stage.layout import local
 from ppfunc.stage.signature import Form, flatten, form_of, same_form
 from ppfunc.stage.tree import tree_paths
 
-from .batch import Leaves, Microbatches, cut, refuse_microbatches, require_divisible
-from .functorch import transformed
+from .batch import Leaves, Microbatches, cut, cut_passes, refuse_microbatches, require_divisible
+from .functorch import is_transformed_dtensor, transformed, transforming
+from .ownership import extent
 
 LossWeights = Sequence[float] | torch.Tensor | None
 Seed = tuple[int, int] | None
 
 
 class RawArguments(NamedTuple):
-    """The arguments of one call, as the caller gave them; dictionaries are keyed by stage of the model."""
+    """The arguments of one call, as the caller gave them; dictionaries are keyed by stage of the model.
+
+    Args:
+        params, inputs, targets, extras, state, loss_weights, seed: of :func:`ppfunc.value_and_grad`.
+        ends: whether the gradients are complete after this pass, so that what ends a program runs.
+        first: the number of the first microbatch, of which random numbers depend.
+        scale: what the cotangents of the loss are multiplied by, a tensor of one element.
+        carry: belongs to the update of a step that has one.
+    """
 
     params: Mapping[int, Any]
     inputs: Any
@@ -32,6 +42,29 @@ class RawArguments(NamedTuple):
     state: Mapping[int, Any] | None = None
     loss_weights: LossWeights = None
     seed: Seed = None
+    ends: bool = True
+    first: int = 0
+    scale: torch.Tensor | None = None
+    carry: Any = None
+
+    def passes(self, count: int, microbatches: int) -> list[RawArguments]:
+        """The arguments of several passes of the schedule, each with a part of the batch, which add up their gradients."""
+        if count == 1:
+            return [self]
+        inputs, targets = (cut_passes(batch, count, name) for batch, name in ((self.inputs, "inputs"), (self.targets, "targets")))
+        extras = {s: cut_passes(batch, count, f"extras[{s}]") for s, batch in (self.extras or {}).items()}
+        weights = read_loss_weights(self.loss_weights, count * microbatches)
+        return [
+            self._replace(
+                inputs=inputs[n],
+                targets=targets[n],
+                extras={s: batches[n] for s, batches in extras.items()},
+                loss_weights=None if weights is None else weights[n * microbatches : (n + 1) * microbatches],
+                first=self.first + n * microbatches,
+                ends=n == count - 1,
+            )
+            for n in range(count)
+        ]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,9 +73,10 @@ class TreeForm:
 
     Args:
         form: to compare another tree with it.
-        types, strides, devices: of its leaves.
+        types, strides, devices: of its leaves; of DTensors, those of the parts of this rank, which alone go on from here.
         signature: of the tree, or, of a whole batch, of one microbatch.
         tracked: whether a leaf requires a gradient, and so may have a history.
+        whole: signature of the tree, of a whole batch too.
     """
 
     form: Form
@@ -51,6 +85,7 @@ class TreeForm:
     devices: tuple[torch.device, ...]
     signature: Signature
     tracked: bool
+    whole: Signature
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -64,6 +99,7 @@ class StepForm(NamedTuple):
     Args:
         params, state: signatures.
         strides: of every leaf of the parameters, in elements.
+        extents: of every leaf of the parameters, bytes from its first element to its last.
         devices: where each stage computes.
         inputs, targets: signatures of the microbatches; None where this process was given none.
         rows: rows of a microbatch, where the inputs came as a whole batch; None where they came as Microbatches.
@@ -73,6 +109,7 @@ class StepForm(NamedTuple):
 
     params: Mapping[int, Signature]
     strides: Mapping[int, tuple[tuple[int, ...], ...]]
+    extents: tuple[int, ...]
     devices: Mapping[int, torch.device]
     inputs: tuple[Signature, ...] | None
     targets: tuple[Signature, ...] | None
@@ -91,6 +128,7 @@ class StepArguments(NamedTuple):
         extras: likewise, by stage of the model.
         loss_weights: weight of every microbatch, float64[m]; None for ``1/m`` each.
         seed: ``(seed, step)``, or None.
+        ends, first, scale, carry: as given.
         form: of all of them.
         trees: the form of every tree, by its name.
     """
@@ -104,6 +142,10 @@ class StepArguments(NamedTuple):
     seed: Seed
     form: StepForm
     trees: Mapping[str, TreeForm]
+    ends: bool = True
+    first: int = 0
+    scale: torch.Tensor | None = None
+    carry: Any = None
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -140,7 +182,7 @@ def read_arguments(
 
     def read(tree: Any, name: str, microbatches: int = 0) -> Leaves:
         if abstract and isinstance(tree, Signature):
-            tree = tree.unflatten(torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in tree.leaves)
+            tree = tree.wrap(torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in tree.leaves)
         leaves, trees[name] = _read_tree(tree, known.get(name), name, microbatches)
         return leaves
 
@@ -183,7 +225,8 @@ def read_arguments(
             _require_values(trees)
         form = _form(trees, stages, m, params, inputs)
     weights = read_loss_weights(raw.loss_weights, m)
-    return StepArguments(params, states, inputs, targets, further, weights, _read_seed(raw.seed), form, trees)
+    seed = _read_seed(raw.seed)
+    return StepArguments(params, states, inputs, targets, further, weights, seed, form, trees, raw.ends, raw.first, raw.scale, raw.carry)
 
 
 def read_loss_weights(weights: LossWeights, microbatches: int) -> torch.Tensor | None:
@@ -214,13 +257,18 @@ def _read_tree(tree: Any, form: TreeForm | None, name: str, microbatches: int) -
         return same, form
     leaves, treedef = flatten(tree, name)
     refuse_microbatches(treedef, name)
-    example: Sequence[torch.Tensor] = leaves
+    for leaf, path in zip(leaves, tree_paths(treedef, name), strict=True) if transforming() else ():
+        if is_transformed_dtensor(leaf):
+            raise ValueError(f"{path}: got a DTensor under a torch.func transform, which knows none; use ppfunc.jvp, hvp or gnvp")
+    parts = tuple(map(local, leaves))
+    signature = Signature(treedef, tuple(map(LeafSignature.of, leaves)))
+    whole = signature
     if microbatches:
-        require_divisible(leaves, tree_paths(treedef), microbatches, name)
-        example = [leaf[: leaf.shape[0] // microbatches] for leaf in leaves]
-    metadata = (tuple(map(type, leaves)), tuple(t.stride() for t in leaves), tuple(t.device for t in leaves))
+        require_divisible(parts, tree_paths(treedef), microbatches, name)
+        signature = signature.cut(microbatches)
+    metadata = (tuple(map(type, leaves)), tuple(t.stride() for t in parts), tuple(t.device for t in parts))
     tracked = any(t.requires_grad for t in leaves)
-    return leaves, TreeForm(form_of(leaves, treedef), *metadata, Signature.of(treedef.unflatten(example), name), tracked)
+    return parts, TreeForm(form_of(leaves, treedef), *metadata, signature, tracked, whole)
 
 
 def _form(
@@ -238,6 +286,7 @@ def _form(
     return StepForm(
         {s: trees[f"params[{s}]"].signature for s in stages},
         {s: trees[f"params[{s}]"].strides for s in stages},
+        tuple(extent(leaf) for s in stages for leaf in params[s]),
         {s: _device(params, s, inputs) for s in stages},
         batch("inputs"),
         batch("targets"),

@@ -1,9 +1,8 @@
 """Batches: whole trees that are cut into microbatches, or microbatches as the caller made them."""
 
-from __future__ import annotations
-
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from numbers import Integral
 from typing import Any
 
@@ -13,6 +12,7 @@ from optree import PyTreeSpec
 
 from ppfunc.stage import Signature
 from ppfunc.stage._torch import register_pytree_node
+from ppfunc.stage.layout import distributed, layout_of, local
 from ppfunc.stage.signature import flatten
 from ppfunc.stage.tree import tree_map, tree_paths
 
@@ -55,7 +55,7 @@ class Microbatches:
         shown = shown if len(shown) < 200 else f"{shown[:200]}..."
         return f"Microbatches({len(self.trees)} of {shown})" if self.trees else "Microbatches([])"
 
-    def map(self, function: Callable[[Any], Any]) -> Microbatches:
+    def map(self, function: Callable[[Any], Any]) -> "Microbatches":
         """The results of a function of each microbatch."""
         return Microbatches(map(function, self.trees))
 
@@ -65,18 +65,28 @@ class Microbatches:
         >>> microbatch(torch.arange(4), 2).join()
         tensor([0, 1, 2, 3])
         """
-        return tree_map(lambda *leaves: torch.cat(leaves), *self.trees)
+        return tree_map(_joined, *self.trees)
 
     def stack(self) -> Any:
         """One tree, the leaves of the microbatches beside each other in a new axis 0, ``[m, ...]``."""
-        return tree_map(lambda *leaves: torch.stack(leaves), *self.trees)
+        return tree_map(_stacked, *self.trees)
+
+
+def _joined(*leaves: torch.Tensor) -> torch.Tensor:
+    layout, rows = layout_of(leaves[0]), sum(leaf.shape[0] for leaf in leaves)
+    return distributed(torch.cat([*map(local, leaves)]), layout and replace(layout, shape=(rows, *layout.shape[1:])))
+
+
+def _stacked(*leaves: torch.Tensor) -> torch.Tensor:
+    layout = layout_of(leaves[0])
+    return distributed(torch.stack([*map(local, leaves)]), layout and layout.stacked(len(leaves)))
 
 
 register_pytree_node(Microbatches, lambda batch: (list(batch.trees), None), lambda trees, _: Microbatches(trees))
 
 
 def microbatch(batch: Any, microbatches: int) -> Microbatches:
-    """Cut a batch along axis 0: every leaf ``[m b, ...]`` becomes ``m`` views ``[b, ...]``.
+    """Cut a batch along axis 0: every leaf ``[m b, ...]`` becomes ``m`` views ``[b, ...]``, of a DTensor those of every rank's part.
 
     Args:
         batch: a tree of tensors with the same size of axis 0.
@@ -95,8 +105,24 @@ def microbatch(batch: Any, microbatches: int) -> Microbatches:
         raise ValueError(f"got {microbatches} microbatches, expected at least 1")
     leaves, treedef = flatten(batch, "batch")
     refuse_microbatches(treedef, "batch")
-    require_divisible(leaves, tree_paths(treedef), int(microbatches), "batch")
-    return Microbatches(treedef.unflatten(row) for row in cut(leaves, int(microbatches)))
+    m, parts, signature = int(microbatches), tuple(map(local, leaves)), Signature.of(batch)
+    require_divisible(parts, tree_paths(treedef), m, "batch")
+    return Microbatches(map(signature.cut(m).wrap, cut(parts, m)))
+
+
+def cut_passes(batch: Any, passes: int, name: str) -> Sequence[Any]:
+    """The part of a batch, whole or Microbatches, that each of several passes of a schedule runs."""
+    if batch is None:
+        return [None] * passes
+    if not isinstance(batch, Microbatches):
+        leaves, treedef = flatten(batch, name)
+        refuse_microbatches(treedef, name)
+        require_divisible(leaves, tree_paths(treedef), passes, name)
+        return [treedef.unflatten(row) for row in cut(leaves, passes)]
+    if len(batch) % passes:
+        raise ValueError(f"{name}: got {len(batch)} microbatches, expected as many in each of {passes} passes of the schedule")
+    size = len(batch) // passes
+    return [Microbatches(batch.trees[n * size : (n + 1) * size]) for n in range(passes)]
 
 
 def refuse_microbatches(treedef: PyTreeSpec, name: str) -> None:

@@ -1,7 +1,6 @@
 """The memory of one call of a compiled step: made for the call, dropped with it."""
 
-from __future__ import annotations
-
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -35,6 +34,8 @@ class Buffers:
 
     Args:
         params: leaves of the parameters, by stage of the model.
+        shards: this rank's parts of parameters that are whole only between UNSHARD and RESHARD, by stage of the model.
+        bare: the parameters as they were given, in their form; without memory where they are not whole all the time.
         extras: leaves that are not differentiated (targets, extras), by (stage, microbatch).
         state: leaves of the state, by stage of the model; each forward takes it and puts the new one there.
         cotangents: cotangent of the loss, which is the weight of the microbatch, by (stage, microbatch).
@@ -43,10 +44,18 @@ class Buffers:
         kept: outputs that belong to the caller, by (stage, microbatch).
         gradients: sums of the parameter gradients so far, by stage of the schedule.
         seed: ``(seed, step)``, None where the caller gave none.
+        weights: of the losses of all microbatches, scalars, by stage of the schedule.
+        losses: the weighted losses of earlier passes, by stage of the schedule.
+        scale: what the cotangents of the loss are multiplied by, None for 1.
+        ends: whether the gradients are complete after this pass.
+        first: the number of the first microbatch among those of all passes and data ranks.
+        carry: what belongs to the caller's update, see :class:`ppfunc.runtime.lower.ParameterUpdate`.
         pending: messages that the transport has posted and not waited for, by tag; only the transport looks into it.
     """
 
     params: dict[int, Leaves] = field(default_factory=dict)
+    shards: dict[int, Leaves] = field(default_factory=dict)
+    bare: Mapping[int, Leaves] = field(default_factory=dict)
     extras: dict[Key, Leaves] = field(default_factory=dict)
     state: dict[int, Leaves] = field(default_factory=dict)
     cotangents: dict[Key, Leaves] = field(default_factory=dict)
@@ -55,4 +64,14 @@ class Buffers:
     kept: dict[Key, Leaves] = field(default_factory=dict)
     gradients: dict[int, Gradients] = field(default_factory=dict)
     seed: tuple[int, int] | None = None
+    weights: dict[int, Leaves] = field(default_factory=dict)
+    losses: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    scale: torch.Tensor | None = None
+    ends: bool = True
+    first: int = 0
+    carry: Any = None
     pending: dict[Tag, Any] = field(default_factory=dict)
+
+    def kept_params(self, model: int) -> Leaves:
+        """The parameters of a stage as this rank keeps them between steps: whole, or its shards."""
+        return self.shards.get(model, self.params[model])

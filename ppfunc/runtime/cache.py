@@ -1,16 +1,14 @@
 """The cache of a step function: compiled steps by the form of the arguments, bounded."""
 
-from __future__ import annotations
-
 import warnings
 from collections import OrderedDict
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 from ppfunc.stage import Outline
 
 from .arguments import StepArguments
 from .compile import CompiledStep
-from .stage_programs import modes
+from .stage_programs import autocast, modes
 from .transport import LossPart, Mode
 
 V = TypeVar("V")
@@ -38,7 +36,7 @@ class Entry(NamedTuple):
     parts: dict[int, LossPart]
 
     @classmethod
-    def of(cls, compiled: CompiledStep, parts: dict[int, LossPart]) -> Entry:
+    def of(cls, compiled: CompiledStep, parts: dict[int, LossPart]) -> Self:
         """The entry of a step compiled in the present modes."""
         outlines = {id(low.outline): low.outline for low in compiled.lowered.stages.values()}.values()
         return cls(compiled, tuple((outline, modes(outline)) for outline in outlines), parts)
@@ -54,12 +52,23 @@ class Entry(NamedTuple):
 
 
 class Last(NamedTuple):
-    """The last call: its arguments without their tensors, the name of its batch, autocast, and the step that it ran."""
+    """A step with what it was compiled for: the arguments without their tensors, the name of the batch, autocast."""
 
     arguments: StepArguments
     name: str
     autocast: tuple[Any, ...]
     entry: Entry
+
+    @classmethod
+    def of(cls, arguments: StepArguments, name: str, entry: Entry) -> Self:
+        """A step for these arguments under the present autocast."""
+        bare = arguments._replace(params={}, state={}, inputs=(), targets=(), extras={}, scale=None, carry=None)
+        return cls(bare, name, autocast(), entry)
+
+    def require_same_modes(self) -> None:
+        """Raise ValueError where modules or autocast have another mode than then."""
+        if self.autocast != autocast() or not self.entry.holds():
+            raise ValueError("modules or autocast have another mode than when the step was lowered; lower and compile it again")
 
 
 def keep(cache: OrderedDict[tuple[Any, ...], V], key: tuple[Any, ...], value: V) -> None:

@@ -14,11 +14,12 @@ import torch
 
 from ppfunc.schedule import Instruction
 from ppfunc.stage import FlatProgram, LeafSignature
+from ppfunc.stage.process import process_lock
 
 from .buffers import Buffers, Key, Leaves, Tag
 from .gradients import Absent, LeafGradients
 from .lower import BATCH, Edge, LoweredStage
-from .rng import generator_of, process_lock
+from .rng import generator_of
 from .transport import Call
 
 
@@ -94,7 +95,7 @@ def seeded(low: LoweredStage, microbatch: int, forward: Call) -> Call:
                 if not torch.equal(before, generator.get_state()):
                     raise ValueError(f"stage {model} drew random numbers; pass seed=(seed, step) to the step, two integers")
                 return
-            text = repr((*buffers.seed, model, microbatch)).encode()
+            text = repr((*buffers.seed, model, buffers.first + microbatch)).encode()
             generator.manual_seed(int.from_bytes(blake2b(text, digest_size=8).digest(), "little", signed=True))
             forward(buffers)
 
@@ -175,6 +176,52 @@ def _dense(gradients: LeafGradients, leaves: tuple[LeafSignature, ...], device: 
     """Zeros where a gradient is structurally zero: the other end expects a tensor."""
     pairs = zip(gradients, leaves, strict=True)
     return tuple([torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) if g is None else g for g, leaf in pairs])
+
+
+class Held(NamedTuple):
+    """A view of a parameter among residuals, by the number of the parameter: the tensor itself may be freed meanwhile."""
+
+    number: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+def release_params(low: LoweredStage, key: Key) -> Call:
+    """Let go of the parameters among the residuals, so that RESHARD can free them.
+
+    Raises:
+        TypeError: the engine keeps something else than tensors.
+    """
+    model = low.model
+
+    def release(buffers: Buffers) -> None:
+        numbers = {t.untyped_storage().data_ptr(): n for n, t in enumerate(buffers.params[model]) if t.numel()}
+        saved = buffers.residuals[key]
+        if not all(isinstance(t, torch.Tensor) for t in saved):
+            raise TypeError(
+                f"the parameters of stage {model} cannot be freed between forward and backward: its engine keeps something else than "
+                f"tensors; use the graph engine without cuda_graphs=True, or whole parameters"
+            )
+        places = [numbers.get(t.untyped_storage().data_ptr()) if t.numel() else None for t in saved]
+        buffers.residuals[key] = tuple(
+            [t if n is None else Held(n, t.shape, t.stride(), t.storage_offset()) for t, n in zip(saved, places, strict=True)]
+        )
+
+    return release
+
+
+def restore_params(low: LoweredStage, key: Key) -> Call:
+    """Put the parameters back where :func:`release_params` has let go of them."""
+    model = low.model
+
+    def restore(buffers: Buffers) -> None:
+        params, saved = buffers.params[model], buffers.residuals[key]
+        buffers.residuals[key] = tuple(
+            [params[t.number].as_strided(t.shape, t.stride, t.offset) if isinstance(t, Held) else t for t in saved]
+        )
+
+    return restore
 
 
 def move_residuals(low: LoweredStage, key: Key, target: torch.device) -> Call | None:

@@ -5,9 +5,7 @@ the exchanges that end a program, a transport those of messages, which post what
 what has arrived.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,12 +15,24 @@ from ppfunc.schedule.instruction import COMMUNICATION, SENDS
 from ppfunc.stage import Engine, Signature, StageProgram
 
 from .buffers import Buffers, Key, Tag
-from .calls import Place, backward, backward_call, forward, forward_call, load, move_residuals, seeded, weight
+from .calls import (
+    Place,
+    backward,
+    backward_call,
+    forward,
+    forward_call,
+    load,
+    move_residuals,
+    release_params,
+    restore_params,
+    seeded,
+    weight,
+)
 from .gradients import Gradients, Stack, Sum
 from .lower import BATCH, LoweredStep
 from .overlap import Overlapped
 from .stage_programs import program_of
-from .tail import PlacedCall, share_input_gradients, sum_over_places
+from .tail import PlacedCall, is_late, sharding_call, share_input_gradients, sum_over_places, update_call, update_parameters
 from .transport import Call, DataTransport, Transfer
 
 
@@ -34,12 +44,24 @@ class CompiledStep(NamedTuple):
         programs: of every stage of this process, by (stage of the schedule, microbatch).
         calls: what a step runs, in order.
         places: where in the schedule each call comes from.
+        run: runs the step function with this program, where it was compiled by itself.
     """
 
     lowered: LoweredStep
     programs: Mapping[Key, StageProgram]
     calls: tuple[Call, ...]
     places: tuple[Place, ...]
+    run: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step, as a call of the step function does; where ranks are processes, every one calls what it has compiled.
+
+        Raises:
+            ValueError: the arguments have another form than those for which the step was lowered.
+            RuntimeError: a step has failed since: what the ranks agreed on has to be agreed on again.
+        """
+        assert self.run is not None
+        return self.run(*args, **kwargs)
 
     def __repr__(self) -> str:
         return f"<compiled {self.lowered.spec.name}, {self.lowered.schedule!r}, {len(self.calls)} calls>"
@@ -56,7 +78,7 @@ def compile_step(lowered: LoweredStep, engine: Engine, data: DataTransport) -> C
     Raises:
         StageError: the engine cannot serve a stage.
     """
-    binding = _Binding(lowered, build_programs(lowered, engine), data, set())
+    binding = _Binding(lowered, build_programs(lowered, engine), data, set(), [])
     schedule, ranks = lowered.schedule, lowered.ranks
     completed = {rank: send_completion(schedule, rank) for rank in ranks} if len(ranks) < schedule.ranks else {}
     placed: list[PlacedCall] = []
@@ -64,6 +86,7 @@ def compile_step(lowered: LoweredStep, engine: Engine, data: DataTransport) -> C
         placed += _step(binding, rank, position, completed.get(rank, {}).get(position, ()))
     placed += sum_over_places(lowered, data, new_gradients(lowered).signature)
     placed += share_input_gradients(lowered, data)
+    placed += update_parameters(lowered, binding.late)
     bare = {id(low): low._replace(example=tuple(map(Signature.of, low.example))) for low in lowered.stages.values()}
     lowered = lowered._replace(stages={key: bare[id(low)] for key, low in lowered.stages.items()})  # keeps no parameters alive
     return CompiledStep(lowered, binding.programs, tuple(call for call, _ in placed), tuple(place for _, place in placed))
@@ -85,12 +108,18 @@ def new_gradients(lowered: LoweredStep) -> Gradients:
 
 
 class _Binding(NamedTuple):
-    """The context in which an instruction is bound."""
+    """The context in which an instruction is bound; ``late`` are those that are left to the end of the program."""
 
     lowered: LoweredStep
     programs: Mapping[Key, StageProgram]
     data: DataTransport
     loaded: set[Key]
+    late: list[Place]
+
+    @property
+    def frees(self) -> bool:
+        """Whether parameters are freed between a forward and its backward."""
+        return Op.RESHARD in self.lowered.schedule.ops
 
 
 def _order(schedule: Schedule, ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -160,6 +189,15 @@ def _instruction(binding: _Binding, place: Place) -> Iterator[PlacedCall]:
     part = place.instruction
     if part.op is Op.REDUCE_TIED:
         return  # sums over places end the program, see sum_over_places
+    if part.op in (Op.UNSHARD, Op.RESHARD):
+        yield from _at(place, sharding_call(binding.lowered, part))
+        return
+    if part.op in (Op.REDUCE_GRAD, Op.STEP):
+        if is_late(binding.lowered, part):
+            binding.late.append(place)
+        else:
+            yield from _at(place, update_call(binding.lowered, part))
+        return
     key = _key(part)
     low, program = binding.lowered.stages[key], binding.programs[key].flat
     match part.op:
@@ -168,13 +206,16 @@ def _instruction(binding: _Binding, place: Place) -> Iterator[PlacedCall]:
         case Op.F:
             yield from _at(place, _load(binding, key))
             yield from _arrivals(binding, place, part)
-            run = forward(low, program, key, not binding.lowered.schedule.forward_only)
-            yield from _at(place, seeded(low, key[1], run))
+            keeps = not binding.lowered.schedule.forward_only
+            run = forward(low, program, key, keeps)
+            yield from _at(place, seeded(low, key[1], run), release_params(low, key) if binding.frees and keeps else None)
         case Op.B | Op.I:
             yield from _arrivals(binding, place, part)
+            yield from _at(place, restore_params(low, key) if binding.frees else None)
             yield from _at(place, backward(low, program, key, part.op is Op.B))
+            yield from _at(place, release_params(low, key) if binding.frees and part.op is Op.I else None)
         case Op.W:
-            yield from _at(place, weight(program, key))
+            yield from _at(place, restore_params(low, key) if binding.frees else None, weight(program, key))
         case Op.OFFLOAD | Op.FETCH:
             target = torch.device("cpu") if part.op is Op.OFFLOAD else low.device
             yield from _at(place, move_residuals(low, key, target))
@@ -199,7 +240,12 @@ def _overlap(binding: _Binding, run: Overlapped, place: Place) -> Iterator[Place
         first.put(buffers, outputs)
         second.put(buffers, gradients)
 
+    if binding.frees:
+        yield from _at(place, restore_params(second_low, _key(back)))
     yield from _at(place, seeded(first_low, _key(ahead)[1], both))
+    if binding.frees:
+        yield from _at(place, release_params(first_low, _key(ahead)))
+        yield from _at(place, release_params(second_low, _key(back)) if back.op is Op.I else None)
 
 
 def _load(binding: _Binding, key: Key) -> Call | None:

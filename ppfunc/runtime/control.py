@@ -10,19 +10,20 @@ from collections.abc import Callable, Mapping
 from functools import reduce
 from itertools import zip_longest
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import torch
 
 from ppfunc.stage import LeafSignature
 
 from .errors import AgreementError, FailureRecord, LinkError
+from .grid import Grid
 from .interrupts import hold_interrupts
 from .transport import Failure, LossPart, Mode
 
-_TREE, _KEY, _TEXT = "tree", "key", "text"  # channels
-_BEGIN, _SHAPES, _GATHER, _END = b"B", b"S", b"G", b"E"  # messages along the tree
-_CALLS = {_BEGIN: "begins a step", _SHAPES: "begins a step", _GATHER: "gathers texts", _END: "ends a step"}
+_TREE, _KEY, _TEXT = "tree", "key", "text"  # channels; a tree over some of the ranks has one with its name
+_BEGIN, _SHAPES, _GATHER, _LOSSES, _END = b"B", b"S", b"G", b"L", b"E"  # messages along a tree
+_CALLS = {_BEGIN: "begins a step", _SHAPES: "begins a step", _GATHER: "gathers texts", _LOSSES: "ends a step", _END: "ends a step"}
 _HEAD = struct.Struct("<qii")  # of messages at the end of a step: steps ended; a rank in training mode, one in evaluation mode, or -1
 _LATER = 0.05  # seconds for a step that has ended on all ranks to return what its caller needs
 
@@ -105,25 +106,56 @@ class StepRunning(RuntimeError):
     refused = False  # whether `fail` has heard of it
 
 
+class Tree(NamedTuple):
+    """A binary tree over some of the ranks, as one of them sees it.
+
+    Args:
+        members: the ranks; that at place n has those at 2n + 1 and 2n + 2 below it.
+        place: of this rank.
+        channel: of the messages.
+        parent: the rank above, None at the top.
+        children: the ranks below, by place.
+    """
+
+    members: tuple[int, ...]
+    place: int
+    channel: str
+    parent: int | None
+    children: dict[int, int]
+
+    @classmethod
+    def over(cls, members: tuple[int, ...], rank: int, channel: str) -> Tree:
+        place = members.index(rank)
+        below = (n for n in (2 * place + 1, 2 * place + 2) if n < len(members))
+        return cls(members, place, channel, members[(place - 1) // 2] if place else None, {n: members[n] for n in below})
+
+
 class Control:
     """The control half of a transport with one rank in each process (or thread), over its links.
 
-    Rank r has the parent (r - 1) // 2 and the children 2r + 1 and 2r + 2. Steps begin down the tree, and end up and
-    down again, with the losses on the way.
+    Steps begin down a tree, and end up and down again, with the losses on the way. Where several pipelines train together,
+    the ranks of all of them begin, end and fail a step together; those that run the same batch also agree on it.
 
     Args:
         links: carry the messages; closed with it.
+        grid: which ranks make which pipeline; by default all make one.
     """
 
-    def __init__(self, links: Links) -> None:
-        self.links, self.rank, self.size = links, links.rank, links.size
+    def __init__(self, links: Links, grid: Grid | None = None) -> None:
+        everyone = tuple(range(links.size))
+        self.links, self.grid = links, grid or Grid((everyone,), (links.rank,), links.size, links.rank)
+        self.line = self.grid.line
+        self.rank, self.size = self.line.index(links.rank), len(self.line)  # of the pipeline
         self.ended = 0  # steps that have ended on this rank
-        self._parent = None if self.rank == 0 else (self.rank - 1) // 2
-        self._children = [child for child in (2 * self.rank + 1, 2 * self.rank + 2) if child < self.size]
+        self._world = Tree.over(everyone, links.rank, _TREE)
+        self._replica = self._world if self.grid.replica == everyone else Tree.over(self.grid.replica, links.rank, "replica")
+        self._model = Tree.over(self.grid.model, links.rank, "model") if len(self.grid.model) > 1 else None
+        self._line = self._replica if self.line == self.grid.replica else Tree.over(self.line, links.rank, "line")
         self._running = threading.Lock()
         self._interrupts: list[BaseException] = []  # of the last step's end
         self._made = 0  # step functions
-        self._unmade: str | None = None  # why one could not be made
+        self._executing = False  # whether peers may wait for this rank in a collective of a stage
+        self._unusable: str | None = None  # why, and what to do
 
     @property
     def generation(self) -> int:
@@ -143,7 +175,8 @@ class Control:
 
     def abandon_step(self, cause: Exception) -> None:
         failure = Failure(self.rank, None, None, cause)
-        self._unmade = failure.reason
+        # The peers have lost a step by it, this rank has not: the batches would not be the same.
+        self._unusable = f"a step function could not be made ({failure.reason}); mend that, and make a new P2P() on every rank"
         self.fail(failure)
 
     def tear_down(self) -> None:
@@ -151,68 +184,100 @@ class Control:
 
     # -- agreement -------------------------------------------------------------------------
 
-    def begin(self, call: str, key: str | None, source: int) -> str:
+    def begin(self, call: str, key: str | None, source: int, common: str = "") -> str:
         if not self._running.acquire(blocking=False):
             raise StepRunning(
                 "got a step while another step runs on the same P2P(); the order of their messages would differ between "
                 "ranks: wait for the first, or make a P2P() for each thread, in the same order on every rank"
             )
-        if self._unmade is not None:  # the peers have lost a step by it, this rank has not: the batches would not be the same
-            raise RuntimeError(f"a step function could not be made ({self._unmade}); mend that, and make a new P2P() on every rank")
-        rank = self.rank
+        if self._unusable is not None:
+            raise RuntimeError(self._unusable)
         if self._interrupts:
             interrupt, self._interrupts = self._interrupts[0], []
             raise interrupt
-        if key is None and rank == source:
-            raise ValueError(f"inputs: got None on rank {rank}, which tells the others their shapes; give it the inputs")
+        if key is None and self.rank == source:
+            raise ValueError(f"inputs: got None on rank {self.rank}, which tells the others their shapes; give it the inputs")
         self.links.begin(self.ended)
-        mine = f"{call}; shapes from rank {source}; steps ended: {self.ended}"
-        if self._parent is None:
-            told, shapes = mine, key if source == 0 else None
-        else:
-            told, shapes = json.loads(self._recv(self._parent, _BEGIN))
-            self._compare(mine, told)
-        self._send_down(_BEGIN, json.dumps([told, shapes]).encode())
+        common = f"{common}; steps ended: {self.ended}" if common else f"steps ended: {self.ended}"
+        tree, first = self._replica, self.grid.lines[0][source]  # of several ranks that are given the batch, the one that tells
+        if tree is not self._world:
+            self._pass_down(self._world, common)
+            common = ""
+        mine = "; ".join(filter(None, (call, f"shapes from rank {first}", common)))
+        shapes = self._pass_down(tree, mine, key if first == tree.members[0] else None)
         if shapes is None:
-            shapes = self._shapes(key, source)
+            shapes = self._shapes(tree, key, first)
         if key is not None:
-            self._compare(key, shapes)
+            self._compare(key, shapes, tree.members[0])
         return shapes
 
-    def _shapes(self, key: str | None, source: int) -> str:
-        """The key of a rank other than 0, which tells rank 0, which tells all."""
-        if self.rank == source:
+    def ready(self) -> None:
+        if self._model is not None:
+            self._gather_texts(self._model, "")
+        self._executing = True
+
+    def _pass_down(self, tree: Tree, mine: str, shapes: str | None = None) -> str | None:
+        """Compare what the rank at the top of a tree tells; the shapes that it tells too."""
+        told = mine
+        if tree.parent is not None:
+            told, shapes = json.loads(self._recv(tree, tree.parent, _BEGIN))
+            self._compare(mine, told, tree.members[0])
+        self._send_down(tree, _BEGIN, json.dumps([told, shapes]).encode())
+        return shapes
+
+    def _shapes(self, tree: Tree, key: str | None, source: int) -> str:
+        """The key of a rank that is not at the top, which tells the one that is, which tells all."""
+        if self.links.rank == source:
             assert key is not None
-            self.links.send(0, _KEY, json.dumps(key).encode())
-        shapes = self.links.recv(source, _KEY) if self._parent is None else self._recv(self._parent, _SHAPES)
-        self._send_down(_SHAPES, shapes)
+            self.links.send(tree.members[0], _KEY, json.dumps(key).encode())
+        shapes = self.links.recv(source, _KEY) if tree.parent is None else self._recv(tree, tree.parent, _SHAPES)
+        self._send_down(tree, _SHAPES, shapes)
         return str(json.loads(shapes))
 
-    def _compare(self, mine: str, told: str) -> None:
+    def _compare(self, mine: str, told: str, other: int = 0) -> None:
         if mine != told:
             here, there = _differences(mine, told)
             mend = "make the same calls of the same step functions, with the same schedule and with batches of the same shapes"
             if "steps ended" in here:
                 mend = "go on from the same point: load the same checkpoint on every rank, and make a new P2P()"
             raise AgreementError(
-                f"the ranks disagree on the step that begins: rank {self.rank} has {here}, rank 0 has {there}; every rank must {mend}"
+                f"the ranks disagree on the step that begins: rank {self.links.rank} has {here}, rank {other} has {there}; "
+                f"every rank must {mend}"
             )
 
     def all_gather(self, text: str) -> list[str]:
-        texts = {self.rank: text}
-        for child in self._children:
-            texts |= {int(rank): theirs for rank, theirs in json.loads(self._recv(child, _GATHER)).items()}
-        if self._parent is not None:
-            self._send(self._parent, _GATHER, json.dumps(texts).encode())
-            texts = {int(rank): theirs for rank, theirs in json.loads(self._recv(self._parent, _GATHER)).items()}
-        self._send_down(_GATHER, json.dumps(texts).encode())
-        return [texts[rank] for rank in range(self.size)]
+        texts = self._gather_texts(self._line, text)
+        return [texts[rank] for rank in self.line]
+
+    def require_same(self, facts: str, among: Literal["world", "peers"] = "world") -> bool:
+        tree = self._world if among == "world" else self._replica
+        if among == "peers" and tree is self._line:
+            return False
+        for rank, text in sorted(self._gather_texts(tree, json.dumps([self.rank, facts])).items()):
+            place, theirs = json.loads(text)
+            if theirs != facts and (among == "world" or place == self.rank):
+                here, there = _differences(facts, theirs)
+                raise AgreementError(
+                    f"the ranks disagree: rank {self.links.rank} has {here}; rank {rank} has {there}; every rank must be given the same"
+                )
+        return True
+
+    def _gather_texts(self, tree: Tree, text: str) -> dict[int, str]:
+        """The texts of all ranks of a tree."""
+        texts = {self.links.rank: text}
+        for child in tree.children.values():
+            texts |= {int(rank): theirs for rank, theirs in json.loads(self._recv(tree, child, _GATHER)).items()}
+        if tree.parent is not None:
+            self._send(tree, tree.parent, _GATHER, json.dumps(texts).encode())
+            texts = {int(rank): theirs for rank, theirs in json.loads(self._recv(tree, tree.parent, _GATHER)).items()}
+        self._send_down(tree, _GATHER, json.dumps(texts).encode())
+        return texts
 
     def send_text(self, peer: int, text: str) -> None:
-        self.links.send(peer, _TEXT, text.encode(errors="surrogatepass"))
+        self.links.send(self.line[peer], _TEXT, text.encode(errors="surrogatepass"))
 
     def recv_text(self, peer: int) -> str:
-        return self.links.recv(peer, _TEXT).decode(errors="surrogatepass")
+        return self.links.recv(self.line[peer], _TEXT).decode(errors="surrogatepass")
 
     # -- the end of a step -----------------------------------------------------------------
 
@@ -224,26 +289,30 @@ class Control:
         after: Callable[[], torch.Tensor | None] | None = None,
     ) -> torch.Tensor | None:
         """End a step, as in :class:`~ppfunc.runtime.transport.ControlTransport`; ``after`` gives the sum once all are at their ends."""
-        gathered, modes = self._gather(losses, parts, mode)
+        if parts and after is None and self._line is not self._world:
+            of_line = self._sum_of_line(losses, parts, mode)
+            parts, after = {}, lambda: of_line
+        gathered, modes = self._gather(self._world, _END, losses, parts, mode)
         with hold_interrupts(_LATER):
             total = self._settle(gathered, parts, modes, self._interrupts)
             if after is not None:
                 total = after()
+            self._executing = False
             self._running.release()
         self.ended += 1  # not where a signal has acted at the exit: the next step then finds that this rank has got one less
         return total
 
     def _gather(
-        self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart], mode: Mode
+        self, tree: Tree, kind: bytes, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart], mode: Mode
     ) -> tuple[dict[int, bytes], tuple[int, int]]:
-        """The losses of this rank and those below it, by stage, once all of these are at their ends, and a rank in either mode."""
-        training, evaluation = (self.rank if mode == name else -1 for name in ("training", "evaluation"))
+        """The losses of this rank and those below it, by stage, once all of these have sent theirs, and a rank in either mode."""
+        training, evaluation = (self.links.rank if mode == name else -1 for name in ("training", "evaluation"))
         gathered = {stage: _bytes_of(losses[stage], part.leaf) for stage, part in parts.items() if part.rank == self.rank}
-        for child in self._children:
-            modes, data = self._counted(child)
+        for place, child in tree.children.items():
+            modes, data = self._counted(tree, child, kind)
             training, evaluation = max(training, modes[0]), max(evaluation, modes[1])
             for stage, part in sorted(parts.items()):
-                if _below(child, part.rank):
+                if _below(place, part.rank):
                     gathered[stage], data = bytes(data[: part.leaf.nbytes]), data[part.leaf.nbytes :]
         if training >= 0 and evaluation >= 0:
             raise AgreementError(
@@ -253,48 +322,61 @@ class Control:
             )
         return gathered, (training, evaluation)
 
+    def _sum_of_line(self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart], mode: Mode) -> torch.Tensor | None:
+        """The sum of the losses of one of several pipelines."""
+        tree = self._line
+        gathered, modes = self._gather(tree, _LOSSES, losses, parts, mode)
+        head = _HEAD.pack(self.ended, *modes)
+        if tree.parent is None:
+            total, summed = _summed(gathered, parts)
+        else:
+            self._send(tree, tree.parent, _LOSSES, head + b"".join(data for _, data in sorted(gathered.items())))
+            _, summed = self._counted(tree, tree.parent, _LOSSES)
+            total = _tensor(summed, *_form(parts))
+        self._send_down(tree, _LOSSES, head + summed)
+        return total
+
     def _settle(
         self, gathered: dict[int, bytes], parts: Mapping[int, LossPart], modes: tuple[int, int], interrupts: list[BaseException]
     ) -> torch.Tensor | None:
         """Learn the outcome and tell it. Interrupts wait for the next step, which then fails on all ranks: this one may have
         ended on some already."""
-        step, links = self.ended, self.links
-        if self._parent is None:
-            total = _total({stage: _tensor(gathered[stage], part.leaf.shape, part.leaf.dtype) for stage, part in parts.items()})
-            summed = b"" if total is None else ctypes.string_at(total.data_ptr(), total.nbytes)
+        step, links, tree = self.ended, self.links, self._world
+        if tree.parent is None:
+            total, summed = _summed(gathered, parts)
         else:
             losses = b"".join(data for _, data in sorted(gathered.items()))
             _insist(interrupts, links.vote, step)
-            _insist(interrupts, self._send, self._parent, _END, _HEAD.pack(step, *modes) + losses)
-            _, summed = _insist(interrupts, self._counted, self._parent)
+            _insist(interrupts, self._send, tree, tree.parent, _END, _HEAD.pack(step, *modes) + losses)
+            _, summed = _insist(interrupts, self._counted, tree, tree.parent, _END)
             total = _tensor(summed, *_form(parts)) if parts else None
         _insist(interrupts, links.commit, step)
-        for child in self._children:
-            _insist(interrupts, self._send, child, _END, _HEAD.pack(step, *modes) + summed)
+        for child in tree.children.values():
+            _insist(interrupts, self._send, tree, child, _END, _HEAD.pack(step, *modes) + summed)
         return total
 
-    def _counted(self, peer: int) -> tuple[tuple[int, int], bytes]:
+    def _counted(self, tree: Tree, peer: int, kind: bytes) -> tuple[tuple[int, int], bytes]:
         """The modes and the losses that a peer tells at the end of the step that this rank ends, too."""
-        data = self._recv(peer, _END)
+        data = self._recv(tree, peer, kind)
         theirs, *modes = _HEAD.unpack_from(data)
         if theirs != self.ended:
-            self._compare(f"steps ended: {self.ended}", f"steps ended: {theirs}")
+            self._compare(f"steps ended: {self.ended}", f"steps ended: {theirs}", peer)
         return (modes[0], modes[1]), data[_HEAD.size :]
 
     # -- messages along the tree -----------------------------------------------------------
 
-    def _send(self, peer: int, kind: bytes, data: bytes) -> None:
-        self.links.send(peer, _TREE, kind + data)
+    def _send(self, tree: Tree, peer: int, kind: bytes, data: bytes) -> None:
+        self.links.send(peer, tree.channel, kind + data)
 
-    def _send_down(self, kind: bytes, data: bytes) -> None:
-        for child in self._children:
-            self._send(child, kind, data)
+    def _send_down(self, tree: Tree, kind: bytes, data: bytes) -> None:
+        for child in tree.children.values():
+            self._send(tree, child, kind, data)
 
-    def _recv(self, peer: int, kind: bytes) -> bytes:
-        data = self.links.recv(peer, _TREE)
+    def _recv(self, tree: Tree, peer: int, kind: bytes) -> bytes:
+        data = self.links.recv(peer, tree.channel)
         if data[:1] != kind:
             raise AgreementError(
-                f"the ranks disagree on what comes next: rank {self.rank} {_CALLS[kind]}, rank {peer} "
+                f"the ranks disagree on what comes next: rank {self.links.rank} {_CALLS[kind]}, rank {peer} "
                 f"{_CALLS[data[:1]]}; every rank must make the same calls in the same order"
             )
         return data[1:]
@@ -307,7 +389,8 @@ class Control:
         Returns:
             The cause itself where it arose here outside the program; else the first failure, which rank it was and where.
         """
-        cause, rank = failure.cause, self.rank
+        cause, rank = failure.cause, self.links.rank
+        failure = failure._replace(rank=self.line[failure.rank])
         if isinstance(cause, StepRunning) and not cause.refused:
             cause.refused = True
             return cause
@@ -318,6 +401,7 @@ class Control:
                 first = FailureRecord.read(_insist(interrupts, self.links.publish, mine.write()))
             finally:
                 self.tear_down()
+                self._executing = False
                 if self._running.locked():
                     self._running.release()
         if interrupts:
@@ -359,7 +443,7 @@ def _differences(one: str, other: str) -> tuple[str, str]:
 
 
 def _below(top: int, rank: int) -> bool:
-    """Whether a rank is in the tree under ``top``, or is it.
+    """Whether a place is in the tree under that of ``top``, or is it.
 
     >>> [rank for rank in range(15) if _below(2, rank)]
     [2, 5, 6, 11, 12, 13, 14]
@@ -372,6 +456,12 @@ def _below(top: int, rank: int) -> bool:
 def _total(losses: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
     """The sum over the microbatches of all stages, in the order of the stages."""
     return torch.cat([losses[stage] for stage in sorted(losses)]).sum(0) if losses else None
+
+
+def _summed(gathered: Mapping[int, bytes], parts: Mapping[int, LossPart]) -> tuple[torch.Tensor | None, bytes]:
+    """The sum of gathered losses, and its bytes."""
+    total = _total({stage: _tensor(gathered[stage], part.leaf.shape, part.leaf.dtype) for stage, part in parts.items()})
+    return total, b"" if total is None else ctypes.string_at(total.data_ptr(), total.nbytes)
 
 
 def _form(parts: Mapping[int, LossPart]) -> tuple[tuple[int, ...], torch.dtype]:

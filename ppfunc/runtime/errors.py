@@ -1,10 +1,8 @@
 """The errors of a running pipeline, and how ranks tell them to each other: which rank failed, where in its program, and why."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from ppfunc.schedule import Instruction, parts_of
 from ppfunc.schedule.formats.text import parse_instruction
@@ -56,7 +54,10 @@ class PipelineError(RuntimeError):
         if self.instruction is None:
             place = "outside its program"
         else:
-            where = " or ".join(f"stage {part.stage}, microbatch {part.microbatch}" for part in parts_of(self.instruction))
+            where = " or ".join(
+                f"stage {part.stage}" + (f", microbatch {part.microbatch}" if part.microbatch is not None else "")
+                for part in parts_of(self.instruction)
+            )
             place = f"at {self.instruction}, step {self.position} of its program ({where})"
         seen = "" if self.reported_by == self.rank else f" [seen by rank {self.reported_by}]"
         return f"rank {self.rank} failed {place}: {self.reason}{seen}"
@@ -95,7 +96,7 @@ class FailureRecord(NamedTuple):
     disagreement: bool
 
     @classmethod
-    def of(cls, failure: Failure, reporter: int, suspect: Callable[[int], int]) -> FailureRecord:
+    def of(cls, failure: "Failure", reporter: int, suspect: Callable[[int], int]) -> Self:
         """A failure of rank ``reporter``; ``suspect`` finds the rank that holds up a late one."""
         cause, place = failure.cause, failure.instruction and str(failure.instruction)
         if not isinstance(cause, LinkError) or cause.kind == "failed":
@@ -108,7 +109,7 @@ class FailureRecord(NamedTuple):
         return cls(culprit, None, None, f"{cause.reason}{victim}{where}", reporter, False)
 
     @classmethod
-    def read(cls, text: str) -> FailureRecord:
+    def read(cls, text: str) -> Self:
         return cls(*json.loads(text))
 
     def write(self) -> str:

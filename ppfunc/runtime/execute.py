@@ -1,16 +1,17 @@
 """Execute the calls of a compiled step, with buffers made for this step alone."""
 
-from __future__ import annotations
-
 import torch
 
 from ppfunc.schedule import Op, parts_of
+from ppfunc.schedule.instruction import TAIL
 from ppfunc.stage.abstract import place as line_of
 
 from .arguments import StepArguments
 from .buffers import Buffers, Tag
 from .compile import CompiledStep, new_gradients
+from .functorch import values
 from .lower import BATCH, LoweredStep
+from .tail import losses_of
 from .transport import Failure
 
 
@@ -23,7 +24,7 @@ class StepFailed(Exception):
 
 
 def execute(compiled: CompiledStep, buffers: Buffers) -> Buffers:
-    """Run every call in turn.
+    """Run every call in turn; those that end a program where the gradients are complete.
 
     Args:
         compiled: what to run.
@@ -34,16 +35,21 @@ def execute(compiled: CompiledStep, buffers: Buffers) -> Buffers:
     """
     index = 0
     try:
-        for index, call in enumerate(compiled.calls):  # noqa: B007 - names the call that raised
-            call(buffers)
+        for index, call in enumerate(compiled.calls):
+            if buffers.ends or compiled.places[index].instruction.op not in TAIL:
+                call(buffers)
     except BaseException as cause:
         place = compiled.places[index]
         raise StepFailed(Failure(place.rank, place.position, place.instruction, cause)) from cause
     return buffers
 
 
-def fill(lowered: LoweredStep, arguments: StepArguments) -> Buffers:
+def fill(lowered: LoweredStep, arguments: StepArguments, before: Buffers | None = None) -> Buffers:
     """New buffers with the arguments in their places.
+
+    Args:
+        before: the buffers of the pass before, whose parameters and states go on; its gradients and losses, too, where they
+            were not complete.
 
     Raises:
         ValueError: a stage draws random numbers, and there is no seed.
@@ -52,20 +58,29 @@ def fill(lowered: LoweredStep, arguments: StepArguments) -> Buffers:
         raise ValueError(f"stage {lowered.drawing[0]} draws random numbers; pass seed=(seed, step) to the step, two integers")
     schedule = lowered.schedule
     buffers = Buffers(params=dict(arguments.params), state=dict(arguments.state), seed=arguments.seed)
+    buffers.ends, buffers.first, buffers.scale, buffers.carry = arguments.ends, arguments.first, arguments.scale, arguments.carry
+    buffers.bare = arguments.params
+    if before is not None:
+        buffers.params, buffers.state, buffers.scale, buffers.carry = before.params, before.state, before.scale, before.carry
+        if not before.ends:
+            buffers.gradients = before.gradients
+            buffers.losses = {stage: [losses] for stage, losses in losses_of(lowered, before).items()}
     for chain in schedule.chains:
         last = chain.stages[-1]
         for stage in chain.stages:
             if schedule.placement[stage] not in lowered.ranks:
                 continue
             model = schedule.model_stages[stage]
-            if not schedule.forward_only:
+            if not schedule.forward_only and stage not in buffers.gradients:
                 buffers.gradients[stage] = new_gradients(lowered)
             batches = [arguments.targets] if stage == last and arguments.targets else []
             batches += [arguments.extras[model]] if model in arguments.extras else []
             if batches:
                 buffers.extras.update(((stage, m), sum((tuple(b[m]) for b in batches), ())) for m in chain.microbatches)
             if stage in lowered.losses:
-                weights = weights_of(lowered, arguments, stage)
+                weights = buffers.weights[stage] = weights_of(lowered, arguments, stage)
+                if buffers.scale is not None:
+                    weights = tuple([weight * buffers.scale.to(weight.device, weight.dtype) for weight in weights])
                 shape = lowered.losses[stage].leaf.shape[1:]
                 buffers.cotangents.update(((stage, m), (weights[m].expand(shape),)) for m in chain.microbatches)
             if stage == chain.stages[0]:
@@ -78,13 +93,14 @@ def weights_of(lowered: LoweredStep, arguments: StepArguments, stage: int) -> tu
     m, weights = lowered.schedule.microbatches, arguments.loss_weights
     if weights is None:
         weights = torch.full((m,), 1 / m, dtype=torch.float64)
-    device = lowered.form.devices[lowered.schedule.model_stages[stage]]
-    if arguments.loss_weights is not None and bool(((weights != 0) & (weights.to(lowered.losses[stage].leaf.dtype) == 0)).any()):
-        raise ValueError(
-            f"loss_weights: got {weights.tolist()}, of which some become 0 in {lowered.losses[stage].leaf.dtype}, the dtype of the loss; "
-            f"compute the loss in float32"
-        )
-    return weights.to(device, lowered.losses[stage].leaf.dtype).unbind()
+    device, dtype = lowered.form.devices[lowered.schedule.model_stages[stage]], lowered.losses[stage].leaf.dtype
+    if arguments.loss_weights is not None:
+        given = values(weights)  # of all rows, under a transform
+        if bool(((given != 0) & (given.to(dtype) == 0)).any()):
+            raise ValueError(
+                f"loss_weights: got {given.tolist()}, of which some become 0 in {dtype}, the dtype of the loss; compute the loss in float32"
+            )
+    return weights.to(device, dtype).unbind()
 
 
 def describe_inputs(failure: Failure, lowered: LoweredStep) -> str:

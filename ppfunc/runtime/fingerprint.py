@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from ppfunc.stage.abstract import is_of_a_library
+from ppfunc.stage.layout import MeshLayout
 
 _MOST = 5000  # objects
-_PLAIN = (int, float, complex, str, bytes, type(None), type(...), range, slice, Enum)
+_PLAIN = (int, float, complex, str, bytes, type(None), type(...), range, slice, Enum, MeshLayout)
 _PLAIN_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -55,12 +55,12 @@ class Sum:
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         self._dtype = dtype
         self._absent: Absent | None = None  # None until something has come
-        self._total: list[torch.Tensor] = []  # the sums of those that are not absent
+        self._total: list[torch.Tensor] | Leaves = ()  # the sums of those that are not absent
         self._is_own = False
 
     def add(self, gradients: LeafGradients, microbatch: int, absent: Absent | None = None) -> None:
         absent = tuple([g is None for g in gradients]) if absent is None else absent
-        present = [g for g in gradients if g is not None] if False in absent else []
+        present: Any = gradients if True not in absent else [g for g in gradients if g is not None]
         if self._absent is None:
             self._absent, self._total = absent, [self._wide(g) for g in present] if self._dtype else present
         elif absent != self._absent:
@@ -72,7 +72,7 @@ class Sum:
         elif self._is_own:
             add_into_each(self._total, present)
         else:
-            self._total, self._is_own = list(add_each(self._total, present)), True
+            self._total, self._is_own = add_each(self._total, present), True
 
     def _add_unlike(self, gradients: LeafGradients) -> None:
         """Add gradients that are absent in other places than those before."""
@@ -93,11 +93,12 @@ class Sum:
         self.add(gradients, -1)
 
     def signature(self, leaf: LeafSignature) -> LeafSignature:
-        return replace(leaf, dtype=self._dtype_of(leaf.dtype))
+        dtype = self._dtype_of(leaf.dtype)
+        return leaf if dtype is leaf.dtype else replace(leaf, dtype=dtype)
 
     def take(self, like: Leaves, owned: Owned) -> Leaves:
         absent, total, is_own = self._absent, self._total, self._is_own
-        self._absent, self._total, self._is_own = None, [], False
+        self._absent, self._total, self._is_own = None, (), False
         total = total if is_own else list(map(owned, total))
         if absent is not None and True not in absent:
             return tuple(total)
@@ -127,7 +128,7 @@ class Stack:
         self._merged.merge(gradients)
 
     def signature(self, leaf: LeafSignature) -> LeafSignature:
-        return replace(leaf, shape=(len(self._rows), *leaf.shape))
+        return leaf.stacked(len(self._rows))
 
     def take(self, like: Leaves, owned: Owned) -> Leaves:
         if any(row is not None for row in self._rows):

@@ -1,14 +1,13 @@
 """All ranks in one process: for tests, notebooks, one GPU, and torch.func transforms from outside."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 import torch
 
 from .buffers import Buffers
+from .collective import Among, Collective
 from .errors import AgreementError, PipelineError
 from .transport import Call, Failure, Link, LossPart, Mode, Transfer
 
@@ -41,9 +40,15 @@ class InProcess:
     def recv_text(self, peer: int) -> str:
         raise AssertionError("ranks of one process need no texts")
 
-    def begin(self, call: str, key: str | None, source: int) -> str:
+    def require_same(self, facts: str, among: Literal["world", "peers"] = "world") -> bool:
+        return False
+
+    def begin(self, call: str, key: str | None, source: int, common: str = "") -> str:
         assert key is not None  # one process holds the first stage, and so the batch
         return key
+
+    def ready(self) -> None:
+        pass
 
     def end(self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart], mode: Mode = "mixed") -> torch.Tensor | None:
         return torch.cat([losses[stage] for stage in sorted(parts)]).sum(0) if parts else None
@@ -55,6 +60,9 @@ class InProcess:
 
     def connect(self, links: Iterable[Link]) -> None:
         pass
+
+    def collective(self, among: Among) -> Collective:
+        return Collective()
 
     def post(self, batch: Sequence[Transfer]) -> Call | None:
         return None

@@ -1,7 +1,5 @@
 """Holds back signals where an exception between two lines would tear a step apart."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import threading

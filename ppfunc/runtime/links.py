@@ -178,6 +178,11 @@ class SocketLinks:
             self.generation += 1
             return self._decided[mine][1]
 
+    def await_failure(self) -> None:
+        """Wait a while for a failure to be published."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self.generation in self._decided, _PATIENCE)
+
     def _report(self, generation: int, failure: str) -> None:
         """Bring a failure to the rank that decides."""
         if generation in self._decided:

@@ -7,24 +7,45 @@ signatures that cross from process to process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ppfunc.schedule import Instruction, Op, Schedule
 from ppfunc.stage import LeafSignature, Loss, Outline, Signature, Stage
+from ppfunc.stage.layout import Boundary, same_placement
 from ppfunc.stage.output import children, received_signature
 
 from .arguments import StepForm
-from .buffers import Key
+from .buffers import Buffers, Key
 from .overlap import Overlapped
 from .stage_programs import StageFunction, outline_of
-from .ties import Tied
+from .ties import Tied, leaf_names
 from .transport import LossPart
 
 BATCH = -1
 """The "stage" that the batch comes from."""
+
+
+class ParameterUpdate(NamedTuple):
+    """Carry out REDUCE_GRAD and STEP. All functions read and write ``buffers.carry``, the caller's own.
+
+    Args:
+        reduce: at REDUCE_GRAD, ``reduce(buffers, stage of the model, {number of the leaf: gradient})``.
+        join: once in a program, ``join(buffers, weighted losses by stage of the schedule)``: between its last REDUCE_GRAD and its
+            first STEP, or in the end.
+        step: at STEP, ``step(buffers, stage of the model)``; puts new parameters into ``buffers.params`` for a further pass.
+        unshard: at UNSHARD, ``unshard(buffers, stage of the model)`` puts whole parameters into ``buffers.params``, and this rank's
+            shards of them into ``buffers.shards``; None where parameters are whole.
+        together: whether every STEP comes after ``join``; else each comes where the schedule has it, and ``join`` in the end.
+    """
+
+    reduce: Callable[[Buffers, int, dict[int, torch.Tensor]], None]
+    join: Callable[[Buffers, dict[int, torch.Tensor]], None]
+    step: Callable[[Buffers, int], None]
+    together: bool
+    unshard: Callable[[Buffers, int], None] | None = None
 
 
 class StepSpec(NamedTuple):
@@ -38,6 +59,7 @@ class StepSpec(NamedTuple):
         overlapped: runs the two parts of an ``OVERLAP_F_B``; in turn where there is none.
         tied: the places of tied parameters.
         sum_dtype: of the sums of gradients, where that of a parameter is narrower.
+        update: what REDUCE_GRAD and STEP do; they are refused where there is none.
         primal: the key of the parameters proper where a transform has added tangents to them, such as ``"0."``.
     """
 
@@ -49,6 +71,7 @@ class StepSpec(NamedTuple):
     tied: Tied = ()
     sum_dtype: torch.dtype | None = None
     primal: str = ""
+    update: ParameterUpdate | None = None
 
 
 class Edge(NamedTuple):
@@ -219,6 +242,10 @@ def require_honoured(schedule: Schedule, spec: StepSpec) -> None:
         Op.UNSHARD: "parameters are given whole; leave it out of the schedule",
         Op.RESHARD: "parameters are given whole; leave it out of the schedule",
     }
+    if spec.update is not None:
+        del refused[Op.STEP], refused[Op.REDUCE_GRAD]
+        if spec.update.unshard is not None:
+            del refused[Op.UNSHARD], refused[Op.RESHARD]
     if not schedule.replicas and not spec.tied:
         refused[Op.REDUCE_TIED] = f"no stage of this schedule has replicas, and no tied parameters are declared; {mend}"
     for op in (op for op in refused if op in schedule.ops):
@@ -291,11 +318,15 @@ def _lower_stage(
 ) -> LoweredStage:
     """Lower a stage for these parts of its input."""
     model = schedule.model_stages[stage]
-    sources = (BATCH, *(schedule.model_stages[edge.stage] for edge in received[1:]))
-    example = (params, received_signature(sources, tuple(edge.signature for edge in received)), *extras)
+    boundary = Boundary.of(function.fn)
+    givers = [BATCH if edge.stage == BATCH else schedule.model_stages[edge.stage] for edge in received]
+    signatures = [edge.signature for edge in received]
+    _require_layouts(model, boundary, form.params[model], zip(givers, signatures, strict=True))
+    example = (params, received_signature(givers, signatures), *extras)
     outline = outline_of(function, example, f"stage {model}", form.devices[model])
     carry, skips, loss = children(outline.y)
     outputs, metrics, state = children(outline.aux)
+    carry, outputs = (tree.laid_out(boundary.mesh, boundary.outputs, f"the output of stage {model}") for tree in (carry, outputs))
     sent = (*(() if schedule.successor(stage) is None else (carry,)), *children(skips))
     sinks = tuple(map(Edge, sinks_of(schedule, stage), sent))
     low = LoweredStage(
@@ -305,6 +336,27 @@ def _lower_stage(
     _require_loss(low, loss, spec)
     _require_wanted(low, form, spec, bool(schedule.replicas))
     return low
+
+
+def _require_layouts(model: int, boundary: Boundary, params: Signature, received: Iterable[tuple[int, Signature]]) -> None:
+    """Raise where a stage is given parts of tensors that lie otherwise than it declares."""
+    for name, leaf in zip(leaf_names(params), params.leaves, strict=True):
+        if name in boundary.params and leaf.layout != boundary.params[name]:
+            raise ValueError(
+                f"params[{model}] {name!r}: got {leaf}, the stage was made for a DTensor {boundary.params[name]}; "
+                "give the parameters that pp.parallelize returned, or new values of their placements"
+            )
+    for n, (source, signature) in enumerate(received):
+        if source == BATCH and boundary.inputs is None:
+            continue  # a plain function takes the parts as they are
+        wanted = signature.parts.laid_out(boundary.mesh, boundary.inputs if n == 0 else None, f"the input of stage {model}")
+        for path, got, want in zip(signature.paths, signature.leaves, wanted.leaves, strict=True):
+            if not same_placement(got.layout, want.layout):
+                giver = "the batch" if source == BATCH else f"stage {source}"
+                raise ValueError(
+                    f"x{path}: {giver} gives {got}, and stage {model} declares {want.layout or 'none that is cut'}; "
+                    "declare the same at both ends: pp.parallelize(..., inputs=, outputs=), or pp.with_layouts"
+                )
 
 
 def _require_loss(low: LoweredStage, loss: Signature, spec: StepSpec) -> None:
@@ -331,9 +383,7 @@ def _require_wanted(low: LoweredStage, form: StepForm, spec: StepSpec, replicate
             got, mend = "a state", "; where a module only reads its buffers, stage_from_module(module, constants=True) has no state"
         raise ValueError(f"stage {stage} returns {got}; pass has_aux=True to get them{mend}")
     given = form.state.get(stage)
-    if (state.leaves or (given is not None and given.leaves)) and (
-        given is None or (given.treedef, given.without_grad().leaves) != (state.treedef, state.without_grad().leaves)
-    ):
+    if (state.leaves or (given is not None and given.leaves)) and (given is None or not _same_state(given, state)):
         raise ValueError(
             f"stage {stage} returns the state {state}, it was given {given or 'none'}; pass state={{{stage}: ...}} of that form"
         )
@@ -349,6 +399,12 @@ def _require_wanted(low: LoweredStage, form: StepForm, spec: StepSpec, replicate
                 f"the output{path} of stage {stage} is {leaf}, which has no axis of {form.rows} rows to join to "
                 f"those of the whole batch; give the inputs as ppfunc.microbatch(inputs, m), to get the outputs of each microbatch"
             )
+
+
+def _same_state(given: Signature, state: Signature) -> bool:
+    """Whether a state has the form of the one before; plain tensors stand for parts that lie as those before."""
+    laid = all(new.layout in (None, old.layout) for old, new in zip(given.leaves, state.leaves, strict=False))
+    return laid and given.without_grad().parts == state.without_grad().parts
 
 
 def _inputs(form: StepForm, spec: StepSpec, microbatches: range) -> list[Signature]:

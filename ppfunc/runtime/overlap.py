@@ -1,7 +1,5 @@
 """Run the forward and the backward of an ``OVERLAP_F_B`` as one: interleaved in one program, or on two streams."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary

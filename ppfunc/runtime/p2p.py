@@ -11,11 +11,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from . import _torch
 from .buffers import Buffers
+from .collective import Among, Collective
 from .control import Control
 from .errors import GONE, LinkError, PipelineError, gone
+from .grid import Axes, grid_of
 from .links import SocketLinks, give_way
 from .rendezvous import Rendezvous
 from .transport import Call, Failure, Link, LossPart, Mode, Transfer
@@ -46,34 +49,53 @@ class P2P(Control):
     Every rank makes its transports over a group in the same order, and so its step functions over a transport. A step
     returns on all ranks, once each is at its end, or fails on all of them. One step runs at a time.
 
+    Over a mesh, several pipelines train together, and a step begins, ends and fails on all of them. The ranks along the
+    axes ``pipe`` and ``model`` run the same batch, and agree on it. ``PipelineError.rank`` counts the ranks of the mesh.
+
     Args:
         group: an initialised process group; its ranks, in order, are the ranks of the pipeline. The default group where
             none is given.
         timeout: seconds to wait for a peer; that of the group where none is given.
+        mesh: in the place of a group, a mesh whose ranks train together.
+        axes: the names of its axes; ``Axes()``, which has one, where none is given.
 
     Raises:
         RuntimeError: torch.distributed has not been initialised, or this process is not in the group.
-        ValueError: the group has another backend than gloo or NCCL for the device that computes.
+        ValueError: the group has another backend than gloo or NCCL for the device that computes, or the axes do not fit the mesh.
         PipelineError: the store of the group does not answer.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, timeout: float | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        timeout: float | None = None,
+        *,
+        mesh: DeviceMesh | None = None,
+        axes: Axes | None = None,
+    ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError("P2P got no process group; call torch.distributed.init_process_group first, or use InProcess()")
+        if (group is not None and mesh is not None) or (axes is not None and mesh is None):
+            raise ValueError("P2P got a process group and a mesh or its axes; expected P2P(group), or P2P(mesh=mesh, axes=axes)")
         group = group if group is not None else dist.group.WORLD
         outside: Any = dist.GroupMember.NON_GROUP_MEMBER  # a number, or a group
         if group is None or group is outside:
             raise RuntimeError("P2P got a process group of which this process is not a member")
-        self._user_group = group
+        axes = axes or Axes()
+        grid = None if mesh is None else grid_of(mesh, axes, dist.get_rank())
+        self._user_group = group if mesh is None else mesh.get_group(axes.pipe)
         try:
-            self._rendezvous = Rendezvous(self._user_group, timeout)
-            self._links = SocketLinks(self._rendezvous, partial(gone, reporter=self._rendezvous.rank))
+            self._rendezvous = Rendezvous(group, timeout, None if mesh is None else mesh.mesh.flatten().tolist())
+            links = SocketLinks(self._rendezvous, partial(gone, reporter=self._rendezvous.rank))
         except LinkError as error:
-            raise PipelineError(error.peer, None, None, error.reason, reported_by=dist.get_rank(self._user_group)) from error
-        super().__init__(self._links)
-        weakref.finalize(self, self._links.close)
+            raise PipelineError(error.peer, None, None, error.reason, reported_by=dist.get_rank(group)) from error
+        super().__init__(links, grid)
+        self.links: SocketLinks
+        weakref.finalize(self, links.close)
         self.backend = self._rendezvous.backend
         self._channels: dict[str, _Channel] = {}
+        self._collectives: dict[Among, Collective] = {}
+        self.mesh, self.axes = mesh, axes
         self._pending: dict[Any, Any] = {}  # that of the buffers of the running step
 
     # -- control ---------------------------------------------------------------------------
@@ -96,17 +118,25 @@ class P2P(Control):
         for stage, part in sorted(parts.items()):
             here = part.rank == self.rank
             part_losses = losses[stage].contiguous() if here else torch.empty(part.leaf.shape, dtype=part.leaf.dtype, device=device)
-            dist.broadcast(part_losses, dist.get_global_rank(self._user_group, part.rank), group=self._user_group)
+            dist.broadcast(part_losses, self._rendezvous.ranks[self.line[part.rank]], group=self._user_group)
             shared.append(part_losses)
         return torch.cat(shared).sum(0)
 
     def fail(self, failure: Failure) -> BaseException:
+        if isinstance(_lost(-1, failure.cause), LinkError):  # in a collective of a stage: who is gone, or why, is about to be told
+            self.links.await_failure()
         try:
             return super().fail(failure)
         finally:
             _let_go(failure.cause)
 
     def tear_down(self) -> None:
+        if self._executing and self.mesh is not None and self.axes.model is not None and len(self.grid.model) > 1:
+            self._unusable = (
+                f"an earlier step has failed in the middle of a stage, whose collectives may hang: the process group of the axis "
+                f"{self.axes.model!r} has been ended; make a new mesh and a new P2P() on every rank"
+            )
+            _torch.end_group(self.mesh, self.axes.model)
         self._disconnect()
         self._rendezvous.move_on()
 
@@ -124,16 +154,30 @@ class P2P(Control):
                 name = self._name(link)
                 channel = self._channels.setdefault(name, _Channel())
                 if channel.group is None:
-                    peer = link.sender if self.rank == link.receiver else link.receiver
-                    self._links.waiting_on = peer
-                    channel.group = self._rendezvous.open(f"{self.generation}/{name}", peer, self._links.check)
-                    self._links.waiting_on = None
+                    peer = self.line[link.sender if self.rank == link.receiver else link.receiver]
+                    self.links.waiting_on = peer
+                    channel.group = self._rendezvous.open(f"{self.generation}/{name}", peer, self.links.check)
+                    self.links.waiting_on = None
+
+        for among, collective in sorted(self._collectives.items()):  # every rank is on its way here: they have just compared facts
+            if collective.group is None and collective.size > 1:
+                members = self._members(among)
+                name = f"{self.generation}/{among}/{'-'.join(map(str, members))}"
+                collective.group = self._rendezvous.open_all(name, collective.place, collective.size)
+
+    def collective(self, among: Among) -> Collective:
+        members = self._members(among)
+        return self._collectives.setdefault(among, Collective(len(members), members.index(self.links.rank)))
+
+    def _members(self, among: Among) -> tuple[int, ...]:
+        return {"data": self.grid.data, "model": self.grid.model, "world": tuple(range(self.grid.size))}[among]
 
     def _name(self, link: Link) -> str:
         """The name of the communicator that messages of a link take, the same at both ends."""
+        sender, receiver = self.line[link.sender], self.line[link.receiver]
         if self.backend == "nccl":
-            return f"pair/{min(link[1:])}-{max(link[1:])}"
-        return f"{link.direction}/{link.sender}-{link.receiver}"
+            return f"pair/{min(sender, receiver)}-{max(sender, receiver)}"
+        return f"{link.direction}/{sender}-{receiver}"
 
     def _channel(self, transfer: Transfer) -> _Channel:
         ends = (self.rank, transfer.peer) if transfer.outgoing else (transfer.peer, self.rank)
@@ -179,8 +223,8 @@ class P2P(Control):
         return self._sender(transfer) if transfer.outgoing else self._receiver(transfer)
 
     def _sender(self, transfer: Transfer) -> Call:
-        channel, tag, wire, rank = self._channel(transfer), transfer.tag, _wire(transfer), transfer.peer
-        peer = int(transfer.peer > self.rank)
+        channel, tag, wire, rank = self._channel(transfer), transfer.tag, _wire(transfer), self.line[transfer.peer]
+        peer = int(rank > self.links.rank)
 
         def send(buffers: Buffers) -> None:
             tensors = wire([t.contiguous() for t in buffers.values.pop(tag)])
@@ -192,8 +236,8 @@ class P2P(Control):
         return send
 
     def _receiver(self, transfer: Transfer) -> Call:
-        channel, tag, wire, rank = self._channel(transfer), transfer.tag, _wire(transfer), transfer.peer
-        peer, device = int(transfer.peer > self.rank), transfer.device
+        channel, tag, wire, rank = self._channel(transfer), transfer.tag, _wire(transfer), self.line[transfer.peer]
+        peer, device = int(rank > self.links.rank), transfer.device
         made = [(leaf.shape, leaf.dtype) for leaf in transfer.leaves]
 
         def receive(buffers: Buffers) -> None:
@@ -223,7 +267,7 @@ class P2P(Control):
 
     def _waiter(self, transfer: Transfer) -> Callable[[Buffers], list[torch.Tensor]]:
         """Waits for what was posted for a transfer, and returns its tensors."""
-        tag, peer, links = transfer.tag, transfer.peer, self._links
+        tag, peer, links = transfer.tag, self.line[transfer.peer], self.links
 
         def wait(buffers: Buffers) -> list[torch.Tensor]:
             works: list[Any]
@@ -243,7 +287,8 @@ class P2P(Control):
     def _disconnect(self) -> None:
         """End every communicator: peers that wait on one raise at once. The next step makes new ones."""
         self._pending.clear()
-        for channel in self._channels.values():
+        channels: list[Any] = [*self._channels.values(), *self._collectives.values()]
+        for channel in channels:
             group, channel.group = channel.group, None
             if self.backend == "nccl" and group is not None:
                 group.abort()
@@ -259,9 +304,9 @@ def _let_go(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def _lost(peer: int, error: RuntimeError) -> Exception:
+def _lost(peer: int, error: BaseException) -> BaseException:
     """The error of a backend, as what it says of the peer where it does."""
-    text = str(error)
+    text = str(error) if isinstance(error, RuntimeError) else ""
     if "Timed out waiting" in text:
         return LinkError(peer, "late", f"it has not answered in time ({text.splitlines()[0]})")
     if isinstance(error, dist.DistNetworkError) or any(words in text for words in _LOST):

@@ -1,12 +1,14 @@
 """Record when the calls of a step run, on one clock for all ranks, as the timeline of its schedule."""
 
-from __future__ import annotations
-
 import json
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from itertools import pairwise
 from math import inf
+from pathlib import Path
+from uuid import uuid4
 
 import torch
 
@@ -80,13 +82,16 @@ def gather(compiled: CompiledStep, intervals: Sequence[Interval], control: Contr
         intervals: of every call of this process.
     """
     schedule, ranks = compiled.lowered.schedule, compiled.lowered.ranks
-    spans = {rank: _spans(schedule, rank, compiled.places, intervals) for rank in ranks}
-    offset = 0.0 if len(ranks) == schedule.ranks else _offset(control, ranks[0], schedule.ranks)
-    mine = {rank: [(a + offset, b + offset) for a, b in rows] for rank, rows in spans.items()}
-    told: dict[int, list[Interval]] = {}
-    for text in control.all_gather(json.dumps(mine)):
-        told |= {int(rank): rows for rank, rows in json.loads(text).items()}
-    return _timeline(schedule, told)
+    mine = {rank: _spans(schedule, rank, compiled.places, intervals) for rank in ranks}
+    told = [json.loads(text) for text in control.all_gather(json.dumps([_clock(), mine]))]
+    distant = [rank for rank, (clock, _) in enumerate(told) if clock != told[0][0]]
+    offsets = _offsets(control, ranks[0], distant) if distant else [0.0] * len(told)
+    spans = {
+        int(rank): [(a + offset, b + offset) for a, b in rows]
+        for (_, found), offset in zip(told, offsets, strict=True)
+        for rank, rows in found.items()
+    }
+    return _timeline(schedule, spans)
 
 
 def _spans(schedule: Schedule, rank: int, places: Sequence[Place], intervals: Sequence[Interval]) -> list[Interval]:
@@ -138,19 +143,30 @@ def _timeline(schedule: Schedule, spans: Mapping[int, Sequence[Interval]]) -> Ti
     return timeline_of(schedule, starts, ends)
 
 
-def _offset(control: ControlTransport, rank: int, ranks: int) -> float:
-    """Seconds from the clock of this host to that of rank 0. Collective."""
+@cache
+def _clock() -> str:
+    """The clock of this process, by the boot of its host and its namespace of time; one of its own where they cannot be had."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/time")
+    except OSError:
+        return str(uuid4())
+
+
+def _offsets(control: ControlTransport, rank: int, distant: Sequence[int]) -> list[float]:
+    """Seconds from the clock of every rank to that of rank 0, by a handshake with those that have another. Collective."""
+    offset = 0.0
     if rank == 0:
-        for peer in range(1, ranks):
+        for peer in distant:
             for _ in range(_ROUNDS):
                 control.recv_text(peer)
                 control.send_text(peer, repr(time.perf_counter()))
-        return 0.0
-    least, most = -inf, inf
-    for _ in range(_ROUNDS):
-        before = time.perf_counter()
-        control.send_text(0, "")
-        theirs = float(control.recv_text(0))
-        after = time.perf_counter()
-        least, most = max(least, theirs - after), min(most, theirs - before)
-    return 0.0 if least <= 0 <= most else (least + most) / 2  # processes of one host have one clock
+    elif rank in distant:
+        least, most = -inf, inf
+        for _ in range(_ROUNDS):
+            before = time.perf_counter()
+            control.send_text(0, "")
+            theirs = float(control.recv_text(0))
+            after = time.perf_counter()
+            least, most = max(least, theirs - after), min(most, theirs - before)
+        offset = (least + most) / 2
+    return list(map(float, control.all_gather(repr(offset))))

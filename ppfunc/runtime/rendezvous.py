@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from hashlib import sha256
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -26,16 +27,17 @@ class Rendezvous:
     Args:
         group: the user's process group.
         timeout: seconds to wait for a peer; that of the group where none is given.
+        ranks: those of the world that take part, in order, where they are not all of the group.
 
     Raises:
         ValueError: the group has neither gloo nor NCCL.
         LinkError: the store does not answer.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float | None) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout: float | None, ranks: Sequence[int] | None = None) -> None:
         self._group = group
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
+        self.ranks = dist.get_process_group_ranks(group) if ranks is None else list(ranks)
+        self.rank, self.size = self.ranks.index(dist.get_rank()), len(self.ranks)
         self.backend = _torch.backend_of(group)
         if self.backend not in ("gloo", "nccl"):
             raise ValueError(
@@ -43,13 +45,13 @@ class Rendezvous:
                 f"make one with torch.distributed.new_group(backend='gloo') and give it as P2P(group)"
             )
         self.timeout = _torch.timeout_of(group).total_seconds() if timeout is None else timeout
-        ranks = dist.get_process_group_ranks(group)
-        self._server = ranks.index(0) if 0 in ranks else self.rank  # the world's rank 0 serves the store
+        self._server = self.ranks.index(0) if 0 in self.ranks else self.rank  # the world's rank 0 serves the store
+        name = "ppfunc" if ranks is None else f"ppfunc/{sha256(repr(self.ranks).encode()).hexdigest()[:16]}"
         store = _torch.store_of(group)
         with self._within_reach():
-            # The n-th transport that each rank makes over a group is the same transport.
-            number = store.add(f"ppfunc/transports/{self.rank}", 1)
-            self._store = PrefixStore(f"ppfunc/{number}", store)
+            # The n-th transport that each rank makes over the same ranks is the same transport.
+            number = store.add(f"{name}/transports/{self.rank}", 1)
+            self._store = PrefixStore(f"{name}/{number}", store)
         self._written: list[list[str]] = [[]]  # keys of communicators, by generation
 
     def write(self, key: str, text: str) -> None:
@@ -64,7 +66,7 @@ class Rendezvous:
 
     def alive(self, peer: int) -> bool:
         """Whether the process of a peer may still live, as far as that is known."""
-        return _torch.alive(self._group, peer)
+        return _torch.alive(self._group, dist.get_group_rank(self._group, self.ranks[peer]))
 
     def wait(self, key: str, peer: int, check: Callable[[int], None]) -> str:
         """A text that ``peer`` leaves; ``check(peer)`` raises where it is not to be waited for any longer."""
@@ -82,6 +84,14 @@ class Rendezvous:
         if interrupt is not None:
             raise interrupt
         return group
+
+    def open_all(self, name: str, place: int, size: int) -> Any:
+        """A communicator of several ranks, all of which are on their way to the same call."""
+        self._written[-1] += [f"{name}/0/{place}"]
+        store, timeout = PrefixStore(name, self._store), timedelta(seconds=self.timeout)
+        with hold_interrupts(), self._within_reach():
+            make = _torch.ProcessGroupGloo if self.backend == "gloo" else _torch.ProcessGroupNCCL
+            return make(store, place, size, timeout)
 
     def _commit(self, key: str, peer: int, check: Callable[[int], None]) -> BaseException | None:
         """Return on both ranks or on none: what they do then cannot be ended from outside.

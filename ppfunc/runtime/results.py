@@ -13,7 +13,6 @@ from ppfunc.stage.tree import tree_leaves, tree_map, tree_structure
 from .arguments import StepArguments
 from .batch import Microbatches
 from .buffers import Buffers, Tag
-from .execute import weights_of
 from .lower import BATCH, LoweredStage, LoweredStep
 from .ownership import Owned
 
@@ -40,6 +39,7 @@ class StepResult(NamedTuple):
         input_grads: those of the inputs, in their form; None where this process runs no first stage.
         outputs: what the last stages of this process return, in the form of the inputs; None where it runs none.
         aux: metrics and state, :class:`Aux`.
+        carry: what the update of the step has left.
     """
 
     loss: Any = None
@@ -47,33 +47,20 @@ class StepResult(NamedTuple):
     input_grads: Any = None
     outputs: Any = None
     aux: Any = None
+    carry: Any = None
 
 
-def collect(lowered: LoweredStep, arguments: StepArguments, buffers: Buffers) -> tuple[dict[int, torch.Tensor], StepResult]:
-    """Make what is wanted out of the buffers.
-
-    Returns:
-        The losses of every stage of this process that has some, each times the weight of its microbatch; and all other
-        results: the loss needs those of the other ranks.
-    """
+def collect(lowered: LoweredStep, arguments: StepArguments, buffers: Buffers) -> StepResult:
+    """Make what is wanted out of the buffers, but for the loss, which needs those of the other ranks."""
     wants, owned = lowered.spec.wants, _owner(lowered, arguments)
-    return _weighted_losses(lowered, arguments, buffers), StepResult(
+    return StepResult(
         None,
         _gradients(lowered, arguments, buffers, owned) if "grads" in wants else None,
         _input_gradients(lowered, arguments, buffers, owned) if "input_grads" in wants else None,
         _outputs(lowered, buffers, owned) if "outputs" in wants else None,
-        _aux(lowered, buffers, owned) if "aux" in wants else None,
+        _aux(lowered, arguments, buffers, owned) if "aux" in wants else None,
+        buffers.carry,
     )
-
-
-def _weighted_losses(lowered: LoweredStep, arguments: StepArguments, buffers: Buffers) -> dict[int, torch.Tensor]:
-    made: dict[int, torch.Tensor] = {}
-    for stage in lowered.losses:
-        weights = weights_of(lowered, arguments, stage)
-        own = [m for m in _microbatches(lowered, stage) if lowered.stages[stage, m].loss is not None]
-        losses = torch.stack([buffers.kept[stage, m][0] for m in own])
-        made[stage] = losses * torch.stack([weights[m] for m in own]).view(-1, *(1,) * (losses.ndim - 1))
-    return made
 
 
 def _owner(lowered: LoweredStep, arguments: StepArguments) -> Owned:
@@ -90,18 +77,19 @@ def _gradients(lowered: LoweredStep, arguments: StepArguments, buffers: Buffers,
     made: dict[int, Any] = {}
     firsts = {lowered.schedule.model_stages[stage]: gradients for stage, gradients in reversed(buffers.gradients.items())}
     for model, leaves in arguments.params.items():
-        signature, gradients = lowered.form.params[model], firsts[model]  # sums over replicas are with the first
-        if all(leaf.grad for leaf in signature.leaves):
+        signature, gradients = arguments.form.params[model], firsts[model]  # sums over replicas are with the first
+        if all([leaf.grad and leaf.layout is None for leaf in signature.leaves]):
             made[model] = signature.unflatten(gradients.take(leaves, owned))
             continue
+        whole = Signature(signature.treedef, tuple(map(gradients.signature, signature.leaves)))
         taken = iter(gradients.take(tuple(t for t, leaf in zip(leaves, signature.leaves, strict=True) if leaf.grad), owned))
-        zeros = ((t, gradients.signature(leaf)) for t, leaf in zip(leaves, signature.leaves, strict=True))
-        made[model] = signature.unflatten([next(taken) if leaf.grad else t.new_zeros(leaf.shape, dtype=leaf.dtype) for t, leaf in zeros])
+        zeros = zip(leaves, whole.leaves, strict=True)
+        made[model] = whole.wrap([next(taken) if leaf.grad else t.new_zeros(leaf.shape, dtype=leaf.dtype) for t, leaf in zeros])
     return made
 
 
 def _input_gradients(lowered: LoweredStep, arguments: StepArguments, buffers: Buffers, owned: Owned) -> Any:
-    schedule, signatures = lowered.schedule, lowered.form.inputs or ()
+    schedule, signatures = lowered.schedule, arguments.form.inputs or ()
     firsts = {m: chain.stages[0] for chain in schedule.chains for m in chain.microbatches}
     if not any(schedule.placement[stage] in lowered.ranks for stage in firsts.values()):
         return None
@@ -110,7 +98,7 @@ def _input_gradients(lowered: LoweredStep, arguments: StepArguments, buffers: Bu
         wanted = signatures[m].with_grad()
         given = iter(buffers.values.pop(Tag("B", firsts[m], BATCH, m), ()))
         pairs = zip(wanted.leaves, arguments.inputs[m], strict=True)
-        return wanted.unflatten([next(given) if leaf.grad else torch.zeros_like(t) for leaf, t in pairs])
+        return wanted.wrap([next(given) if leaf.grad else torch.zeros_like(t) for leaf, t in pairs])
 
     return _in_form_of_inputs([row(m) for m in range(schedule.microbatches)], lowered, owned)
 
@@ -128,14 +116,14 @@ def _in_form_of_inputs(rows: list[Any], lowered: LoweredStep, owned: Owned) -> A
     return Microbatches(tree_map(owned, row) for row in rows)
 
 
-def _aux(lowered: LoweredStep, buffers: Buffers, owned: Owned) -> Aux:
+def _aux(lowered: LoweredStep, arguments: StepArguments, buffers: Buffers, owned: Owned) -> Aux:
     schedule, metrics = lowered.schedule, {}
     for model in lowered.form.params:
         stages = [s for s in range(schedule.stages) if schedule.model_stages[s] == model]
         rows = [row for stage in stages for row in _kept(lowered, buffers, stage, lambda low: low.metrics)]
         if any(row is not None for row in rows):
             metrics[model] = _stacked(rows, owned)
-    state = {s: lowered.form.state[s].unflatten(map(owned, leaves)) for s, leaves in buffers.state.items()}
+    state = {s: arguments.form.state[s].wrap(map(owned, leaves)) for s, leaves in buffers.state.items()}
     return Aux(metrics, state)
 
 
@@ -149,7 +137,7 @@ def _kept(lowered: LoweredStep, buffers: Buffers, stage: int, which: Callable[[L
         for signature in (low.outputs, low.metrics):
             stop = start + len(signature.leaves)
             if signature is which(low):
-                yield signature.unflatten(leaves[start:stop])
+                yield signature.wrap(leaves[start:stop])
             start = stop
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 
-process_lock = threading.RLock()
-"""Serialises tracing and the use of random generators: both change state of torch that all threads share."""
+from ppfunc.stage.process import process_lock
 
 _before: dict[torch.device, torch.Tensor] = {}
 _steps = 0

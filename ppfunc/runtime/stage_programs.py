@@ -15,11 +15,11 @@ import torch
 
 from ppfunc.stage import Engine, Loss, Outline, Signature, Stage, StageProgram, outline
 from ppfunc.stage.output import canonical
+from ppfunc.stage.process import process_lock
 from ppfunc.stage.tree import tree_leaves
 
 from .fingerprint import Fingerprint, fingerprint, modules_read
 from .functorch import suspended
-from .rng import process_lock
 
 _MOST = 64  # evaluations and programs that are kept of one function
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -14,12 +15,12 @@ import torch
 from ppfunc.schedule import Schedule, Timeline
 from ppfunc.stage import Engine, Loss, Stage
 
-from .agreement import Agreement, Began, Negotiation, batch_name, rows_of
+from .agreement import Agreement, Began, batch_name, rows_of
 from .analysis import Lowered
-from .arguments import RawArguments, StepArguments, read_arguments
+from .arguments import RawArguments, StepArguments, StepForm, read_arguments
 from .buffers import Buffers
 from .cache import CACHE_SIZE, RETRACES, CacheInfo, Entry, Last, keep, warn_of_retraces
-from .compile import compile_step
+from .compile import CompiledStep, compile_step
 from .execute import StepFailed, describe_inputs, execute, fill
 from .functorch import transforming
 from .lower import Exchange, LoweredStep, StepSpec, lower
@@ -27,6 +28,7 @@ from .record import Recorder, gather
 from .results import StepResult, collect
 from .rng import preserve_rng
 from .stage_programs import autocast, forget
+from .tail import losses_of
 from .ties import require_declared
 from .transport import Failure, Transport
 
@@ -45,8 +47,9 @@ class StepFunction(Generic[P, R]):
         transport: carries messages between processes.
         engine: how a stage is differentiated.
         spec: what is wanted of a step.
-        prepare: makes the arguments out of those of the call; what it raises is told to all ranks.
-        finish: makes the return value out of the results.
+        prepare: makes the arguments out of those of the call, or a list of those of several passes of the schedule; what it
+            raises is told to all ranks.
+        finish: makes the return value out of the results, of the last pass, and what ``prepare`` has made.
     """
 
     def __init__(
@@ -57,8 +60,8 @@ class StepFunction(Generic[P, R]):
         transport: Transport,
         engine: Engine,
         spec: StepSpec,
-        prepare: Callable[P, RawArguments],
-        finish: Callable[[StepResult, RawArguments], R],
+        prepare: Callable[P, Any],
+        finish: Callable[[StepResult, Any], R],
     ) -> None:
         self.schedule, self.transport, self.spec = schedule, transport, spec
         self._stages, self._loss_fn, self._engine, self._prepare, self._finish = stages, loss_fn, engine, prepare, finish
@@ -84,7 +87,7 @@ class StepFunction(Generic[P, R]):
             StageError: the engine cannot serve a stage.
             ValueError, TypeError: the arguments do not fit the schedule.
         """
-        return self._run(args, kwargs, None)[0]
+        return self._run(args, kwargs)[0]
 
     def record(self, *args: P.args, **kwargs: P.kwargs) -> tuple[R, Timeline]:
         """Run one step and measure it; where ranks are processes, every one calls it.
@@ -103,11 +106,13 @@ class StepFunction(Generic[P, R]):
         assert timeline is not None
         return result, timeline
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], recorder: Recorder | None) -> tuple[R, Timeline | None]:
-        """Run one step, measured where there is a recorder."""
+    def _run(
+        self, args: Any, kwargs: Any, recorder: Recorder | None = None, ready: Callable[[StepArguments], Entry] | None = None
+    ) -> tuple[R, Timeline | None]:
+        """Run one step, measured where there is a recorder; ``ready`` gives the compiled step, by default that of the cache."""
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
-                return self._run(args, kwargs, recorder)
+                return self._run(args, kwargs, recorder, ready)
         entry: Entry | None = None
         buffers: Buffers | None = None
         failure: Failure | None = None
@@ -116,18 +121,24 @@ class StepFunction(Generic[P, R]):
         try:
             self._require_all_ranks_under_transforms()
             raw = self._prepare(*args, **kwargs)
-            arguments = self._read(raw)
-            if "grads" in self.spec.wants:
-                require_declared(arguments.params, arguments.form.params, self.spec.tied, self.spec.primal)
-            entry = self._ready(arguments, "run" if recorder is None else "recorded")
+            passes = self._read_passes(raw if isinstance(raw, list) else [raw])
+            arguments = passes[0]
+            if "grads" in self.spec.wants or (self.spec.update is not None and self.spec.update.unshard is None):
+                require_declared(arguments.params, arguments.form, self.spec.tied, self.spec.primal)
+            entry = ready(arguments) if ready else self._ready(arguments, "recorded" if recorder else "run")
             compiled = entry.compiled if recorder is None else recorder.attach(entry.compiled)
+            self.transport.ready()
             # Under a torch.func transform from outside, that transform decides what is recorded.
             with torch.set_grad_enabled(torch.is_grad_enabled() and transforming()), _generators(arguments):
-                buffers = execute(compiled, fill(compiled.lowered, arguments))
-                losses, result = collect(compiled.lowered, arguments, buffers)
+                for part in passes:
+                    buffers = execute(compiled, fill(compiled.lowered, part, buffers))
+                assert buffers is not None
+                parts = entry.parts if self.spec.update is None else {}  # an update has them, and sums them over all pipelines
+                losses = losses_of(compiled.lowered, buffers) if parts else {}
+                result = collect(compiled.lowered, arguments, buffers)
                 buffers = None
                 timeline = None if recorder is None else gather(entry.compiled, recorder.intervals(), self.transport)
-                result = result._replace(loss=self.transport.end(losses, entry.parts, entry.mode()))
+                result = result._replace(loss=self.transport.end(losses, parts, entry.mode()))
                 ended = True
             return self._finish(result, raw), timeline
         except BaseException as raised:
@@ -150,14 +161,23 @@ class StepFunction(Generic[P, R]):
         try:
             arguments = self._read(self._prepare(*args, **kwargs), abstract=True)
             name, _ = self._begin(arguments, None, "lowered, not run")
-            lowered = self._lower(arguments, name, Negotiation(self.schedule, self.transport))
+            exchange, generation = self._agreement.exchange(name, arguments.form), self._agreement.generation
+            lowered = self._lower(arguments, name, exchange)
+            agreed = self._agreement.conclude(name, lowered, exchange)
+            kept = Last.of(arguments, name, Entry.of(CompiledStep(lowered, {}, (), ()), agreed.parts))
             self.transport.end({}, {})
-            return Lowered(lowered, self._engine, self.transport)
         except BaseException as cause:
             error = self.transport.fail(Failure(self._ranks[0], None, None, cause))
             if error is cause or not isinstance(cause, Exception):
                 raise
             raise error from cause
+
+        def runs(compiled: CompiledStep) -> Callable[P, R]:
+            kept.require_same_modes()
+            ready = partial(self._still, kept._replace(entry=kept.entry._replace(compiled=compiled)), generation)
+            return lambda *args, **kwargs: self._run(args, kwargs, ready=ready)[0]
+
+        return Lowered(lowered, self._engine, self.transport, runs)
 
     def cache_info(self) -> CacheInfo:
         """Count the calls that found their program compiled, and those that did not."""
@@ -178,6 +198,15 @@ class StepFunction(Generic[P, R]):
         last = None if self._last is None or abstract else self._last.arguments
         return read_arguments(raw, self.schedule, self._local, self._loss_fn is not None, last, abstract=abstract)
 
+    def _read_passes(self, raw: Sequence[RawArguments]) -> list[StepArguments]:
+        """The arguments of every pass of the schedule, all of one form."""
+        arguments = [self._read(raw[0])]
+        for n, other in enumerate(raw[1:], 1):
+            arguments.append(read_arguments(other, self.schedule, self._local, self._loss_fn is not None, arguments[0]))
+            if arguments[n].form is not arguments[0].form:
+                raise ValueError(f"inputs: pass {n} of the schedule has a batch of another form than pass 0; pad them to one form")
+        return arguments
+
     def _ready(self, arguments: StepArguments, purpose: str) -> Entry:
         """The compiled step for these arguments; worked out with the peers where the form of the batch is new."""
         last, now = self._last, autocast()
@@ -191,8 +220,23 @@ class StepFunction(Generic[P, R]):
         with self._lock:
             entry = self._found(own)
         entry = entry or self._build(arguments, name, own)
-        self._last = Last(arguments._replace(params={}, state={}, inputs=(), targets=(), extras={}), name, now, entry)
+        self._last = Last.of(arguments, name, entry)
         return entry
+
+    def _still(self, kept: Last, generation: int | None, arguments: StepArguments) -> Entry:
+        """The step that was compiled by itself, where it holds for these arguments."""
+        name, _ = self._begin(arguments, None, "run as it was compiled")
+        kept.require_same_modes()
+        if self._agreement.generation != generation:
+            raise RuntimeError("a step has failed since this one was lowered, and the ranks agree anew; lower and compile it again")
+        now, then = _form(arguments, name), kept.entry.compiled.lowered.form
+        for field, got, expected in zip(now._fields, now, then, strict=True):
+            if got != expected:
+                raise ValueError(
+                    f"{field}: got {_shown(got)}, the step was compiled for {_shown(expected)}; call the step function, which "
+                    f"compiles for every form"
+                )
+        return kept.entry
 
     def _begin(self, arguments: StepArguments, name: str | None, purpose: str) -> Began:
         """Begin a step with the peers; what was compiled before a failure is of no use after it."""
@@ -222,7 +266,7 @@ class StepFunction(Generic[P, R]):
             raise RuntimeError(f"a stage calls the step function that it is part of ({self!r}); call a function of its own from a stage")
         self._building.active = True
         try:
-            exchange = self._agreement.exchange(name)
+            exchange = self._agreement.exchange(name, arguments.form)
             lowered = self._lower(arguments, name, exchange)
             compiled = compile_step(lowered, self._engine, self.transport)
             agreed = self._agreement.conclude(name, lowered, exchange)
@@ -239,11 +283,8 @@ class StepFunction(Generic[P, R]):
         return entry
 
     def _lower(self, arguments: StepArguments, name: str, exchange: Exchange) -> LoweredStep:
-        form = arguments.form
-        if form.inputs is None:  # this process was not given the batch, and learns here whether it is a whole one
-            form = form._replace(rows=rows_of(name))
         return lower(
-            self._stages, self._loss_fn, self.schedule, form, self.spec,
+            self._stages, self._loss_fn, self.schedule, _form(arguments, name), self.spec,
             ranks=self._ranks, exchange=exchange, example=arguments.example,
         )  # fmt: skip
 
@@ -258,6 +299,19 @@ class StepFunction(Generic[P, R]):
                 "got a step under a torch.func transform, whose ranks are in several processes, where the transform "
                 "would end at each message; run it with InProcess(), or use ppfunc.jvp, hvp, gnvp, ensemble or per_sample_grad"
             )
+
+
+def _form(arguments: StepArguments, name: str) -> StepForm:
+    """The form of the arguments; a process that was not given the batch learns of its name whether it is a whole one."""
+    form = arguments.form
+    return form._replace(rows=rows_of(name)) if form.inputs is None else form
+
+
+def _shown(part: Any) -> str:
+    """A part of the form of the arguments, for errors."""
+    if isinstance(part, Mapping):
+        return ", ".join(f"stage {stage} {_shown(of_stage)}" for stage, of_stage in part.items()) or "none"
+    return " and ".join(dict.fromkeys(map(str, part))) if isinstance(part, tuple) else str(part)
 
 
 def _generators(arguments: StepArguments) -> AbstractContextManager[None]:

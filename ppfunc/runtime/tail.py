@@ -1,7 +1,5 @@
 """Bind the exchanges that end a program: sums over the places of a parameter, and gradients of the inputs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from typing import NamedTuple
@@ -93,9 +91,9 @@ def _compare(lowered: LoweredStep, leaf: SharedLeaf) -> Call:
     first, *others = dict.fromkeys(_held(lowered, leaf))
 
     def compare(buffers: Buffers) -> None:
-        value = buffers.params[first[0]][first[1]]
+        value = buffers.kept_params(first[0])[first[1]]
         for model, number in others:
-            other = buffers.params[model][number]
+            other = buffers.kept_params(model)[number]
             if transformed(other) != transformed(value):
                 raise ValueError(f"{leaf.name} is transformed by torch.func in stage {first[0]} or {model} alone; map both places")
             if other is not value and not transformed(value) and not same_bits(other.to(value.device), value):
@@ -115,7 +113,7 @@ def _publish(lowered: LoweredStep, stage: int, outgoing: Sequence[_Message]) -> 
         buffers.values[Tag("R", stage, stage, -1)] = total
         for message in outgoing:
             sent = tuple(gradients[n] for _, _, n in message.parts if n in gradients)
-            buffers.values[message.transfer.tag] = (*sent, message.digest(params).to(message.transfer.device))
+            buffers.values[message.transfer.tag] = (*sent, message.digest(buffers.kept_params(model)).to(message.transfer.device))
 
     return publish
 
@@ -127,7 +125,7 @@ def _collect(lowered: LoweredStep, leaves: Sequence[SharedLeaf], here: Sequence[
 
     def arrived(buffers: Buffers, message: _Message) -> Iterator[tuple[tuple[str, int], torch.Tensor]]:
         *gradients, theirs = buffers.values.pop(message.transfer.tag)
-        mine = message.digest(buffers.params[model[message.own]])
+        mine = message.digest(buffers.kept_params(model[message.own]))
         if not torch.equal(mine, theirs.cpu()):
             sender = message.transfer.tag.source
             raise AgreementError(
@@ -162,6 +160,67 @@ def _wanted(lowered: LoweredStep, stage: int) -> tuple[int, ...]:
 
 def _short(value: torch.Tensor) -> str:
     return bytes(value.cpu().tolist()).hex()[:12]
+
+
+def losses_of(lowered: LoweredStep, buffers: Buffers) -> dict[int, torch.Tensor]:
+    """The losses of every stage of this process that has some, each times the weight of its microbatch, of all passes so far."""
+    made: dict[int, torch.Tensor] = {}
+    for stage in lowered.losses:
+        chain = next(chain for chain in lowered.schedule.chains if stage in chain.stages)
+        own = [m for m in chain.microbatches if lowered.stages[stage, m].loss is not None]
+        losses = torch.stack([buffers.kept[stage, m][0] for m in own])
+        weights = torch.stack([buffers.weights[stage][m] for m in own])
+        losses = losses * weights.view(-1, *(1,) * (losses.ndim - 1))
+        made[stage] = torch.cat([*buffers.losses[stage], losses]) if stage in buffers.losses else losses
+    return made
+
+
+def update_parameters(lowered: LoweredStep, updates: Sequence[Place]) -> Iterator[PlacedCall]:
+    """Bind the REDUCE_GRAD and STEP that cannot be carried out where the schedule has them; see :func:`update_call`."""
+    update, program = lowered.spec.update, lowered.schedule.programs[rank := lowered.ranks[-1]]
+    reductions, steps = ([place for place in updates if place.instruction.op is op] for op in (Op.REDUCE_GRAD, Op.STEP))
+    yield from ((call, place) for place in reductions if (call := update_call(lowered, place.instruction)))
+    made = [(call, place) for place in steps if (call := update_call(lowered, place.instruction))]
+    last = Place(rank, len(program) - 1, Instruction(Op.STEP, program[-1][-1].stage))
+    joined = [] if update is None else [(lambda buffers: update.join(buffers, losses_of(lowered, buffers)), last)]
+    yield from [*joined, *made] if update is not None and update.together else [*made, *joined]
+
+
+def is_late(lowered: LoweredStep, instruction: Instruction) -> bool:
+    """Whether a REDUCE_GRAD or STEP has to wait until the program has run: for a sum over places, or for the other stages."""
+    update, model = lowered.spec.update, lowered.schedule.model_stages
+    assert update is not None
+    shared = {model[s] for leaf in shared_leaves(lowered.schedule, lowered.form.params, lowered.spec.tied) for s, _ in leaf.holders}
+    return model[instruction.stage] in shared or (instruction.op is Op.STEP and update.together)
+
+
+def update_call(lowered: LoweredStep, instruction: Instruction) -> Call | None:
+    """The call of a REDUCE_GRAD or STEP; None where that of another replica in this process does it."""
+    schedule, update, model = lowered.schedule, lowered.spec.update, lowered.schedule.model_stages[instruction.stage]
+    assert update is not None
+    own = (s for s, k in enumerate(schedule.model_stages) if k == model and schedule.placement[s] in lowered.ranks)
+    if instruction.stage != (first := next(own)):
+        return None
+    if instruction.op is Op.STEP:
+        return lambda buffers: update.step(buffers, model)
+    wanted = _wanted(lowered, first)
+
+    def reduce_gradients(buffers: Buffers) -> None:
+        params = buffers.params[model]
+        total = buffers.gradients[first].take(tuple(params[n] for n in wanted), Owned())
+        update.reduce(buffers, model, dict(zip(wanted, total, strict=True)))
+
+    return reduce_gradients
+
+
+def sharding_call(lowered: LoweredStep, instruction: Instruction) -> Call:
+    """The call of an UNSHARD or RESHARD."""
+    update, stage = lowered.spec.update, lowered.schedule.model_stages[instruction.stage]
+    assert update is not None and update.unshard is not None
+    unshard = update.unshard
+    if instruction.op is Op.UNSHARD:
+        return lambda buffers: unshard(buffers, stage)
+    return lambda buffers: buffers.params.update({stage: buffers.bare[stage]})
 
 
 def share_input_gradients(lowered: LoweredStep, data: DataTransport) -> Iterator[PlacedCall]:

@@ -4,8 +4,6 @@ They are one parameter in several places. Its values are the same everywhere, wh
 its gradient is the sum over all places, the same at each of them.
 """
 
-from __future__ import annotations
-
 import ctypes
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,9 +17,10 @@ from ppfunc.schedule import Schedule
 from ppfunc.stage import LeafSignature, Signature
 from ppfunc.stage.signature import differentiable
 
+from .arguments import StepForm
 from .buffers import Leaves
 from .errors import AgreementError
-from .functorch import transformed, transforming
+from .ownership import sharing
 from .transport import Link
 
 TiedPlaces = Mapping[str, Sequence[tuple[int, str]]] | None
@@ -31,8 +30,8 @@ Tied = tuple[tuple[str, tuple[tuple[int, str], ...]], ...]
 """By name, in order, the places of each tied parameter: (stage of the model, name of the leaf)."""
 
 
-def read_tied(tied: TiedPlaces, schedule: Schedule, parts: Sequence[str] = ("",)) -> Tied:
-    """Tied parameters as the caller gives them.
+def read_tied(tied: TiedPlaces, schedule: Schedule, parts: Sequence[str] = ("",), of_split: TiedPlaces = None) -> Tied:
+    """Tied parameters as the caller gives them, and those that a split has tied.
 
     Args:
         parts: where the parameters are among those of a transformed stage: the keys before the name of each leaf.
@@ -40,13 +39,14 @@ def read_tied(tied: TiedPlaces, schedule: Schedule, parts: Sequence[str] = ("",)
     Raises:
         TypeError, ValueError: something else than a mapping of places, or a place that does not exist or comes twice.
     """
-    if tied is None or not isinstance(schedule, Schedule):  # another value is refused by name later
-        return ()
-    if not isinstance(tied, Mapping) or not all(isinstance(name, str) for name in tied):
+    given, own = {} if tied is None else tied, of_split or {}
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
         raise TypeError(f"tied: got {reprlib.repr(tied)}, expected {{name: [(stage, name of a leaf), ...]}}")
+    if twice := own.keys() & given.keys():
+        raise ValueError(f"tied: got {min(twice)!r}, which the split has tied; leave it out, or take another name")
     found: list[tuple[str, tuple[tuple[int, str], ...]]] = []
     taken: set[tuple[int, str]] = set()
-    for name, places in sorted(tied.items()):
+    for name, places in sorted({**own, **given}.items()):
         if not isinstance(places, Sequence) or not all(isinstance(p, tuple | list) and [*map(type, p)] == [int, str] for p in places):
             raise TypeError(f"tied[{name!r}]: got {places!r}, expected places, such as [(0, 'wte.weight'), (3, 'lm_head.weight')]")
         if len(places) < 2:
@@ -64,29 +64,28 @@ def read_tied(tied: TiedPlaces, schedule: Schedule, parts: Sequence[str] = ("",)
     return tuple(found)
 
 
-def require_declared(params: Mapping[int, Leaves], signatures: Mapping[int, Signature], tied: Tied, primal: str) -> None:
+def require_declared(params: Mapping[int, Leaves], form: StepForm, tied: Tied, primal: str) -> None:
     """Raise ValueError where parameters of two stages share memory and are not tied: each would get a part of the gradient.
 
+    Leaves of one stage may, as under ``torch.func.grad``, unless one of them is tied, and so means a parameter.
+
     Args:
+        form: of the arguments.
         primal: how the names of parameters proper begin.
     """
-    if not transforming():
-        addresses = [leaf.data_ptr() for leaves in params.values() for leaf in leaves]
-        if len(set(addresses)) == len(addresses):
-            return
-    places = {(k, leaf): name for name, group in tied for k, leaf in group}
-    seen: dict[int, tuple[int, str, str | None]] = {}
-    for stage, leaves in params.items():
-        for leaf, named in zip(leaves, leaf_names(signatures[stage]), strict=True):
-            if not named.startswith(primal) or transformed(leaf) or not leaf.numel() or not differentiable(leaf.dtype):
-                continue
-            other, its_name, its_group = seen.setdefault(leaf.data_ptr(), (stage, named, places.get((stage, named))))
-            if other != stage and (its_group is None or its_group != places.get((stage, named))):
-                raise ValueError(
-                    f"params[{other}] {its_name!r} and params[{stage}] {named!r} share memory; "
-                    f"declare it, tied={{'name': [({other}, {its_name!r}), ({stage}, {named!r})]}}, to get the sum of both gradients "
-                    f"at each, or give each stage a copy of its own"
-                )
+    leaves = [leaf for stage in form.params for leaf in params[stage]]
+    names: list[tuple[int, str]] = []
+    for one, other in sharing(leaves, form.extents):
+        names = names or [(stage, name) for stage, signature in form.params.items() for name in leaf_names(signature)]
+        groups = [{name for name, group in tied if names[n] in group} for n in (one, other)]
+        proper = all(names[n][1].startswith(primal) and differentiable(leaves[n].dtype) for n in (one, other))
+        if proper and not groups[0] & groups[1] and (names[one][0] != names[other][0] or any(groups)):
+            (a, first), (b, second) = sorted((names[one], names[other]))
+            mend = "give each a copy of its own"
+            if leaves[one].shape == leaves[other].shape and leaves[one].data_ptr() == leaves[other].data_ptr():
+                declared = f"tied={{'name': [({a}, {first!r}), ({b}, {second!r})]}}"
+                mend = f"declare it, {declared}, to get the sum of both gradients at each, or {mend}"
+            raise ValueError(f"params[{a}] {first!r} and params[{b}] {second!r} share memory; {mend}")
 
 
 class SharedLeaf(NamedTuple):

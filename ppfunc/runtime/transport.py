@@ -1,7 +1,5 @@
 """The two protocols of a transport: data, which carries tensors between stages, and control, which keeps ranks together."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Literal, NamedTuple, Protocol, Self
@@ -12,6 +10,7 @@ from ppfunc.schedule import Instruction
 from ppfunc.stage import LeafSignature
 
 from .buffers import Buffers, Tag
+from .collective import Among, Collective
 
 LONGEST = 2000  # characters of a message of somebody else's that travel
 
@@ -98,7 +97,11 @@ class DataTransport(Protocol):
     """
 
     def connect(self, links: Iterable[Link]) -> None:
-        """Open what messages need on these links; every rank names the same ones. Collective, idempotent."""
+        """Open what messages need on these links, and what collectives need; every rank names the same ones. Collective, idempotent."""
+        ...
+
+    def collective(self, among: Among) -> Collective:
+        """Operations among the ranks of several pipelines; of this rank alone where there is one. To be had before ``connect``."""
         ...
 
     def post(self, batch: Sequence[Transfer]) -> Call | None:
@@ -138,7 +141,19 @@ class ControlTransport(Protocol):
         ...
 
     def all_gather(self, text: str) -> list[str]:
-        """The text of every process, by rank. Collective."""
+        """The text of every process of the pipeline, by rank. Collective."""
+        ...
+
+    def require_same(self, facts: str, among: Literal["world", "peers"] = "world") -> bool:
+        """Raise AgreementError on every rank where one has other facts. Collective.
+
+        Args:
+            facts: terms separated by ``"; "``.
+            among: all ranks that train together, or those that have this rank's place in other pipelines on the same batch.
+
+        Returns:
+            Whether there may be others.
+        """
         ...
 
     def send_text(self, peer: int, text: str) -> None:
@@ -149,17 +164,23 @@ class ControlTransport(Protocol):
         """Receive the next text of a peer."""
         ...
 
-    def begin(self, call: str, key: str | None, source: int) -> str:
+    def begin(self, call: str, key: str | None, source: int, common: str = "") -> str:
         """Begin a step: every rank compares ``call``, and gets the ``key`` of rank ``source``.
 
         Args:
-            call: what all ranks have to agree on, terms separated by ``"; "``.
+            call: what all ranks that run this batch have to agree on, terms separated by ``"; "``.
             key: names the shapes of the batch; None on ranks that were not given the batch.
             source: a rank whose key is not None.
+            common: what all ranks that train together have to agree on, too.
 
         Raises:
             AgreementError: a rank makes another call, or has another key; on every rank.
         """
+        ...
+
+    def ready(self) -> None:
+        """Say that this rank is about to execute a step; wait for those that compute parts of the same stage, so that no
+        collective of theirs begins where one of them has failed before."""
         ...
 
     def end(self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart], mode: Mode = "mixed") -> torch.Tensor | None:

@@ -52,14 +52,26 @@ if TYPE_CHECKING:
     from .formats.files import read_csv as read_csv, read_schedule as read_schedule, write_csv as write_csv
     from .formats.grid import to_grid as to_grid
     from .formats.json import from_json as from_json, to_json as to_json
+    from .formats.scatter import to_scatter as to_scatter
     from .formats.steps import to_steps as to_steps
     from .formats.svg import to_svg as to_svg
     from .formats.text import FormatError as FormatError, parse_instruction as parse_instruction
-    from .formats.trace import to_trace as to_trace
-    from .instruction import Instruction as Instruction, Op as Op, overlap as overlap, parts_of as parts_of
+    from .formats.torch_csv import to_torch_csv as to_torch_csv
+    from .formats.trace import from_trace as from_trace, to_trace as to_trace
+    from .instruction import (
+        B as B,
+        F as F,
+        I as I,
+        Instruction as Instruction,
+        Op as Op,
+        W as W,
+        overlap as overlap,
+        parts_of as parts_of,
+    )
+    from .overview import Overview as Overview, compare_schedules as compare_schedules
     from .passes.allocate_slots import allocate_slots as allocate_slots
     from .passes.backward import merge_backward as merge_backward, split_backward as split_backward
-    from .passes.insert import append_tail as append_tail, insert_loads as insert_loads, insert_offloads as insert_offloads
+    from .passes.insert import insert_loads as insert_loads, insert_offloads as insert_offloads
     from .passes.linearize import linearize as linearize
     from .passes.place_communication import place_communication as place_communication
     from .passes.remove import (
@@ -68,8 +80,12 @@ if TYPE_CHECKING:
         remove_communication as remove_communication,
         remove_slots as remove_slots,
         remove_tail as remove_tail,
+        remove_unshards as remove_unshards,
     )
     from .passes.send_completion import send_completion as send_completion
+    from .passes.skips import with_skips as with_skips
+    from .passes.tail import append_tail as append_tail, reduce_early as reduce_early
+    from .passes.unshard import insert_unshards as insert_unshards
     from .planner.plan import Plan as Plan, plan as plan
     from .schedule import (
         Chain as Chain,

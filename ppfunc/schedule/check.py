@@ -15,7 +15,9 @@ from .proof.queues import check_queues
 from .proof.structure import check_structure
 from .proof.tail import check_loads, check_tail
 from .proof.traffic import Traffic, traffic
+from .proof.unshards import check_unshards
 from .schedule import Schedule
+from .table import show_table
 
 __all__ = ["Certificate", "ScheduleError", "check", "is_step_atomic"]
 
@@ -77,6 +79,8 @@ class Certificate:
         lines.append(f"step-atomic       {'yes' if self.step_atomic else 'no'}")
         return "\n".join(lines)
 
+    _repr_pretty_ = show_table
+
 
 @collector_paused()
 def check(schedule: Schedule, *, queue: str = "pair", max_activations: int | None = None) -> Certificate:
@@ -87,7 +91,8 @@ def check(schedule: Schedule, *, queue: str = "pair", max_activations: int | Non
     of the data; every message has one send and one receive, in one order at both ends; nothing
     waits for ever, be it in a rendezvous or with one queue in order at each end of each pair of
     ranks; no slot is overwritten while in use; offloaded residuals come back before they are used;
-    loads, reductions and optimizer steps are complete and in their place.
+    parameters are unsharded before they are used, and resharded in the end; loads, reductions and
+    optimizer steps are complete and in their place.
 
     Args:
         schedule: any value; nothing about it is taken for granted.
@@ -119,6 +124,7 @@ def check(schedule: Schedule, *, queue: str = "pair", max_activations: int | Non
     check_offloads(schedule)
     check_loads(schedule)
     check_tail(schedule)
+    check_unshards(schedule)
     return Certificate(
         digest=schedule.digest,
         name=schedule.name,

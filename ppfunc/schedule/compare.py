@@ -9,6 +9,7 @@ from statistics import median
 
 from .instruction import COMPUTE, RECEIVES, Op, parts_of
 from .simulate import Timeline
+from .table import show_table
 
 _KINDS = {Op.F: "F", Op.B: "B", Op.I: "I", Op.W: "W", Op.OVERLAP_F_B: "overlapped"}
 _UNEVEN = 1.1  # times as long as the others is worth a word
@@ -45,6 +46,8 @@ class Comparison:
             cells = (row.get(kind, (0.0, 0.0)) for kind in kinds)
             lines.append(f"{rank:4}  " + "  ".join(f"{mine:8.1%} {paper:6.1%}" for mine, paper in cells))
         return "\n".join([*lines, self.summary])
+
+    _repr_pretty_ = show_table
 
 
 def compare(measured: Timeline, simulated: Timeline) -> Comparison:

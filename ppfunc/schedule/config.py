@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..parallel.counts import require_counts
-from ..parallel.split import count_stages, split_points
+from ..parallel.stack import count_stages, split_points
 from .builders import BUILDERS
 from .formats.files import read_csv
 from .schedule import Schedule

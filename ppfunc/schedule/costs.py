@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import re
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from numbers import Rational, Real
 from typing import Any, Literal, Self, get_args, overload
+
+from .schedule import Schedule
+from .table import show_table, table
 
 Number = Any  # int, float or Fraction; nothing is converted
 PerStage = Number | Sequence[Number] | Mapping[int, Number]
 _Optional = Literal["backward", "overlapped", "bandwidth"]
+_MOST = 1e100  # sums of many stay within the floats
+_TIMES = ("forward", "backward_input", "backward_weight", "backward", "overlapped", "unshard", "reduce_tied", "reduce_grad", "step")
+_OF_THE_MODEL = (*_TIMES, "activation", "parameters")
 
 
 @dataclass(frozen=True, repr=False)
@@ -33,6 +41,10 @@ class Costs:
         activation: memory that a forward keeps for its backward.
         weight_share: share of it that is held on from I to W, between 0 and 1.
         parameters: memory that the stage takes all the time: parameters, gradients, optimizer state.
+        unshard: time of UNSHARD, which runs beside compute.
+        reduce_tied: time of REDUCE_TIED, likewise.
+        reduce_grad: time of REDUCE_GRAD, likewise.
+        step: time of STEP.
 
     Raises:
         ValueError: a negative number, one that is not a number, a bandwidth of zero.
@@ -54,6 +66,10 @@ class Costs:
     activation: PerStage = 1
     weight_share: PerStage = 0
     parameters: PerStage = 0
+    unshard: PerStage = 0
+    reduce_tied: PerStage = 0
+    reduce_grad: PerStage = 0
+    step: PerStage = 0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -63,6 +79,19 @@ class Costs:
     def __repr__(self) -> str:
         given = ((field.name, getattr(self, field.name)) for field in fields(self))
         return f"Costs({', '.join(f'{name}={reprlib.repr(value)}' for name, value in given if value is not getattr(Costs, name))})"
+
+    def __str__(self) -> str:
+        """A table, a line per stage, of what differs from the defaults, and of the times."""
+        times = ("forward", "backward_input", "backward_weight")
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        names = [name for name, value in values.items() if name in times or value != getattr(Costs, name)]
+        stages = sorted({s for v in values.values() for s in _stages(v)})
+        rows: list[tuple[Any, int]] = [(s, s) for s in stages]
+        if not any(isinstance(value, Sequence) for value in values.values()):
+            rows.append(("others" if stages else "each", -1))
+        return table(["stage", *names], [[label, *(self.of(name, s) for name in names)] for label, s in rows])
+
+    _repr_pretty_ = show_table
 
     @overload
     def of(self, name: _Optional, stage: int) -> Number | None: ...
@@ -76,6 +105,42 @@ class Costs:
         if isinstance(value, Mapping):
             return value.get(stage, getattr(type(self), name))
         return value[stage] if isinstance(value, Sequence) else value
+
+    def of_stages(self, stages: Sequence[int]) -> Self:
+        """Return the costs of these stages, in this order, each at least once.
+
+        So costs of the stages of a model become those of a schedule with replicas: ``costs.of_stages(schedule.model_stages)``.
+
+        Raises:
+            ValueError: these costs are for another number of stages.
+
+        >>> Costs(forward=[1, 2]).of_stages([0, 1, 0, 1]).forward
+        (1, 2, 1, 2)
+        """
+        self.fitting(1 + max(stages, default=-1))
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: tuple(self.of(name, s) for s in stages) for name, value in given.items() if _stages(value)})
+
+    def per_rank(self, schedule: Schedule) -> Self:
+        """Return the costs of a stage of ``schedule``, where these are those of one rank's share of the model.
+
+        So schedules with one stage per rank, with several, and with replicas are timed for one model. Times, activations and
+        parameters are shared among the stages of a share; messages stay as they are.
+
+        Raises:
+            ValueError: a value is not one number for all.
+
+        >>> from ppfunc.schedule import one_f_one_b, simulate, zbv
+        >>> share = Costs(forward=2, backward_input=2, backward_weight=2)
+        >>> [simulate(s, share.per_rank(s)).makespan for s in (one_f_one_b(4, 8), zbv(4, 8))]
+        [66, 51]
+        """
+        given = {name: value for name in _OF_THE_MODEL if (value := getattr(self, name)) is not None}
+        for name, value in given.items():
+            if _stages(value):
+                raise ValueError(f"{name} is {value!r}, expected one number: that of a rank's share of the model")
+        stages = len(set(schedule.model_stages))
+        return replace(self, **{name: portion(value, schedule.ranks, stages) for name, value in given.items()})
 
     def fitting(self, stages: int) -> Self:
         """Return these costs after checking that they fit a schedule of so many stages.
@@ -91,6 +156,41 @@ class Costs:
             if unknown:
                 raise ValueError(f"{field.name} names stage {unknown[0]!r}, expected stages from 0 to {stages - 1}")
         return self
+
+    def to_json(self) -> str:
+        """Return these costs as one JSON object, without the values that are left at their default; Fractions as ``"1/3"``.
+
+        >>> Costs(forward=[1, 2], bandwidth=0.5).to_json()
+        '{"forward": [1, 2], "bandwidth": 0.5}'
+        """
+        given = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return json.dumps({name: _plain(value) for name, value in given if value is not getattr(Costs, name)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read costs from one JSON object; a list has one number per stage and comes back as a tuple.
+
+        Raises:
+            ValueError: the text is something else; a key or a value is wrong, which is named.
+
+        >>> Costs.from_json('{"forward": [1, "3/2"], "backward": {"0": 4}}')
+        Costs(forward=(1, Fraction(3, 2)), backward={0: 4})
+        """
+        expected = f"expected an object with some of {', '.join(field.name for field in fields(cls))}"
+        try:
+            document = json.loads(text, object_pairs_hook=_unique)
+        except RecursionError:
+            raise ValueError(f"nested too deeply, {expected}") from None
+        except json.JSONDecodeError as error:
+            raise ValueError(f"not JSON: {error}; {expected}") from None
+        except ValueError as error:
+            raise ValueError(f"{str(error).partition(';')[0]}; {expected}") from None
+        if not isinstance(document, dict):
+            raise ValueError(f"got {reprlib.repr(document)}, {expected}")
+        unknown = [key for key in document if key not in cls.__dataclass_fields__]
+        if unknown:
+            raise ValueError(f"has {reprlib.repr(unknown[0])}, {expected}")
+        return cls(**{name: _read(name, value) for name, value in document.items()})
 
     def backward_of(self, stage: int) -> Number:
         """Return the time of a whole backward."""
@@ -122,14 +222,66 @@ def _values(value: Any) -> Sequence[Any]:
     return value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
 
 
+def _stages(value: Any) -> Sequence[int]:
+    """The stages that a value names; none where it is one number for all."""
+    if isinstance(value, Mapping):
+        return list(value)
+    return range(len(value)) if isinstance(value, Sequence) else ()
+
+
+def portion(value: Number, part: int, whole: int) -> Number:
+    """``value * part / whole``, exact where ``value`` is."""
+    if not isinstance(value, Rational):
+        return value * part / whole
+    from fractions import Fraction  # here, because most uses of schedules need none and it loads slowly
+
+    share = Fraction(value) * part / whole
+    short = int(share) if share.denominator == 1 else float(share)
+    return short if short == share else share  # a float that is exact is much faster
+
+
 def _require(name: str, value: Any) -> None:
     if value is None and name in get_args(_Optional):
         return
     if not isinstance(value, Real) or isinstance(value, bool):
-        raise ValueError(f"{name} is {value!r}, expected a number")
-    if value < 0 or not value < float("inf"):
-        raise ValueError(f"{name} is {value}, expected a finite number of at least 0")
+        raise ValueError(f"{name} is {reprlib.repr(value)}, expected a number")
+    if value < 0 or not value <= _MOST:
+        raise ValueError(f"{name} is {reprlib.repr(value)}, expected a finite number from 0 to {_MOST:g}")
     if name == "bandwidth" and value == 0:
         raise ValueError("bandwidth is 0, expected more; leave it out for messages that take no time per byte")
     if name == "weight_share" and not value <= 1:
-        raise ValueError(f"weight_share is {value}, expected at most 1")
+        raise ValueError(f"weight_share is {reprlib.repr(value)}, expected at most 1")
+
+
+def _plain(value: Any) -> Any:
+    """A value of costs as JSON has it."""
+    if isinstance(value, Mapping):
+        return {str(stage): _plain(number) for stage, number in value.items()}
+    if isinstance(value, Sequence):
+        return [_plain(number) for number in value]
+    if value is None or not isinstance(value, Rational):
+        return value if value is None else float(value)
+    return int(value.numerator) if value.denominator == 1 else f"{value.numerator}/{value.denominator}"
+
+
+def _read(name: str, value: Any) -> Any:
+    """The value ``name`` of costs from JSON; what is no number stays as it is, to be refused with its name."""
+    if isinstance(value, list):
+        return tuple(_read(name, number) for number in value)
+    if isinstance(value, dict):
+        wrong = [key for key in value if not re.fullmatch("0|[1-9][0-9]{0,9}", key)]
+        if wrong:
+            raise ValueError(f"{name} has the key {reprlib.repr(wrong[0])}, expected the number of a stage")
+        return {int(stage): _read(name, number) for stage, number in value.items()}
+    if isinstance(value, str) and re.fullmatch("[0-9]{1,99}/[1-9][0-9]{0,99}", value):
+        from fractions import Fraction  # here, because most uses of schedules need none and it loads slowly
+
+        return Fraction(value)
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"one of the keys {', '.join(map(reprlib.repr, found))} occurs twice in one object")
+    return found

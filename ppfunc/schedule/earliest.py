@@ -1,6 +1,6 @@
-"""Run compute instructions as early as possible: each starts once its rank is free and its inputs are there."""
+"""Run instructions as early as possible: each starts once its rank is free and its inputs are there."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Set
 from typing import Any, NamedTuple
 
 from .dataflow import PRODUCT, Dataflow, dataflow, products
@@ -12,29 +12,59 @@ from .schedule import Schedule
 Time = Any  # int, float or Fraction: whatever the durations are, nothing is converted
 Duration = Callable[[Op, int], Time]
 PairDuration = Callable[[Instruction, Instruction], Time]
+BESIDE = frozenset({Op.UNSHARD, Op.REDUCE_TIED, Op.REDUCE_GRAD})
+"""Collectives, which run beside compute, one after the other."""
 
 
 class EarliestTimes(NamedTuple):
-    """Start and end of every compute instruction, in the order of each rank."""
+    """Start and end of every compute instruction, and of every other that has a cost, in the order of each rank."""
 
-    starts: tuple[list[Time], ...]  # per rank, one time per compute instruction
+    starts: tuple[list[Time], ...]  # per rank, one time per instruction
     ends: tuple[list[Time], ...]  # likewise
     done: dict[int, Time]  # end of the instruction that produced each value of the data flow
 
 
-def earliest(schedule: Schedule, duration: Duration, pair: PairDuration, delay: Callable[[int, int], Time]) -> EarliestTimes:
-    """Run the compute instructions of ``schedule`` as soon as possible; communications are skipped.
+class _Lane:
+    """The collectives of one rank, and its optimizer steps, which wait for them."""
 
-    Equivalent to, for each instruction in an order that respects its inputs::
+    def __init__(self) -> None:
+        self.free: Time = 0  # end of the last collective
+        self.unsharded: dict[int, Time] = {}  # by stage, when its parameters are there
+        self.reduced: dict[int, Time] = {}  # by stage, when its gradients are
+
+    def run(self, op: Op, stage: int, free: Time, length: Time) -> Time:
+        """The start of an instruction of a whole stage on a rank that is free from ``free`` on."""
+        if op is Op.STEP:
+            return max(free, self.reduced.get(stage, 0))
+        start: Time = max(free, self.free)
+        self.free = (self.unsharded if op is Op.UNSHARD else self.reduced)[stage] = start + length
+        return start
+
+
+def earliest(
+    schedule: Schedule,
+    duration: Duration,
+    pair: PairDuration,
+    delay: Callable[[int, int], Time],
+    whole: Mapping[Op, Callable[[int], Time]] | None = None,
+) -> EarliestTimes:
+    """Run the compute instructions of ``schedule`` as soon as possible, and those of whole stages that have a cost.
+
+    Communications are skipped. Equivalent to, for each instruction in an order that respects its inputs::
 
         start = max(end of the rank's previous instruction, *(done[i] + delay for i in inputs))
         end = start + duration
+
+    The previous instruction is one that occupies the rank: compute or STEP. Collectives occupy their own lane of the rank,
+    one after the other, as if all that take part were there; the compute of a stage waits for its UNSHARD, its STEP for
+    its reductions.
 
     Args:
         schedule: compute only or lowered.
         duration: time of an instruction, from its op and stage.
         pair: time of an overlapped pair, from its forward and its backward.
         delay: time of a message, from its stage of origin and the stage that consumes it.
+        whole: time of UNSHARD, REDUCE_TIED, REDUCE_GRAD or STEP, from the stage; by default they are skipped.
 
     Raises:
         ScheduleError: a value that is no schedule, or an instruction that waits for something
@@ -42,7 +72,11 @@ def earliest(schedule: Schedule, duration: Duration, pair: PairDuration, delay: 
     """
     check_structure(schedule)
     flow = dataflow(schedule)
-    sequences = [[i for step in p for i in step if i[0] in COMPUTE] for p in schedule.programs]
+    whole = whole or {}
+    timed = COMPUTE.union(whole)
+    sequences = [[i for step in p for i in step if i[0] in timed] for p in schedule.programs]
+    lanes = [_Lane() for _ in sequences]
+    free_at: list[Time] = [0] * len(sequences)
     rows, microbatches = _rows(schedule, flow, duration, delay), flow.microbatches
     done: dict[int, Time] = {}
     times = EarliestTimes(tuple([] for _ in sequences), tuple([] for _ in sequences), done)
@@ -51,12 +85,21 @@ def earliest(schedule: Schedule, duration: Duration, pair: PairDuration, delay: 
 
     def missing(rank: int) -> int | None:
         """Run one rank until it ends, or return the value that it waits for."""
-        sequence, starts, ends = sequences[rank], times.starts[rank], times.ends[rank]
-        free = ends[-1] if ends else 0
+        sequence, starts, ends, free = sequences[rank], times.starts[rank], times.ends[rank], free_at[rank]
+        unsharded = lanes[rank].unsharded
         for at in range(len(ends), len(sequence)):
             instruction = sequence[at]
             parts = instruction[5]
             start: Time = free
+            if instruction[0] in whole:
+                op, stage, *_ = instruction
+                length = whole[op](stage)
+                start = lanes[rank].run(op, stage, free, length)
+                starts.append(start)
+                ends.append(start + length)
+                if op not in BESIDE:
+                    free_at[rank] = free = start + length
+                continue
             made = []
             for op, stage, microbatch, _, _, _ in parts or (instruction,):
                 length, product, inputs = rows[op][stage]
@@ -69,9 +112,11 @@ def earliest(schedule: Schedule, duration: Duration, pair: PairDuration, delay: 
                         arrival += late
                     if arrival > start:
                         start = arrival
+                if stage in unsharded and unsharded[stage] > start:
+                    start = unsharded[stage]
                 if product is not None:
                     made.append(output + product)
-            free = start + (pair(*parts) if parts else length)
+            free_at[rank] = free = start + (pair(*parts) if parts else length)
             starts.append(start)
             ends.append(free)
             for value in made:
@@ -86,7 +131,7 @@ def earliest(schedule: Schedule, duration: Duration, pair: PairDuration, delay: 
         if value is not None:
             waiting.setdefault(value, []).append(rank)
     if waiting:
-        raise _stuck(schedule, flow, times, {rank: value for value, ranks in waiting.items() for rank in ranks})
+        raise _stuck(schedule, flow, times, timed, {rank: value for value, ranks in waiting.items() for rank in ranks})
     return times
 
 
@@ -101,15 +146,15 @@ def _rows(schedule: Schedule, flow: Dataflow, duration: Duration, delay: Callabl
     return {op: [(duration(op, s), PRODUCT[op], inputs(op, s)) for s in range(schedule.stages)] for op in flow.needs if op in used}
 
 
-def _stuck(schedule: Schedule, flow: Dataflow, times: EarliestTimes, missing: dict[int, int]) -> ScheduleError:
+def _stuck(schedule: Schedule, flow: Dataflow, times: EarliestTimes, timed: Set[Op], missing: dict[int, int]) -> ScheduleError:
     """The error for ranks that wait for ever, each for a value; it follows who waits for whom until the circle closes."""
     makers: dict[int, tuple[int, int, int]] = {}
     places = []
     for rank, program in enumerate(schedule.programs):
         steps = enumerate(program)
-        places.append([(step, place) for step, instructions in steps for place, i in enumerate(instructions) if i.op in COMPUTE])
+        places.append([(step, place) for step, instructions in steps for place, i in enumerate(instructions) if i.op in timed])
         for step, place in places[rank]:
-            for value in products(flow, program[step][place]):
+            for value in products(flow, program[step][place]) if program[step][place].op in COMPUTE else ():
                 makers.setdefault(value, (rank, step, place))
     rank = min(missing)
     seen: dict[int, str] = {}

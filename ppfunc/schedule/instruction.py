@@ -40,8 +40,10 @@ SENDS = frozenset({Op.SEND_F, Op.SEND_B})
 RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})
 # What ends a step of training, in its order.
 TAIL = (Op.REDUCE_TIED, Op.REDUCE_GRAD, Op.STEP)
+# What gathers the parameters of a stage, and frees them again.
+SHARDING = frozenset({Op.UNSHARD, Op.RESHARD})
 # These belong to a stage as a whole, so their text form has no microbatch.
-WHOLE_STAGE = frozenset({Op.UNSHARD, Op.RESHARD, *TAIL})
+WHOLE_STAGE = frozenset({*SHARDING, *TAIL})
 
 
 class Instruction(NamedTuple):
@@ -60,8 +62,6 @@ class Instruction(NamedTuple):
 
     >>> str(Instruction(Op.F, 2, 0))
     '2F0'
-    >>> str(overlap(Instruction(Op.F, 0, 3), Instruction(Op.B, 3, 1)))
-    '(0F3;3B1)OVERLAP_F_B'
     >>> str(Instruction(Op.SEND_F, 0, 3, peer=2, slot=1))
     '0SEND_F3>2@1'
     """
@@ -86,6 +86,30 @@ class Instruction(NamedTuple):
         return text if slot is None else f"{text}@{slot}"
 
 
+def F(stage: int, microbatch: int) -> Instruction:
+    """The forward of a stage for a microbatch.
+
+    >>> print(F(2, 0))
+    2F0
+    """
+    return Instruction(Op.F, stage, microbatch)
+
+
+def B(stage: int, microbatch: int) -> Instruction:
+    """The backward of a stage for a microbatch: the gradients of its input and of its parameters."""
+    return Instruction(Op.B, stage, microbatch)
+
+
+def I(stage: int, microbatch: int) -> Instruction:  # noqa: E743 - the field's letter
+    """The first part of a backward: the gradient of the input, which the stage before waits for."""
+    return Instruction(Op.I, stage, microbatch)
+
+
+def W(stage: int, microbatch: int) -> Instruction:
+    """The second part of a backward: the gradients of the parameters, at any time after ``I``."""
+    return Instruction(Op.W, stage, microbatch)
+
+
 def instructions_of(op: Op, stage: int, microbatches: Iterable[int], peer: int | None = None) -> list[Instruction]:
     """Make the same instruction for many microbatches, in a third of the time that ``Instruction(...)`` takes for each."""
     fields = zip(repeat(op), repeat(stage), microbatches, repeat(peer), repeat(None), repeat(()))
@@ -93,7 +117,11 @@ def instructions_of(op: Op, stage: int, microbatches: Iterable[int], peer: int |
 
 
 def overlap(forward: Instruction, backward: Instruction) -> Instruction:
-    """Join the forward of one microbatch and the backward of another, to be run as one program."""
+    """Join the forward of one microbatch and the backward of another (B, or I), to be run as one program.
+
+    >>> print(overlap(F(0, 3), B(3, 1)))
+    (0F3;3B1)OVERLAP_F_B
+    """
     return Instruction(Op.OVERLAP_F_B, forward.stage, forward.microbatch, parts=(forward, backward))
 
 

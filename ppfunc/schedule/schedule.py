@@ -10,6 +10,7 @@ from itertools import chain, pairwise
 from operator import itemgetter
 from typing import NamedTuple
 
+from .._lazy import late
 from ..parallel.placement import stages_of
 from .instruction import COMMUNICATION, Instruction, Op
 
@@ -65,6 +66,9 @@ class Schedule:
             f"Schedule({self.name!r}, ranks={self.ranks}, stages={self.stages}, microbatches={self.microbatches}, "
             f"instructions={sum(self.counts.values())}, digest={self.digest[:12]!r})"
         )
+
+    _repr_pretty_ = late("ppfunc.schedule.formats.grid", "show_grid")
+    _repr_svg_ = late("ppfunc.schedule.formats.svg", "picture")
 
     @property
     def ranks(self) -> int:
@@ -194,7 +198,21 @@ def _flat(programs: Iterable[Program]) -> Iterator[Instruction]:
 
 
 def single_chain(name: str, placement: Iterable[int], microbatches: int, programs: Iterable[Iterable[Instruction]]) -> Schedule:
-    """Make a schedule with one chain through stages 0, 1, ... and one instruction per step."""
+    """Make a schedule of compute with one chain through stages 0, 1, ...: the usual way to write one.
+
+    ``check`` proves it, ``place_communication`` adds its messages (a step function does both).
+
+    >>> from ppfunc.schedule import B, F, check
+    >>> mine = single_chain("mine", placement=[0, 1], microbatches=1, programs=[[F(0, 0), B(0, 0)], [F(1, 0), B(1, 0)]])
+    >>> check(mine).peak_activations
+    (1, 1)
+
+    Args:
+        name: what pictures and errors call it.
+        placement: the rank of every stage.
+        microbatches: how many walk the chain.
+        programs: per rank, its instructions in order, one per step.
+    """
     placement = tuple(placement)
     return Schedule(
         name,

@@ -2,19 +2,25 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import compress
 from operator import sub
 from statistics import median
 
+from .._lazy import late
 from .costs import Costs, Number
 from .dataflow import dataflow, find_routes
-from .earliest import EarliestTimes, Time, earliest
+from .earliest import BESIDE, EarliestTimes, Time, earliest
 from .errors import schedule_error
-from .instruction import COMMUNICATION, COMPUTE, Op, microbatch_of
+from .instruction import COMMUNICATION, COMPUTE, TAIL, Op, microbatch_of
 from .proof.buffers import HELD
 from .proof.structure import require_schedule
 from .schedule import Schedule
+from .table import show_table, table
+
+_WHOLE = (Op.UNSHARD, *TAIL)
+_BUSY = COMPUTE | {Op.STEP}
+_COUNTED = _BUSY | BESIDE
 
 
 @dataclass(frozen=True, repr=False)
@@ -23,15 +29,15 @@ class Timeline:
 
     Args:
         schedule: the one that ran, or would run.
-        makespan: from 0 to the last end.
-        span: largest over the ranks of last end minus first start.
-        bubble: share of the makespan in which ranks do not compute, on average.
+        makespan: from 0 to the last end of compute, a reduction or an optimizer step.
+        span: largest over the ranks of that end minus the first start of compute.
+        bubble: share of the makespan in which ranks neither compute nor step their optimizers, on average.
         span_bubble: the same share of the span.
-        idle: per rank, the time of the makespan in which it does not compute.
+        idle: per rank, the time of the makespan in which it does neither.
         peak_activations: per rank, the largest memory held for backwards, in the unit of the costs.
         starts: per rank, the start of every instruction in the order of its program.
         ends: per rank, the end of every instruction. A message lasts from the end of its producer
-            until it is there, at both ends; other instructions that do not compute take no time.
+            until it is there, at both ends; loads, offloads and RESHARD take no time.
     """
 
     schedule: Schedule
@@ -50,8 +56,18 @@ class Timeline:
             f"peak_activations={max(self.peak_activations, default=0)!r})"
         )
 
+    def __str__(self) -> str:
+        """The figures of the whole, and a line per rank."""
+        whole = f"makespan {float(self.makespan):.4g}, bubble {float(self.bubble):.1%}"
+        whole += f"; span {float(self.span):.4g}, bubble of the span {float(self.span_bubble):.1%}"
+        rows = ((r, self.makespan - idle, idle, peak) for r, (idle, peak) in enumerate(zip(self.idle, self.peak_activations, strict=True)))
+        return f"{self.schedule.name}: {whole}\n{table(['rank', 'computes', 'idle', 'peak activations'], rows)}"
+
+    _repr_pretty_ = show_table
+    _repr_svg_ = late("ppfunc.schedule.formats.svg", "picture")
+
     def costs(self) -> Costs:
-        """The median time of F, B, I and W of every stage, and the shortest message that each sends.
+        """The median time of each kind of instruction of every stage, and the shortest message that each sends.
 
         A message lasts until its receiver has waited for it, so the shortest is the nearest to its latency. Where a
         schedule has no I and W apart, each is half of B; memory is that of the default costs.
@@ -72,18 +88,21 @@ class Timeline:
         overlapped = of(Op.OVERLAP_F_B) if Op.OVERLAP_F_B in self.schedule.ops else None
         backward = tuple(b or i + w for b, i, w in zip(whole, *halves, strict=True))
         inputs, weights = halves
-        return Costs(of(Op.F), inputs, weights, backward, overlapped, communication=sent)
+        rest = {op.lower(): of(op) for op in _WHOLE if op in self.schedule.ops}
+        return Costs(of(Op.F), inputs, weights, backward, overlapped, communication=sent, **rest)
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Run ``schedule`` on paper: each instruction starts once its rank is free and its inputs are there.
 
     A message delays its consumer on another rank and occupies no rank, so the times of a schedule
-    are the same with and without its communications.
+    are the same with and without its communications. Nor does a collective: those of a rank run beside its compute, one
+    after the other, as if all that take part were there; the compute of a stage waits for its UNSHARD, and STEP for the
+    reductions of its stage.
 
     Args:
         schedule: one that ``check`` accepts.
-        costs: times and sizes; by default F = I = W = 1, B = 2, and messages take no time.
+        costs: times and sizes; by default F = I = W = 1, B = 2, and all else takes no time.
 
     Raises:
         ScheduleError: a value that is no schedule, or an instruction that waits for something
@@ -104,6 +123,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         lambda op, stage: costs.backward_of(stage) if op is Op.B else costs.of(single[op], stage),
         lambda f, b: pair_of(f.stage, b.stage, b.op is Op.B),
         lambda origin, _: costs.message_of(origin),
+        {op: partial(costs.of, op.lower()) for op in _WHOLE if op in schedule.ops},
     )
     return timeline_of(schedule, *_all_instructions(schedule, costs, times), costs)
 
@@ -122,11 +142,12 @@ def timeline_of(
     costs = (costs or Costs()).fitting(schedule.stages)
     busy, spans, makespan = [], [], 0
     for rank in range(schedule.ranks):
-        compute = [i[0] in COMPUTE for i in schedule.instructions(rank)]
-        if not len(compute) == len(starts[rank]) == len(ends[rank]):
-            raise ValueError(f"rank {rank} has {len(compute)} instructions, got {len(starts[rank])} starts and {len(ends[rank])} ends")
+        ops = [i[0] for i in schedule.instructions(rank)]
+        if not len(ops) == len(starts[rank]) == len(ends[rank]):
+            raise ValueError(f"rank {rank} has {len(ops)} instructions, got {len(starts[rank])} starts and {len(ends[rank])} ends")
+        compute = [op in _BUSY for op in ops]
         begins, stops = (list(compress(times[rank], compute)) for times in (starts, ends))
-        last = max(stops, default=0)
+        last = max(compress(ends[rank], [op in _COUNTED for op in ops]), default=0)
         makespan = max(makespan, last)
         busy.append(sum(map(sub, stops, begins)))
         spans.append(last - min(begins, default=0))
@@ -181,7 +202,7 @@ def _share_idle(busy: Sequence[Time], time: Time) -> Time:
 
 
 def _all_instructions(schedule: Schedule, costs: Costs, times: EarliestTimes) -> tuple[Sequence, Sequence]:
-    """The times of all instructions from those of the compute instructions."""
+    """The times of all instructions from those that have a cost."""
     if schedule.ops <= COMPUTE:
         return times.starts, times.ends
     flow = dataflow(schedule)
@@ -194,14 +215,15 @@ def _all_instructions(schedule: Schedule, costs: Costs, times: EarliestTimes) ->
     spans: list[list[tuple[Time, Time]]] = []
     for rank, program in enumerate(schedule.programs):
         spans.append([])
-        compute = zip(times.starts[rank], times.ends[rank], strict=True)
+        timed = zip(times.starts[rank], times.ends[rank], strict=True)
         now: Time = 0
         for step, instructions in enumerate(program):
             for place, instruction in enumerate(instructions):
                 op, stage, _, peer, _, _ = instruction
-                if op in COMPUTE:
-                    start, now = next(compute)
-                    spans[rank].append((start, now))
+                if op in _COUNTED:
+                    start, end = next(timed)
+                    spans[rank].append((start, end))
+                    now = now if op in BESIDE else end
                 elif op in COMMUNICATION:
                     value, delay = carried.get((op, stage, peer), (0, None))
                     made = times.done.get(value + 2 * microbatch_of(instruction))

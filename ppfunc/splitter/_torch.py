@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+# The torch.func transforms that are active, and their kinds.
+from torch._C._functorch import TransformType, get_interpreter_stack
+
 # Modes of the key `PreDispatch`, which sees operators above autograd and autocast, need the dispatcher of Python.
 from torch._dispatch.python import enable_python_dispatcher
 
@@ -36,6 +39,7 @@ __all__ = [
     "from_functional",
     "saved_tensor_hooks",
     "to_functional",
+    "vmapped",
     "with_values",
     "without_functionalize",
 ]
@@ -53,6 +57,11 @@ class PreDispatchMode(ProxyTorchDispatchMode):
 def saved_tensor_hooks() -> Any:
     """The innermost hooks on saved tensors, None where there are none."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def vmapped() -> bool:
+    """Whether a ``vmap`` is active: there, what is not mapped cannot be written into by what is."""
+    return any(transform.key() == TransformType.Vmap for transform in get_interpreter_stack() or ())
 
 
 class FunctionalMode(FunctionalTensorMode):

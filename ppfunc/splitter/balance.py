@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from ppfunc.parallel.balance import partition_balanced
 from ppfunc.parallel.partition import Partition
 from ppfunc.stage.abstract import without_values
-from ppfunc.stage.module import calling, unmodified
+from ppfunc.stage.module import unmodified
+from ppfunc.stage.process import process_lock
 
 from .call import CallForm
 from .functional import fake_sources, replay
@@ -155,7 +156,7 @@ def _measured(
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     args, kwargs = form.arguments(tuple(tensors))
     try:
-        with calling, unmodified(model), torch.random.fork_rng(), torch.no_grad():
+        with process_lock, unmodified(model), torch.random.fork_rng(), torch.no_grad():
             start = now()
             torch.func.functional_call(model, buffers, args, kwargs)
             times[-1] = now() - start

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+import torch
 from torch.fx import Node
 
 from ppfunc.stage import StageError
@@ -12,6 +13,8 @@ from ppfunc.stage import StageError
 from .effects import Effects, is_random, is_view_or_cast, storages_of
 from .record import BY_HAND, MODEL
 from .trace import Trace
+
+aten = torch.ops.aten
 
 
 class StagePart(NamedTuple):
@@ -154,9 +157,11 @@ class _Cutter:
             return stage
         if node.op == "placeholder":
             return 0
-        if node in self.effects.cheap or node.meta["stage"] == stage or self._moves(node):
+        if node in self.effects.cheap:
             return stage
-        return int(node.meta["stage"])
+        if node.target is aten.as_strided.default:  # depends on how its memory was made, which a message does not tell
+            return self._source(self.effects.maker[node.meta["value"].storage], stage)
+        return stage if self._moves(node) else int(node.meta["stage"])
 
     def _moves(self, node: Node) -> bool:
         """Whether a view or a cast is done after its argument has crossed."""

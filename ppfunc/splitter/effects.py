@@ -44,7 +44,8 @@ class Effects:
 
     Attributes:
         order: the position of every node.
-        cheap: the nodes that may run again anywhere: nothing random, no parameter, no floating input, no state.
+        cheap: the nodes that may run again anywhere: nothing random, no parameter, no state, no input that is floating, or
+            that the model writes into.
         maker: the node that makes a memory first.
     """
 
@@ -61,7 +62,7 @@ class Effects:
             for at in node.meta["writes"]:
                 self._writers.setdefault(at, []).append(node)
         dear = {*trace.params.values(), *(trace.buffers[name] for name in (*state, *trace.replaced))}
-        dear |= {n for n in trace.inputs if n.meta["value"].dtype.is_floating_point or n.meta["value"].dtype.is_complex}
+        dear |= {n for n in trace.inputs if _carries(n) or not self._writers.keys().isdisjoint(storages_of(n))}
         self.cheap = self._cheap(nodes, dear)
 
     def writers(self, node: Node) -> list[Node]:
@@ -91,6 +92,12 @@ class Effects:
                 return set(nodes) - dear
 
 
+def _carries(node: Node) -> bool:
+    """Whether a gradient may go to an input."""
+    dtype = node.meta["value"].dtype
+    return bool(dtype.is_floating_point or dtype.is_complex)
+
+
 def storages_of(node: Node) -> frozenset[int]:
     """The memories of the results of a node."""
     value: Any = node.meta.get("value")
@@ -110,4 +117,4 @@ def is_view_or_cast(node: Node) -> bool:
 
 
 aten = torch.ops.aten
-_CASTS = {aten.contiguous.default, aten.type_as.default, aten._to_copy.default, *(getattr(aten.to, name) for name in aten.to.overloads())}
+_CASTS = {aten.contiguous.default, aten._to_copy.default, *(getattr(aten.to, name) for name in aten.to.overloads())}

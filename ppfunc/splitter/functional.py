@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -10,14 +10,26 @@ import torch
 from torch import Tensor
 from torch.fx import Node, map_arg
 
+from ppfunc.stage import StageError
 from ppfunc.stage.abstract import without_values
 from ppfunc.stage.tracing.operators import constant_name
 from ppfunc.stage.tree import tree_map
 
 from ._torch import FunctionalMode, enable_python_dispatcher, from_functional, to_functional, without_functionalize
 from .emit import within
-from .record import Recording
+from .record import BY_HAND, MODEL, Recording
 from .trace import Trace, undisturbed
+
+aten = torch.ops.aten
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    made: Tensor = aten._scaled_dot_product_attention_math.default(query, key, value, *args, **kwargs)[0]
+    return made
+
+
+MAPPABLE: dict[Any, Callable[..., Any]] = {aten.scaled_dot_product_attention.default: _attention}
+"""Operators that choose a kernel by looks that a ``vmap`` hides, such as whether the mask has a gradient; with others in their place."""
 
 
 def without_writes(trace: Trace, device: torch.device) -> Trace:
@@ -26,7 +38,14 @@ def without_writes(trace: Trace, device: torch.device) -> Trace:
     Args:
         trace: of the model.
         device: where it computes.
+
+    Raises:
+        StageError: it reads memory by strides, which are others for values that nobody writes into.
     """
+    for node in trace.nodes:
+        if node.target is aten.as_strided.default:
+            reason = f"it uses as_strided{node.meta['place']}, and has to be traced without operators that write into tensors"
+            raise StageError(MODEL, reason, f"take unfold or another view, or {BY_HAND}")
     with undisturbed(), without_values(), ExitStack() as stack:
         recording = Recording()
         fakes = fake_sources(trace, device)
@@ -40,6 +59,9 @@ def without_writes(trace: Trace, device: torch.device) -> Trace:
             recording.stage = node.meta["stage"]
         results = tuple(_node(recording, values[r]) if isinstance(r, Node) else r for r in trace.results)
         ends = {name: _node(recording, values[trace.replaced.get(name, node)]) for name, node in trace.buffers.items()}
+    for node in recording.graph.nodes:
+        if node.target in (aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default  # whatever the strides
     return trace._replace(
         nodes=tuple(n for n in recording.graph.nodes if n.op != "placeholder"),
         params={name: places[node] for name, node in trace.params.items()},

@@ -1,10 +1,13 @@
-"""Change functions of torch while one thread is recorded: they are the process's, so the lock of `calling` is held."""
+"""Change functions of torch and Python while one thread is recorded: they are the process's, so `process_lock` is held."""
 
 from __future__ import annotations
 
+import random
+import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,26 +27,52 @@ def functions_kept(recording: Recording) -> Iterator[None]:
         bound = original.__get__(None, cls)
         return recording.call_function(bound, cls, args, kwargs) if recording.here else bound(*args, **kwargs)
 
-    Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
-    try:
+    with _replaced(Function, "apply", classmethod(apply)):
         yield
-    finally:
-        Function.apply = original  # type: ignore[method-assign]
 
 
 @contextmanager
-def without_seeding() -> Iterator[None]:
-    """Within it, raise where this thread seeds the default generator: without values nothing is drawn, and no seed is kept."""
-    this, original = threading.get_ident(), torch.manual_seed
+def unseen_refused() -> Iterator[None]:
+    """Within it, raise where this thread does what leaves no operator: seeds, draws by Python or numpy, hooks onto a gradient."""
+    this = threading.get_ident()
 
-    def manual_seed(seed: int) -> torch.Generator:
-        if threading.get_ident() == this:
-            reason = f"it seeds the default random generator{calling_place()}, which is not traced"
-            raise StageError(MODEL, reason, f"leave that out, or {BY_HAND}")
-        return original(seed)
+    def refusing(original: Callable[..., Any], what: str, mend: str) -> Callable[..., Any]:
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == this:
+                raise StageError(MODEL, f"it {what}{calling_place()}, which is not traced", f"{mend}, or {BY_HAND}")
+            return original(*args, **kwargs)
 
-    torch.manual_seed = torch.random.manual_seed = manual_seed
+        return refuse
+
+    with ExitStack() as stack:
+        for owner, name, what, mend in _unseen():
+            stack.enter_context(_replaced(owner, name, refusing(getattr(owner, name), what, mend)))
+        yield
+
+
+def _unseen() -> Iterator[tuple[Any, str, str, str]]:
+    """Functions that leave no operator: owner, name, what a model does by them, what it can do instead."""
+    for owner in (torch, torch.random):
+        yield owner, "manual_seed", "seeds the default random generator", "leave that out"
+    for name in ("register_hook", "register_post_accumulate_grad_hook"):
+        yield torch.Tensor, name, f"puts a hook onto the gradient of a tensor ({name})", "write an autograd.Function"
+    generators = [(random, "Random"), *([(numpy, "RandomState")] if (numpy := sys.modules.get("numpy.random")) is not None else [])]
+    for module, drawing in generators:
+        for name in _bound(module, drawing):
+            yield module, name, f"draws from the generator of {module.__name__} ({name})", "draw by torch"
+
+
+def _bound(module: ModuleType, kind: str) -> list[str]:
+    """The functions of a module that are methods of its one generator, but for those that ask for its state."""
+    found = (name for name, f in vars(module).items() if isinstance(getattr(f, "__self__", None), getattr(module, kind)))
+    return [name for name in found if name not in ("getstate", "get_state")]
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = vars(owner)[name]
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        torch.manual_seed = torch.random.manual_seed = original
+        setattr(owner, name, original)

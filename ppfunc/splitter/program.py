@@ -72,8 +72,12 @@ def _flatten(node: Any) -> tuple[tuple[()], type]:
 optree.register_pytree_node(NotKept, _flatten, lambda kind, _: NotKept(kind), namespace=NAMESPACE)  # type: ignore[arg-type]
 
 
-def stage_codes(trace: Trace, parts: Sequence[StagePart], ambient: Region) -> tuple[StageCode, ...]:
-    """The code of every stage."""
+def stage_codes(
+    trace: Trace, parts: Sequence[StagePart], ambient: Region, replaced: Mapping[Any, Callable[..., Any]]
+) -> tuple[StageCode, ...]:
+    """The code of every stage; ``replaced`` has functions to call in the place of operators."""
+    for node in trace.nodes:
+        node.target = replaced.get(node.target, node.target)
     return tuple(_code(trace, parts, stage, ambient) for stage in range(len(parts)))
 
 

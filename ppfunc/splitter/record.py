@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ppfunc.stage import StageError
 from ppfunc.stage._torch import FakeTensor, OpOverload, TorchDispatchMode, innermost_transform, is_wrapped, schema, storage, version
-from ppfunc.stage.abstract import is_of_a_library
+from ppfunc.stage.errors import place_of_call
 from ppfunc.stage.purity import NoValuesError
 from ppfunc.stage.tracing.operators import ELEMENT
 from ppfunc.stage.tree import tree_flatten, tree_unflatten
@@ -116,7 +114,10 @@ class Recording(PreDispatchMode):
         if (known := self._nodes.get(tensor)) is not None:
             return known
         if isinstance(tensor, FakeTensor):
-            raise NoValuesError(tensor).told(MODEL)
+            if getattr(tensor.fake_mode, "over", False):
+                raise NoValuesError(tensor).told(MODEL)
+            reason = f"it reads a tensor of shape {tuple(tensor.shape)} that no operator seen here has made{calling_place()}"
+            raise StageError(MODEL, reason, f"take detach() for .data, torch.func.grad for torch.autograd.grad, or {BY_HAND}")
         if tensor.requires_grad:
             reason = f"it reads a tensor of shape {tuple(tensor.shape)} that requires a gradient and is no parameter{calling_place()}"
             raise StageError(MODEL, reason, "register it as a parameter of the module, or detach it")
@@ -138,6 +139,8 @@ class Recording(PreDispatchMode):
         """Call an operator and make its node."""
         if not isinstance(func, OpOverload):
             raise StageError(MODEL, f"it uses {func}, an operator on functions{calling_place()}", BY_HAND)
+        if func is aten.copy.default:  # of functional traces: it has no derivative
+            return self.call(aten.expand.default, (self.call(aten.to.dtype, (args[1], args[0].dtype), {}), list(args[0].shape)), {})
         given = _tensors((args, kwargs))
         if func.namespace == "prim" or (func is aten.detach_.default and not args[0].requires_grad):
             return func(*args, **kwargs)
@@ -148,13 +151,13 @@ class Recording(PreDispatchMode):
         folded = self._fold(func, args, kwargs, nodes)
         if folded is not None and not isinstance(folded, torch.Tensor):
             return folded
-        reads, writes = _storages(given), _storages(_written(func, args, kwargs))
+        writes = _storages(_written(func, args, kwargs))
         made = func(*args, **kwargs)
         if not _tensors(made) and not schema(func).is_mutable:
             return made  # a number, known without values
-        target = aten.lift_fresh_copy.default if func is aten.lift_fresh.default else func
+        target, args, kwargs = _by_numbers(func, args, kwargs, made)
         node = self.graph.create_node("call_function", target, self._with_nodes(args), self._with_nodes(kwargs))
-        self._finish(node, made, reads, writes)
+        self._finish(node, made, _storages(_tensors((args, kwargs))), writes)
         if folded is not None:
             self._folded[node] = folded
         return made
@@ -280,12 +283,7 @@ class _Below(TorchDispatchMode):
 
 def calling_place() -> str:
     """The innermost line of the model, as ``", called at file:line"``, that is of no library; empty if there is none."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and is_of_a_library(frame.f_code.co_filename):
-        if frame.f_code.co_filename == _ENTRY:
-            return ""
-        frame = frame.f_back
-    return "" if frame is None else f", called at {frame.f_code.co_filename}:{frame.f_lineno}"
+    return place_of_call(_ENTRY)
 
 
 # Operators that write into running statistics, their arguments 3 and 4, if argument 5 is true, without declaring it.
@@ -305,6 +303,34 @@ def _written(func: OpOverload, args: Any, kwargs: Any) -> list[torch.Tensor]:
     if func in _STATISTICS and args[5]:
         values += args[3:5]
     return _tensors(values)
+
+
+# Operators that look at the form of an argument alone, with those that make the same of numbers.
+_FACTORIES = {
+    aten.empty_like.default: aten.empty.memory_format,
+    aten.zeros_like.default: aten.zeros.default,
+    aten.ones_like.default: aten.ones.default,
+    aten.full_like.default: aten.full.default,
+    aten.new_empty.default: aten.empty.memory_format,
+    aten.new_zeros.default: aten.zeros.default,
+    aten.new_ones.default: aten.ones.default,
+    aten.new_full.default: aten.full.default,
+}
+
+
+def _by_numbers(func: OpOverload, args: Any, kwargs: Any, made: Any) -> tuple[OpOverload, Any, Any]:
+    """The same call without tensors that are read for their form alone: a mask of ``ones_like(h)`` does not depend on ``h``."""
+    if func is aten.lift_fresh.default:
+        return aten.lift_fresh_copy.default, args, kwargs
+    if func in _FACTORIES and made.layout is torch.strided and made.is_contiguous():
+        given = dict(zip([a.name for a in schema(func).arguments], args, strict=False)) | kwargs
+        value = [given["fill_value"]] if "fill_value" in given else []
+        return _FACTORIES[func], (list(made.shape), *value), {"dtype": made.dtype, "device": made.device}
+    if func in (aten.expand_as.default, aten.view_as.default):
+        return aten.expand.default if func is aten.expand_as.default else aten.view.default, (args[0], list(made.shape)), {}
+    if func is aten.type_as.default or (func is aten.to.other and len(args) == 2 and not kwargs):
+        return aten.to.dtype, (args[0], made.dtype), {}
+    return func, args, kwargs
 
 
 def _storages(tensors: list[torch.Tensor]) -> frozenset[int]:

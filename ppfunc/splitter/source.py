@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from types import NoneType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ppfunc.stage import StageError
 from ppfunc.stage._torch import without_modes
+from ppfunc.stage.process import process_lock
 
 from .call import CallForm
 from .cut import StagePart, WrittenElsewhereError, cut
-from .functional import without_writes
+from .functional import MAPPABLE, without_writes
 from .program import StageCode, stage_codes
 from .record import Region, autocast
 from .trace import LeafForm, Tensors, Trace, label, trace
 
 _MOST = 32  # forms of inputs whose code is kept
+_PLAIN = (bool, int, float, str, NoneType)
 
 
 class SplitLayout(NamedTuple):
@@ -55,7 +57,6 @@ class Source:
         self._constants: tuple[tuple[str, ...], ...] = ()
         self._codes: OrderedDict[Hashable, tuple[StageCode, ...]] = OrderedDict()
         self._moved: dict[tuple[str, torch.device], tuple[Tensor, Tensor]] = {}
-        self._lock = threading.RLock()
 
     def with_buffers(self, loaded: Mapping[str, Tensor]) -> Source:
         """The same with other buffers."""
@@ -64,14 +65,14 @@ class Source:
         return other
 
     def codes(
-        self, inputs: Sequence[LeafForm], device: torch.device, modes: Sequence[bool], found: Trace | None = None
+        self, inputs: Sequence[LeafForm], device: torch.device, functional: bool = False, found: Trace | None = None
     ) -> tuple[StageCode, ...]:
         """The code of every stage for inputs of these forms.
 
         Args:
             inputs: the forms.
             device: where the stages compute.
-            modes: whether each module is in training mode, see `modes_of`.
+            functional: whether it runs under ``vmap``, where no operator may write into a tensor.
             found: the trace of the model for them, where there is one.
 
         Raises:
@@ -81,15 +82,16 @@ class Source:
         key = (
             *inputs,
             device,
-            modes,
+            functional,
+            _plain_attributes(self.model),
             tuple(p.requires_grad for p in tensors.params.values()),
             tuple((b.shape, b.dtype) for b in tensors.buffers.values()),
             autocast(),
             torch.get_default_dtype(),
         )
-        with self._lock:
+        with process_lock:
             if key not in self._codes:
-                self._codes[key] = self._make(inputs, device, found)
+                self._codes[key] = self._make(inputs, device, functional, found)
                 while len(self._codes) > _MOST:
                     self._codes.popitem(last=False)
             self._codes.move_to_end(key)
@@ -103,10 +105,11 @@ class Source:
         """The buffers that stages read, and none writes into."""
         return list(dict.fromkeys(name for stage in stages for name in self._constants[stage]))
 
-    def _make(self, inputs: Sequence[LeafForm], device: torch.device, found: Trace | None) -> tuple[StageCode, ...]:
+    def _make(self, inputs: Sequence[LeafForm], device: torch.device, functional: bool, found: Trace | None) -> tuple[StageCode, ...]:
         ambient = Region(True, autocast())
         found = trace(self.model, self.form, inputs, device, self.names) if found is None else found
         label(found, _begins(self.names, found))
+        found = without_writes(found, device) if functional else found
         state = {} if self.layout is None else self.layout.state
         try:
             parts = cut(found, self.stages, state)
@@ -118,7 +121,7 @@ class Source:
             self.layout, self._constants = layout, tuple(part.constants for part in parts)
         else:
             _require_same(self.layout, layout, parts)
-        return stage_codes(found, parts, ambient)
+        return stage_codes(found, parts, ambient, MAPPABLE if functional else {})
 
     def _buffer(self, name: str, device: torch.device, stage: int) -> Tensor:
         buffer = self.loaded[name] if name in self.loaded else self.model.get_buffer(name)
@@ -130,7 +133,7 @@ class Source:
                 f"the buffer {name} of the model is on the device meta, it has no values",
                 "load them by split.load, or assign the values to the buffer of the model",
             )
-        with self._lock, without_modes():
+        with process_lock, without_modes():
             before, moved = self._moved.get((name, device), (None, None))
             if moved is None or before is not buffer:
                 moved = buffer.detach().to(device)
@@ -138,9 +141,18 @@ class Source:
             return moved
 
 
-def modes_of(model: nn.Module) -> tuple[bool, ...]:
-    """Whether each module is in training mode now."""
-    return tuple([module.training for module in model.modules()])
+def _plain_attributes(model: nn.Module) -> tuple[Any, ...]:
+    """Numbers and texts that are attributes of modules, such as the mode, and of objects that these hold, such as a configuration."""
+    found: list[Any] = []
+    seen: set[int] = set()
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, _PLAIN):
+                found.append(value)
+            elif id(value) not in seen and hasattr(value, "__dict__") and not callable(value):
+                seen.add(id(value))
+                found += [inner for inner in vars(value).values() if isinstance(inner, _PLAIN)]
+    return tuple(found)
 
 
 def layout_of(parts: Sequence[StagePart]) -> SplitLayout:

@@ -17,10 +17,10 @@ from ppfunc.parallel.partition import Partition
 from .balance import Balance, choose
 from .call import CallForm
 from .pipe import PipeModule, as_pipe, replicas
-from .source import Source, modes_of
+from .source import Source
 from .stages import make_stage
 from .trace import LeafForm, Tensors
-from .weights import by_stage, join, put_back, read_weights, state_dict
+from .weights import by_stage, join, overlapping, put_back, read_weights, state_dict
 
 Params = Mapping[int, Mapping[str, Tensor]]
 
@@ -51,6 +51,11 @@ class Split:
     unused: tuple[str, ...]
     at: tuple[str, ...]
     _source: Source = field(repr=False)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that was split."""
+        return self._source.model
 
     def load(self, weights: str | PathLike[str] | Mapping[str, Tensor], stages: Iterable[int] | None = None) -> Split:
         """The same split with the weights of some stages read from files; a model on ``meta`` is never materialised whole.
@@ -164,7 +169,7 @@ def split(
     else:
         names, found = choose(model, form, tensors, device, at, balance)
     source = Source(model, form, names, {})
-    source.codes(inputs, device, modes_of(model), found)
+    source.codes(inputs, device, found=found)
     layout = source.layout
     assert layout is not None
     tensors_of = Tensors.of(model)
@@ -194,8 +199,12 @@ def _stages_of_pipe(pipe: PipeModule, at: Any) -> list[str]:
 def _require_module(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
-    if isinstance(model, torch.jit.ScriptModule):
-        raise TypeError(f"model: got {type(model).__name__}, which cannot be traced; give the module from before it was scripted")
+    for name, part in model.named_modules():
+        what = f"{name or 'model'}: got {type(part).__name__}"
+        if isinstance(part, torch.jit.ScriptModule):
+            raise TypeError(f"{what}, which cannot be traced; give the module from before it was scripted")
+        if hasattr(part, "_orig_mod") or part._compiled_call_impl is not None:
+            raise TypeError(f"{what}, which is compiled; give the module from before that, and compile stages: engine=graph(compile=True)")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise ValueError(f"{name} is not initialised, its shape is not known; run the model once on an example first")
@@ -203,6 +212,9 @@ def _require_module(model: Any) -> None:
             raise TypeError(
                 f"{name}: got a {type(tensor).__name__}, expected a plain tensor; split the model before it is sharded or quantised"
             )
+    if (pair := overlapping(dict(model.named_parameters()))) is not None:
+        one, other = pair
+        raise ValueError(f"{one} and {other} are two parameters that share memory; tie them as one, {other} = {one}, or clone one of them")
 
 
 def _device(model: nn.Module, inputs: Sequence[Tensor]) -> torch.device:

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ppfunc.stage.output import Output
 
+from ._torch import vmapped
 from .program import StageCode
 from .record import MODEL
-from .source import Source, modes_of
+from .source import Source
 from .trace import LeafForm
 
 
@@ -38,7 +39,7 @@ def make_stage(source: Source, stage: int) -> Callable[..., Any]:
             x, skips = x
         inputs, forms, before = _read(source, stage, x)
         device = _device(params, inputs, forms)
-        code = source.codes([LeafForm(tuple(f.shape[1:]), f.dtype) for f in forms], device, modes_of(model))[stage]
+        code = source.codes([LeafForm(tuple(f.shape[1:]), f.dtype) for f in forms], device, functional=vmapped())[stage]
         received = tuple(t for a in code.received for t in (before if a == stage - 1 else skips[a]))
         made = _run(source, code, stage, device, params, state, inputs, received)
         sent, new_state, results = made

@@ -16,12 +16,13 @@ from torch.fx import Node
 from ppfunc.stage import StageError
 from ppfunc.stage._torch import without_modes, without_transforms
 from ppfunc.stage.abstract import DATA_DEPENDENT, data_dependence, place, quiet, without_values
-from ppfunc.stage.module import calling, further_places, unmodified
+from ppfunc.stage.module import further_places, unmodified
+from ppfunc.stage.process import process_lock
 from ppfunc.stage.tree import tree_flatten
 
 from ._torch import enable_python_dispatcher
 from .call import CallForm
-from .patches import functions_kept, without_seeding
+from .patches import functions_kept, unseen_refused
 from .record import BY_HAND, MODEL, Recording
 
 
@@ -98,10 +99,11 @@ def trace(model: nn.Module, form: CallForm, inputs: Sequence[LeafForm], device: 
         StageError: it cannot be traced.
     """
     tensors = Tensors.of(model)
-    with calling, undisturbed(), without_seeding(), without_values(), ExitStack() as stack:
+    _require_no_hooks(model)
+    with process_lock, undisturbed(), unseen_refused(), without_values(), ExitStack() as stack:
         recording = Recording()
         fakes = {name: _like(t, device) for name, t in (*tensors.params.items(), *tensors.buffers.items())}
-        given = tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device=device) for leaf in inputs)
+        given = tuple(_input(leaf, device) for leaf in inputs)
         nodes = {name: recording.place(t, _identifier(name)) for name, t in fakes.items()}
         input_nodes = tuple(recording.place(t, f"input{i}") for i, t in enumerate(given))
         begun: dict[str, int] = {}
@@ -175,6 +177,22 @@ def _noted(model: nn.Module, names: Iterable[str], recording: Recording, begun: 
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _require_no_hooks(model: nn.Module) -> None:
+    """Raise where backward hooks would change or see gradients: stages have none."""
+    hooks = "_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks"
+    for what, owners in (("module", model.named_modules()), ("parameter", model.named_parameters())):
+        for name, owner in owners:
+            if any(getattr(owner, attribute, None) for attribute in hooks):
+                reason = f"its {what} {name or type(owner).__name__} has a backward hook, which no stage would call"
+                raise StageError(MODEL, reason, "remove it, or write what it does as an autograd.Function")
+
+
+def _input(leaf: LeafForm, device: torch.device) -> Tensor:
+    """An input without values. Floating ones have a history, so that what the model does to their gradients is seen."""
+    fake = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
+    return fake.requires_grad_().clone() if fake.is_floating_point() or fake.is_complex() else fake
 
 
 def _like(tensor: Tensor, device: torch.device) -> Tensor:

@@ -7,13 +7,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from difflib import get_close_matches
 from functools import cache, partial
+from itertools import pairwise
 from os import PathLike
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from ppfunc.stage._torch import version
+from ppfunc.stage._torch import storage, version
 
 from .source import Source
 from .trace import Tensors
@@ -80,6 +81,21 @@ def _initialised(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
             initialise(twin)
         found |= {f"{owner}.{key}".lstrip("."): b for key, b in twin._buffers.items() if b is not None and version(b)}
     return {name: found[name] for name in names if name in found}
+
+
+def overlapping(tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:
+    """Two names of tensors that share memory; None where there are none."""
+    spans: dict[int | None, list[tuple[int, int, str]]] = {}
+    for name, t in tensors.items():
+        if t.numel():
+            start = int(t.storage_offset()) * t.itemsize
+            end = start + int(sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)) + 1) * t.itemsize
+            spans.setdefault(storage(t), []).append((start, end, name))
+    for found in spans.values():
+        for (_, end, one), (start, _, other) in pairwise(sorted(found)):
+            if start < end:
+                return one, other
+    return None
 
 
 def join(params: Trees, state: Trees | None, tied: Mapping[str, Sequence[tuple[int, str]]]) -> dict[str, Tensor]:

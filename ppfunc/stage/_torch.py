@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
@@ -31,11 +31,27 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode as FakeTensorMode,
     UnsupportedOperatorException as UnsupportedOperatorException,
 )
+
+# Collectives as operators without effects; their module registers their shapes.
+from torch.distributed import _functional_collectives
+
+# What a DTensor is beside its local part, and the placement that two meshes in one leave.
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.functional import _verify_batch_size, _verify_spatial_size  # type: ignore[attr-defined]  # the stubs leave them out
 
 # Sees every operator below autograd; `supports_higher_order_operators` is an attribute of such modes.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import SUPPORTED_NODES, register_pytree_node as register_pytree_node
+
+StridedShard = _StridedShard
+
+# The part of a DTensor that this rank holds, without a history.
+part_of = attrgetter("_local_tensor")
+
+FUNCTIONAL_COLLECTIVES = torch.ops._c10d_functional
 
 # Operators as other operators, whose derivatives are exact to any order.
 DECOMPOSITIONS = decomposition_table
@@ -56,9 +72,10 @@ FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
 BINDINGS = (torch._C._VariableFunctions, torch._C._nn)
 METHODS = torch._C.TensorBase
 
-# The innermost torch.func transform, None outside of all; and whether a tensor is wrapped by one.
+# The innermost torch.func transform, None outside of all; whether a tensor is wrapped by one; and what it wraps.
 innermost_transform = torch._C._functorch.peek_interpreter_stack
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+unwrapped = torch._C._functorch.get_unwrapped
 
 # Copy and add lists of tensors in few kernels; the first two write into the first list.
 copy_each = torch._foreach_copy_
@@ -85,6 +102,20 @@ def version(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
+def dtensor(
+    part: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, strides: tuple[int, ...]
+) -> DTensor:
+    """A DTensor of this part, in a tenth of the time of ``DTensor.from_local``, which gives it a history as well."""
+    return DTensor(part, _spec(mesh, placements, shape, strides, part.dtype), requires_grad=False)
+
+
+@lru_cache(4096)
+def _spec(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype
+) -> DTensorSpec:
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, strides, dtype))
+
+
 @contextmanager
 def below_autograd() -> Iterator[None]:
     """Within it, operators go straight to dispatch modes: without derivatives, records of views, casts of autocast."""
@@ -108,6 +139,8 @@ def inductor() -> Any:
 
 def storage(tensor: torch.Tensor) -> int | None:
     """Identity of the memory of a tensor while it lives; None where it has none of its own, sparse or wrapped by a transform."""
+    if isinstance(tensor, DTensor):
+        tensor = part_of(tensor)
     try:
         return tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
@@ -116,5 +149,4 @@ def storage(tensor: torch.Tensor) -> int | None:
 
 def awaited(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself; of the result of a functional collective a copy, which waits for it and keeps its gradient."""
-    module = sys.modules.get("torch.distributed._functional_collectives")  # imported by whoever made such a result
-    return tensor.clone() if module is not None and isinstance(tensor, module.AsyncCollectiveTensor) else tensor
+    return tensor.clone() if isinstance(tensor, _functional_collectives.AsyncCollectiveTensor) else tensor

@@ -18,8 +18,9 @@ from ._torch import (
     UnsupportedOperatorException,
     version,
 )
-from .errors import StageError, is_of_a_library as is_of_a_library, place as place, raised
+from .errors import StageError, by_dtensor, is_of_a_library as is_of_a_library, place as place, raised
 from .example import Example, Leaves, split_aux, stand_ins
+from .layout import local
 from .purity import Evaluation, Generators, NoValuesError, Purity, require_values
 from .signature import LeafSignature, Signature, differentiable
 from .tree import tree_flatten
@@ -175,7 +176,7 @@ def _observe(
         with Purity(name, arguments, abstract) as purity, Generators() as generators, modules_that_run() as modules:
             out = _call(fn, trees, example, name, abstract)
         (y, y_def), (aux, aux_def) = split_aux(out, has_aux, name)
-    require_values(y + aux, name)
+    require_values(map(local, y + aux), name)
     _require_unchanged(example, trees, given, name)
     if purity.generators and generators.foreign():
         reason = "it draws from a torch.Generator of its own, whose numbers depend on the order in which microbatches run"
@@ -212,6 +213,9 @@ def _call(fn: Callable[..., Any], trees: tuple[Any, ...], example: Example, name
     except (StageError, *DATA_DEPENDENT):
         raise
     except Exception as error:
+        if by_dtensor(error):
+            reason = "it uses DTensors, whose own functions torch.func cannot transform"
+            raise StageError(name, reason, "write it over ppfunc.psum and its siblings, or take ppfunc.value_and_grad") from error
         zeros = "" if abstract else ", zeros everywhere, by which an engine that does not trace learns what it returns"
         raise StageError(name, f"{raised(error)}; it was given {example}{zeros}", "") from error
 

@@ -12,6 +12,7 @@ from ._torch import awaited, version
 from .abstract import Outline
 from .errors import StageError, place
 from .example import Example, Leaves, split_aux
+from .layout import local
 from .program import Gradients
 from .purity import LogicalDraws, NoValuesError, Purity, require_values
 from .signature import differentiable
@@ -25,6 +26,11 @@ def contiguous(tensors: Iterable[torch.Tensor | None]) -> tuple[Any, ...]:
     (2, 1)
     """
     return tuple(None if t is None else awaited(t).resolve_conj().resolve_neg().contiguous() for t in tensors)
+
+
+def settled(gradients: Gradients) -> Gradients:
+    """Gradients of parameters as they are, those that are results of functional collectives waited for."""
+    return tuple(None if t is None else awaited(t) for t in gradients)
 
 
 class DifferentiableStage:
@@ -52,6 +58,7 @@ class DifferentiableStage:
             with self._mode(params + x + extras):
                 out = self._call(self.example.unflatten((*p, *a, *extras)))
             (y, y_def), (aux, _) = split_aux(out, self.has_aux, self.name)
+            y, aux = tuple(map(local, y)), tuple(map(local, aux))
             self.require_same(y, aux, y_def)
             y = contiguous(y)
             return tuple(y[i] for i in self.y_at), y + contiguous(aux)

@@ -9,8 +9,8 @@ from typing import Any, ParamSpec
 import torch
 
 from .abstract import DATA_DEPENDENT, Outline, data_dependence, outline as outline_of, without_values
-from .differentiable import DifferentiableStage, contiguous
-from .errors import StageError, first_line
+from .differentiable import DifferentiableStage, contiguous, settled
+from .errors import StageError, by_dtensor, first_line
 from .example import Example, Leaves, stand_ins
 from .program import FlatProgram, Gradients, StageProgram, stage_program
 
@@ -131,6 +131,8 @@ def _program(
     except StageError:
         raise
     except Exception as error:
+        if by_dtensor(error):
+            raise StageError(name, f"it uses DTensors, whose own functions {by} cannot differentiate", "use the graph engine") from error
         raise StageError(name, f"it runs, but {by} cannot differentiate it ({first_line(error)})", instead) from error
     return stage_program(flat, seen, known, has_aux=has_aux, residual_bytes=None)
 
@@ -159,14 +161,16 @@ def _by_vjp(stage: DifferentiableStage) -> tuple[Forward, Backward]:
     def backward(residuals: tuple[Any, ...], gy: Leaves) -> tuple[Gradients, Gradients]:
         again = torch.is_grad_enabled()
         gparams, gx = residuals[0](contiguous(gy), retain_graph=again, create_graph=again)
-        return gparams, contiguous(gx)
+        return settled(gparams), contiguous(gx)
 
     return forward, backward
 
 
 def _by_tape(stage: DifferentiableStage) -> tuple[Forward, Backward]:
     def forward(params: Leaves, x: Leaves, extras: Leaves) -> tuple[Leaves, tuple[Any, ...]]:
-        x, extras = contiguous(x), contiguous(extras)
+        # Autograd saves no inference tensors: copies take their place.
+        given = (params, contiguous(x), contiguous(extras))
+        params, x, extras = (tuple(t.clone() if t.is_inference() else t for t in leaves) for leaves in given)
         with stage.unchanged(params, x, extras), torch.enable_grad():
             primals = tuple(tuple(t.detach().requires_grad_() for t in group) for group in stage.primals(params, x))
             y, outputs = stage.with_others(params, x, extras)(*primals)
@@ -180,6 +184,6 @@ def _by_tape(stage: DifferentiableStage) -> tuple[Forward, Backward]:
             return stage.no_gradients(gy)
         outputs, cotangents = zip(*reached, strict=True)
         gradients = torch.autograd.grad(outputs, params + x, cotangents, allow_unused=True)
-        return gradients[: len(params)], contiguous(gradients[len(params) :])
+        return settled(gradients[: len(params)]), contiguous(gradients[len(params) :])
 
     return forward, backward

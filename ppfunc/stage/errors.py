@@ -38,6 +38,12 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
+def by_dtensor(error: BaseException) -> bool:
+    """Whether torch.func has refused one of DTensor's own Functions, which are of the old style."""
+    modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
+    return "setup_context" in str(error) and any(name.startswith("torch.distributed.tensor") for name in modules)
+
+
 def place(error: BaseException) -> str:
     """The innermost line, as ``" at file:line"``, that is neither of torch nor of Python nor of this library."""
     files = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]

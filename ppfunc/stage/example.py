@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from optree import PyTreeSpec
 
+from .layout import local
 from .signature import Signature, flatten
 from .tree import tree_leaves, tree_structure
 
@@ -29,16 +30,16 @@ class Example:
 
     @classmethod
     def of(cls, example: tuple[Any, ...], device: torch.device | str | None = None) -> Example:
-        """Read ``(params, x, *extras)``, each a tree of tensors or a :class:`Signature`.
+        """Read ``(params, x, *extras)``, each a tree of tensors or a :class:`Signature`; of DTensors, a stage sees the part of its rank.
 
         The stage computes on ``device``, by default that of the first tensor of the example with values, else on the CPU.
         """
         signatures = [Signature.of(tree, name) for tree, name in zip(example, _names(len(example)), strict=True)]
-        given = [t for tree in example if not isinstance(tree, Signature) for t in tree_leaves(tree)]
+        given = [local(t) for tree in example if not isinstance(tree, Signature) for t in tree_leaves(tree)]
         if isinstance(example[0], Signature):
             strides = tuple(torch.empty(leaf.shape, device="meta").stride() for leaf in signatures[0].leaves)
         else:
-            strides = tuple(t.stride() for t in tree_leaves(example[0]))
+            strides = tuple(local(t).stride() for t in tree_leaves(example[0]))
         held = (t.device for t in given if not t.is_meta)
         where = torch.device(device) if device is not None else next(held, torch.device("cpu"))
         plain = (torch.Tensor, torch.nn.Parameter)
@@ -98,7 +99,7 @@ def stand_ins(example: tuple[Any, ...], device: torch.device) -> tuple[Leaves, L
     def zeros(tree: Any) -> Leaves:
         if isinstance(tree, Signature):
             return tuple(torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) for leaf in tree.leaves)
-        return tuple(torch.zeros_like(t.detach(), device=device if t.is_meta else None) for t in tree_leaves(tree))
+        return tuple(torch.zeros_like(t.detach(), device=device if t.is_meta else None) for t in map(local, tree_leaves(tree)))
 
     params, x, *extras = map(zeros, example)
     return params, x, sum(extras, ())

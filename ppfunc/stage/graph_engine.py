@@ -15,11 +15,13 @@ from .differentiable import DifferentiableStage
 from .errors import StageError
 from .example import Example
 from .program import Engine, FlatProgram, StageProgram, stage_program
+from .signature import differentiable
 from .tracing.clean import clean
 from .tracing.compiled import without_onednn
 from .tracing.cut import Part, Parts, residual_bytes
 from .tracing.emit import Recipe, emit
 from .tracing.joint import Joint, trace
+from .tracing.operators import ancestors
 from .tracing.remat import Remat, cut_for
 
 
@@ -117,19 +119,33 @@ def graph(
         joint = clean(trace(DifferentiableStage(fn, seen, known, has_aux, name), seen, known, name))
     parts = cut_for(joint, remat, name)
     size = residual_bytes(joint, parts.residuals, name)
-    flat = _emit(parts, joint, name, compile)
+    flat = _emit(parts, joint, name, compile, _warning_of(_unread(joint, seen), name))
     if cuda_graphs:
         flat = captured(flat, seen, known.y)
     return stage_program(flat, seen, known, has_aux=has_aux, residual_bytes=size)
 
 
-def _emit(parts: Parts, joint: Joint, name: str, compile: bool) -> FlatProgram:
-    def make(part: Part, function: str, names: tuple[str, ...], settle: tuple[str, ...] = ()) -> Callable[..., Any]:
-        return emit(Recipe(part, names, joint.constants, f"{name} {function}", settle, compile))
+def _emit(parts: Parts, joint: Joint, name: str, compile: bool, warning: str) -> FlatProgram:
+    def make(part: Part, function: str, names: tuple[str, ...], settle: tuple[str, ...] = (), warning: str = "") -> Callable[..., Any]:
+        return emit(Recipe(part, names, joint.constants, f"{name} {function}", settle, compile, warning))
 
     return FlatProgram(
         make(parts.forward, "forward", ("params", "x", "extras"), ("x", "extras")),
-        make(parts.backward, "backward", ("residuals", "gy"), ("gy",)),
+        make(parts.backward, "backward", ("residuals", "gy"), ("gy",), warning),
         make(parts.backward_input, "backward_input", ("residuals", "gy"), ("gy",)),
-        make(parts.backward_weight, "backward_weight", ("rest",)),
+        make(parts.backward_weight, "backward_weight", ("rest",), (), warning),
     )
+
+
+def _unread(joint: Joint, example: Example) -> list[str]:
+    """The differentiable parameters on which no output depends; a frozen one is used, and gets zeros on purpose."""
+    used, leaves = ancestors(joint.outputs), zip(joint.params, example.params.leaves, example.params.paths, strict=True)
+    return [f"params{path}" for node, leaf, path in leaves if differentiable(leaf.dtype) and node not in used]
+
+
+def _warning_of(unread: list[str], name: str) -> str:
+    """The warning of a backward that computes nothing for these parameters. For another form of inputs there is another program."""
+    if not unread:
+        return ""
+    more = f" and {len(unread) - 3} more" if len(unread) > 3 else ""
+    return f"{name}: nothing depends on {', '.join(unread[:3])}{more} for such inputs, so the gradient is zero; use it, or leave it out"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,10 +16,9 @@ from torch.nn.parameter import is_lazy
 from ._torch import version
 from .errors import StageError
 from .output import Output
+from .process import process_lock
 
 State = dict[str, Tensor]
-
-calling = threading.RLock()  # a call puts its tensors into the module, which threads share
 
 _CONTAINERS = {dict, OrderedDict, defaultdict, list, set}
 
@@ -94,7 +92,7 @@ def stage_from_module(module: nn.Module, *, constants: bool = False, spread: boo
             tensors[name] = tensors[name].detach()
         for place, name in shared.items():
             tensors[place] = tensors[name]
-        with calling, unmodified(module):
+        with process_lock, unmodified(module):
             return torch.func.functional_call(module, tensors, args, kwargs, tie_weights=False)
 
     def plain(params: State, *given: Any) -> Any:

@@ -11,6 +11,7 @@ import torch
 
 from .abstract import DATA_DEPENDENT
 from .errors import StageError, raised
+from .layout import whole
 from .purity import NoValuesError
 from .signature import Signature
 from .tree import tree_flatten, tree_structure
@@ -82,9 +83,9 @@ def canonical(
                 f"return them as Output(y, skips={{destination: tree}}), and declare them by "
                 "ppfunc.with_skips(schedule, [(source, destination), ...])"
             )
-        loss = out.loss
+        loss = None if out.loss is None else whole(out.loss)
         if last and loss_fn is not None:
-            main = _of_loss_function(loss_fn, out.y, target)
+            main = whole(_of_loss_function(loss_fn, out.y, target))
             loss = main if loss is None else main + loss
         carry = None if last else out.y
         outputs = out.y if last and return_outputs else None

@@ -9,6 +9,7 @@ import torch
 
 from .abstract import Outline
 from .example import Example, Leaves
+from .layout import local
 from .signature import Signature
 from .tree import tree_flatten
 
@@ -48,7 +49,7 @@ class FlatProgram(NamedTuple):
 
 
 class StageProgram(NamedTuple):
-    """The functions of a stage on trees, and what is known of them beforehand.
+    """The functions of a stage on trees, and what is known of them beforehand. Of DTensors, the stage is given the part of its rank.
 
     Equivalent to, for ``y, pull = torch.func.vjp(fn, params, x)``::
 
@@ -118,13 +119,13 @@ def stage_program(flat: FlatProgram, example: Example, outline: Outline, *, has_
         given = iter(gradients)
         pairs = [(leaf, next(given) if leaf.grad else None) for leaf in signature.leaves]
         zeros = (torch.zeros(leaf.shape, dtype=leaf.dtype, device=example.device) if g is None else g for leaf, g in pairs)
-        return signature.unflatten(zeros)
+        return signature.wrap(zeros)
 
     def cotangents(gy: Any) -> Leaves:
         leaves, treedef = tree_flatten(gy)
         if treedef != y.treedef:
             raise ValueError(f"gy: got the structure {treedef}, expected that of y, {y.treedef}")
-        return tuple(g for g, leaf in zip(leaves, y.leaves, strict=True) if leaf.grad)
+        return tuple(local(g) for g, leaf in zip(leaves, y.leaves, strict=True) if leaf.grad)
 
     @torch.no_grad()
     def forward(*arguments: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -133,8 +134,8 @@ def stage_program(flat: FlatProgram, example: Example, outline: Outline, *, has_
         read = [s.require(tree, name) for s, tree, name in zip(example.signatures, arguments, example.names, strict=True)]
         outputs, residuals = flat.forward(tuple(p.detach() for p in read[0]), read[1], sum(read[2:], ()))
         cut = len(y.leaves)
-        out = y.unflatten(outputs[:cut])
-        return ((out, aux.unflatten(outputs[cut:])) if has_aux else out), residuals
+        out = y.wrap(outputs[:cut])
+        return ((out, aux.wrap(outputs[cut:])) if has_aux else out), residuals
 
     @torch.no_grad()
     def backward(residuals: tuple[Any, ...], gy: Any) -> tuple[Any, Any]:

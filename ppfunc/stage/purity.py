@@ -11,7 +11,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ._torch import FakeTensor, FakeTensorMode, OpOverload, TorchDispatchMode, is_wrapped, schema, storage, without_modes
-from .errors import StageError, place_of_call
+from .communication import fault_of, is_collective
+from .errors import StageError
 from .signature import LeafSignature
 
 aten = torch.ops.aten
@@ -43,6 +44,8 @@ class Purity(LogicalDraws):
 
     def __init__(self, stage: str, arguments: Iterable[tuple[str, torch.Tensor]], abstract: bool = False) -> None:
         super().__init__()
+        arguments = list(arguments)
+        self.strict = any(is_wrapped(t) for _, t in arguments)  # below a transform, tensors do not tell what is differentiated
         self.stage, self.abstract, self.draws, self.generators, self.seeds = stage, abstract, 0, False, False
         self.arguments = {storage(t): path for path, t in arguments}
         self.made: set[int | None] = {None}
@@ -63,8 +66,8 @@ class Purity(LogicalDraws):
                 self._require_no_gradient_lost(func, value)
             else:
                 self.generators |= isinstance(value, torch.Generator)
-        if getattr(func, "namespace", "") == "c10d" and torch.is_grad_enabled():
-            self._require_no_collective_of_gradients(func, args)
+        if is_collective(func) and (fault := fault_of(func, tensors_in((args, kwargs)), self.strict)):
+            raise StageError(self.stage, *fault)
         made = super().__torch_dispatch__(func, types, args, kwargs)
         if not effects.view:
             self.made.update(map(storage, tensors_in(made)))
@@ -77,12 +80,6 @@ class Purity(LogicalDraws):
             else:
                 place, mend = f"{_shape(tensor)} that is not among its arguments", "pass it as state and return the new value"
             raise StageError(self.stage, f"it is not pure: it writes into {place}", mend)
-
-    def _require_no_collective_of_gradients(self, func: Any, args: tuple[Any, ...]) -> None:
-        """Only where gradients are on: a custom autograd.Function may use one."""
-        if any(t.requires_grad for t in tensors_in(args)):
-            reason = f"it uses the collective {func}{place_of_call()}, which writes in place: its gradient would be that of the identity"
-            raise StageError(self.stage, reason, "use torch.distributed._functional_collectives, or an autograd.Function of your own")
 
     def _require_no_gradient_lost(self, func: Any, value: torch.Tensor) -> None:
         captured = value.requires_grad and type(value) in (torch.Tensor, torch.nn.Parameter) and value.is_leaf and not is_wrapped(value)

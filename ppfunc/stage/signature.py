@@ -9,12 +9,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, NamedTuple
 
+import optree
 import torch
 from optree import PyTreeSpec
+from torch.distributed.device_mesh import DeviceMesh
 
 from ._torch import guards
+from .layout import MeshLayout, cut_by, distributed, is_partial, layout_of, local, same_layout, same_placement
 from .structure import structure_from_json, structure_to_json
-from .tree import tree_flatten, tree_paths, tree_unflatten
+from .tree import NAMESPACE, tree_flatten, tree_paths, tree_unflatten
 
 _SHORT = reprlib.Repr()
 _SHORT.maxother = 80
@@ -23,11 +26,15 @@ _DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isi
 
 @dataclass(frozen=True, slots=True)
 class LeafSignature:
-    """One tensor of a tree: its sizes, its dtype, and whether a gradient is wanted; only floating and complex leaves can have one."""
+    """One tensor of a tree: its sizes, its dtype, and whether a gradient is wanted; only floating and complex leaves can have one.
+
+    Of a DTensor, the sizes are those of the part of this rank, and ``layout`` says what it is a part of.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     grad: bool
+    layout: MeshLayout | None = None
 
     def __post_init__(self) -> None:
         if self.grad and not differentiable(self.dtype):
@@ -36,7 +43,15 @@ class LeafSignature:
     @classmethod
     def of(cls, tensor: torch.Tensor, grad: bool = True) -> LeafSignature:
         """That of a tensor, of which a gradient is wanted if ``grad`` and if it can have one."""
-        return cls(tuple(tensor.shape), tensor.dtype, grad and differentiable(tensor.dtype))
+        return cls(tuple(local(tensor).shape), tensor.dtype, grad and differentiable(tensor.dtype), layout_of(tensor))
+
+    def cut(self, pieces: int) -> LeafSignature:
+        """That of one of as many pieces of equal size along axis 0."""
+        return replace(self, shape=(self.shape[0] // pieces, *self.shape[1:]), layout=self.layout and self.layout.cut(pieces))
+
+    def stacked(self, rows: int) -> LeafSignature:
+        """That of as many such tensors, beside each other in a new axis 0."""
+        return replace(self, shape=(rows, *self.shape), layout=self.layout and self.layout.stacked(rows))
 
     @property
     def nbytes(self) -> int:
@@ -44,7 +59,7 @@ class LeafSignature:
 
     def __str__(self) -> str:
         dtype, sizes = str(self.dtype).removeprefix("torch."), ",".join(map(str, self.shape))
-        return f"{dtype}[{sizes}]{'' if self.grad else ' no grad'}"
+        return f"{dtype}[{sizes}]{'' if self.layout is None else f' {self.layout}'}{'' if self.grad else ' no grad'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +106,39 @@ class Signature:
         return replace(self, leaves=tuple(replace(leaf, grad=differentiable(leaf.dtype)) for leaf in self.leaves))
 
     @property
+    def parts(self) -> Signature:
+        """That of the parts of one rank, without layouts."""
+        return replace(self, leaves=tuple(replace(leaf, layout=None) for leaf in self.leaves))
+
+    def laid_out(self, mesh: DeviceMesh | None, prefix: Any, name: str) -> Signature:
+        """The same tree, the leaves of which are parts of tensors that lie over a mesh.
+
+        Args:
+            prefix: a placement, or a tree of them that the tree begins like; None for plain tensors.
+            name: of the tree, in errors.
+
+        Raises:
+            ValueError: the tree does not begin like ``prefix``, a leaf lacks the axis that is cut, or is a part of another.
+        """
+        if prefix is None or mesh is None or not self.leaves:
+            return self
+        try:
+            placements = optree.broadcast_prefix(prefix, self.unflatten(self.leaves), namespace=NAMESPACE)
+        except ValueError as error:
+            raise ValueError(f"{name}: got {self}, which does not begin like the placements that are declared, {prefix}") from error
+        leaves = []
+        for path, leaf, placement in zip(self.paths, self.leaves, placements, strict=True):
+            layout = cut_by(mesh, [placement], leaf.shape)
+            if leaf.layout is not None and not same_placement(leaf.layout, layout):
+                raise ValueError(f"{name}{path}: got {leaf}, declared is {layout}")
+            leaves.append(replace(leaf, layout=leaf.layout or (layout if layout.sharded else None)))
+        return replace(self, leaves=tuple(leaves))
+
+    def cut(self, microbatches: int) -> Signature:
+        """That of one of as many microbatches of equal size, of a batch that is cut along axis 0 on every rank."""
+        return replace(self, leaves=tuple(leaf.cut(microbatches) for leaf in self.leaves))
+
+    @property
     def nbytes(self) -> int:
         """Size of all leaves in bytes."""
         return sum(leaf.nbytes for leaf in self.leaves)
@@ -104,8 +152,13 @@ class Signature:
         """The tree with these leaves."""
         return tree_unflatten(self.treedef, leaves)
 
+    def wrap(self, leaves: Iterable[torch.Tensor]) -> Any:
+        """The tree with these leaves, those that have a layout made DTensors."""
+        layouts = [leaf.layout for leaf in self.leaves]
+        return self.unflatten(map(distributed, leaves, layouts) if any(layouts) else leaves)
+
     def require(self, tree: Any, name: str) -> tuple[torch.Tensor, ...]:
-        """The leaves of ``tree``, which must have this signature (gradient flags aside).
+        """The leaves of ``tree``, of DTensors the parts of this rank; it must have this signature (gradient flags aside).
 
         Raises:
             ValueError: another structure, shape or dtype; the message names the leaf.
@@ -113,11 +166,12 @@ class Signature:
         leaves, treedef = flatten(tree, name)
         if treedef != self.treedef:
             raise ValueError(f"{name}: got the structure {treedef}, expected {self.treedef}")
-        for n, (leaf, want) in enumerate(zip(leaves, self.leaves, strict=True)):
-            if leaf.shape != want.shape or leaf.dtype != want.dtype:
+        parts = tuple(map(local, leaves))
+        for n, (leaf, part, want) in enumerate(zip(leaves, parts, self.leaves, strict=True)):
+            if part.shape != want.shape or part.dtype != want.dtype or layout_of(leaf) != want.layout:
                 got = LeafSignature.of(leaf, want.grad)
                 raise ValueError(f"{name}{self.paths[n]}: got {got}, expected {want}; build the program again for new shapes")
-        return leaves
+        return parts
 
     def to_json(self) -> str:
         """JSON text, equal for equal signatures; read back by :meth:`from_json`.
@@ -125,7 +179,7 @@ class Signature:
         Raises:
             TypeError: a node of the tree has keys or fields that JSON cannot hold.
         """
-        leaves = [[list(leaf.shape), str(leaf.dtype).removeprefix("torch."), leaf.grad] for leaf in self.leaves]
+        leaves = [_leaf_to_json(leaf) for leaf in self.leaves]
         return json.dumps([structure_to_json(self.treedef), leaves], separators=(",", ":"))
 
     @classmethod
@@ -159,10 +213,15 @@ class _Plain(str):
     __repr__ = str.__str__
 
 
-def _leaf_from_json(shape: list[int], dtype: str, grad: bool) -> LeafSignature:
+def _leaf_to_json(leaf: LeafSignature) -> list[Any]:
+    plain: list[Any] = [list(leaf.shape), str(leaf.dtype).removeprefix("torch."), leaf.grad]
+    return plain if leaf.layout is None else [*plain, leaf.layout.to_json()]
+
+
+def _leaf_from_json(shape: list[int], dtype: str, grad: bool, layout: Any = None) -> LeafSignature:
     if not all(type(n) is int and n >= 0 for n in shape) or type(grad) is not bool:
         raise ValueError(f"got the leaf {[shape, dtype, grad]}, expected [sizes, dtype, true or false]")
-    return LeafSignature(tuple(shape), _DTYPES[dtype], grad)
+    return LeafSignature(tuple(shape), _DTYPES[dtype], grad, None if layout is None else MeshLayout.from_json(layout))
 
 
 def differentiable(dtype: torch.dtype) -> bool:
@@ -192,6 +251,9 @@ def flatten(tree: Any, name: str = "tree") -> tuple[tuple[torch.Tensor, ...], Py
             kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
             got, expected = f"a {kind} tensor", "a dense one"
             mend = "carry a padded tensor and the lengths" if leaf.is_nested else "carry its to_dense(), or its parts"
+        elif is_partial(leaf):
+            got, expected = "a DTensor whose ranks hold parts of a sum", "one that is whole or cut on each rank"
+            mend = "redistribute it: x.redistribute(placements=[Replicate()])"
         else:
             continue
         path = tree_paths(treedef, name)[index]
@@ -206,25 +268,33 @@ class Form(NamedTuple):
     keys: list[Any] | None  # of a dictionary of tensors alone, whose leaves are its values
     classes: frozenset[type]  # kept alive, since guards know them by their addresses
     guards: Callable[..., bool]
+    layouts: tuple[MeshLayout | None, ...] | None  # of the leaves, where there are DTensors
 
 
 def form_of(leaves: Sequence[torch.Tensor], treedef: PyTreeSpec) -> Form:
     """The form of a tree that :func:`flatten` took apart. No tensor is kept alive."""
     flat = treedef.type is dict and treedef.num_nodes == treedef.num_leaves + 1
     keys = treedef.entries() if flat else None
-    return Form(treedef, keys, frozenset(map(type, leaves)), guards(leaves))
+    layouts = tuple(map(layout_of, leaves))
+    return Form(treedef, keys, frozenset(map(type, leaves)), guards(leaves), layouts if any(layouts) else None)
 
 
 def same_form(tree: Any, form: Form) -> tuple[torch.Tensor, ...] | None:
     """The leaves of ``tree`` if it is like the one that ``form`` is of, else None: 0.1 us per leaf of a flat dictionary, 0.5 of others.
 
+    Of DTensors, the parts of this rank.
+
     Compared are structure, order of keys, and of each leaf the class, dtype, device, shape, strides, whether it
-    requires a gradient, and dispatch keys, which tell inference mode, transforms and autocast. A tree with one
-    tensor in two places is like no other.
+    requires a gradient, and dispatch keys, which tell inference mode, transforms and autocast; of a DTensor the layout and
+    the mesh. A tree with one tensor in two places is like no other.
     """
     if form.keys is not None and type(tree) is dict:
         leaves, same = list(tree.values()), list(tree) == form.keys
     else:
         leaves, treedef = tree_flatten(tree)
         same = treedef == form.treedef
-    return tuple(leaves) if same and form.guards(*leaves) else None
+    if not (same and form.guards(*leaves)):
+        return None
+    if form.layouts is None:
+        return tuple(leaves)
+    return tuple(map(local, leaves)) if all(map(same_layout, leaves, form.layouts)) else None

@@ -1,53 +1,21 @@
-"""Optimizers as pairs of pure functions over trees of tensors, run by torch's fused kernels."""
+"""Optimizers of torch's fused kernels, as pairs of pure functions over trees of tensors."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw as torch_adamw
-from torch.optim.sgd import sgd as torch_sgd
 
-from ..stage.signature import differentiable
-from ..stage.tree import tree_flatten, tree_map, tree_paths
+from ..stage.tree import tree_leaves
+from ._torch import fused_adamw, fused_sgd
+from .leaves import LeafPlan, gradients_of, leaves_of, owned, plan_of, zeros_like
+from .parts import Kernel, as_columns, run_on_parts, vector_width
+from .protocols import Optimizer, ShardOf, Tree
 
-Tree = Any
-LearningRate = float | Callable[[int], float]
-
-
-class Optimizer(NamedTuple):
-    """A pair of functions; any such pair serves as an optimizer.
-
-    Unlike in optax, ``update`` returns the new parameters, not differences to add to them: torch's fused
-    kernels make both in one pass. For the same reason it does not run under ``torch.func.vmap``.
-
-    Args:
-        init: ``init(params) -> state``, a tree of tensors.
-        update: ``update(grads, state, params) -> (params, state)``, where ``grads`` has the
-            structure, shapes, dtypes and devices of ``params``. Leaves that are neither floating nor
-            complex are returned unchanged. The results carry no autograd graph.
-    """
-
-    init: Callable[[Tree], Tree]
-    update: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
-
-
-class AdamWState(NamedTuple):
-    """The number of updates made, int64[] on the CPU, and both moments of every gradient.
-
-    The moments have the structure of the parameters, None for leaves that are neither floating nor complex.
-    """
-
-    updates: Tensor
-    mean: Tree
-    square: Tree
-
-
-class SGDState(NamedTuple):
-    """The number of updates made, int64[] on the CPU, and a buffer for every gradient, or None without momentum."""
-
-    updates: Tensor
-    momentum: Tree
+LearningRate = float | Callable[[Tensor], Tensor | float]
 
 
 def adamw(
@@ -66,13 +34,17 @@ def adamw(
         p = p - lr * weight_decay * p
         p = p - lr * (mean / (1 - betas[0]**t)) / (sqrt(square / (1 - betas[1]**t)) + eps)
 
+    Its state is a dictionary: ``updates``, the number of updates made, int64[], and ``mean`` and ``square``, both moments of
+    every gradient, with None for leaves that are neither floating nor complex.
+
     Args:
-        lr: the learning rate, or a function of the number of updates made before this one.
+        lr: the learning rate, or a function of the number of updates made before this one, int64[], such as
+            :func:`warmup_cosine`. Where it returns a tensor, the host reads no value.
         betas: decay of the two moments.
         eps: added to the denominator.
         weight_decay: share of each parameter removed per update, times ``lr``.
-        donate: give up the parameters and the state: tensors in row-major memory are updated in place
-            and returned, so that no copy is made. Otherwise the arguments of an update stay as they are.
+        donate: give up the parameters, the state, and with ``grad_scale`` the gradients: tensors in row-major memory are
+            updated in place and returned, so that no copy is made. Otherwise the arguments of an update stay as they are.
 
     References:
         Loshchilov and Hutter, Decoupled Weight Decay Regularization, algorithm 2.
@@ -82,39 +54,22 @@ def adamw(
     >>> params = {"w": torch.tensor([1.0, 2.0])}
     >>> state = optimizer.init(params)
     >>> updated, state = optimizer.update({"w": torch.tensor([3.0, -3.0])}, state, params)
-    >>> updated["w"], params["w"]
-    (tensor([0.5000, 2.5000]), tensor([1., 2.]))
+    >>> updated["w"], params["w"], state["updates"]
+    (tensor([0.5000, 2.5000]), tensor([1., 2.]), tensor(1))
     """
+    options: dict[str, Any] = {
+        "beta1": betas[0],
+        "beta2": betas[1],
+        "weight_decay": weight_decay,
+        "eps": eps,
+        "amsgrad": False,
+        "maximize": False,
+    }
 
-    def init(params: Tree) -> AdamWState:
-        return AdamWState(_zero_count(), _zeros_like(params), _zeros_like(params))
+    def kernel(params: list[Tensor], grads: list[Tensor], mean: list[Tensor], square: list[Tensor], step: Tensor, **given: Any) -> None:
+        fused_adamw(params, grads, mean, square, [], [step] * len(params), **options, **given)
 
-    @torch.no_grad()
-    def update(grads: Tree, state: AdamWState, params: Tree) -> tuple[Tree, AdamWState]:
-        count = int(state.updates)
-        gradients = _gradients(grads, params)
-        new, trained = _owned(params, donate)
-        mean, means = _owned(state.mean, donate)
-        square, squares = _owned(state.square, donate)
-        torch_adamw(
-            trained,
-            gradients,
-            means,
-            squares,
-            [],
-            _step_tensors(trained, count),
-            fused=True,
-            amsgrad=False,
-            beta1=betas[0],
-            beta2=betas[1],
-            lr=_rate(lr, count),
-            weight_decay=weight_decay,
-            eps=eps,
-            maximize=False,
-        )
-        return new, AdamWState(state.updates + 1, mean, square)
-
-    return Optimizer(init, update)
+    return _fused(kernel, ("mean", "square"), lr, donate)
 
 
 def sgd(
@@ -133,11 +88,13 @@ def sgd(
         buffer = g at the first update, then momentum * buffer + (1 - dampening) * g
         p = p - lr * (g + momentum * buffer if nesterov else buffer)
 
+    Its state is a dictionary: ``updates``, the number of updates made, int64[], and with momentum the buffer of every gradient.
+
     Args:
-        lr: the learning rate, or a function of the number of updates made before this one.
+        lr: as in :func:`adamw`.
         momentum: decay of the buffer; 0 keeps none.
         weight_decay: share of each parameter added to its gradient.
-        dampening: share of each gradient that is kept out of the buffer.
+        dampening: share of each gradient that is kept out of the buffer; no fused kernel knows it without reading a value.
         nesterov: look ahead along the momentum.
         donate: as in :func:`adamw`.
 
@@ -151,109 +108,103 @@ def sgd(
     """
     if nesterov and (momentum <= 0 or dampening != 0):
         raise ValueError(f"nesterov needs momentum > 0 and dampening 0, got momentum={momentum} and dampening={dampening}")
+    if momentum and dampening:
+        return _fused(partial(_dampened, momentum=momentum, weight_decay=weight_decay, dampening=dampening), ("momentum",), lr, donate)
+    options: dict[str, Any] = {
+        "momentum": momentum,
+        "weight_decay": weight_decay,
+        "dampening": 0.0,
+        "nesterov": nesterov,
+        "maximize": False,
+    }
 
-    def init(params: Tree) -> SGDState:
-        return SGDState(_zero_count(), _zeros_like(params) if momentum else None)
+    def kernel(params: list[Tensor], grads: list[Tensor], *rest: Any, **given: Any) -> None:
+        # A buffer of zeros becomes the gradient, as it does in torch at the first update.
+        fused_sgd(params, grads, rest[0] if momentum else [], **options, is_first_step=False, **given)
+
+    return _fused(kernel, ("momentum",) if momentum else (), lr, donate)
+
+
+def _dampened(
+    params: list[Tensor],
+    grads: list[Tensor],
+    buffers: list[Tensor],
+    step: Tensor,
+    *,
+    lr: Tensor | float,
+    momentum: float,
+    weight_decay: float,
+    dampening: float,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    """The kernel of SGD with dampening, which at the first update there is none of."""
+    for p, g, buffer in zip(params, grads, buffers, strict=True):
+        unscaled = g if grad_scale is None else g / grad_scale.to(g.dtype)
+        share = torch.where(step == 1, 1.0, 1.0 - dampening).to(g.dtype)
+        after = momentum * buffer + share * (unscaled + weight_decay * p)
+        moved = p - lr * after
+        p.copy_(moved if found_inf is None else torch.where(found_inf > 0, p, moved))
+        buffer.copy_(after if found_inf is None else torch.where(found_inf > 0, buffer, after))
+
+
+def _fused(kernel: Kernel, names: tuple[str, ...], lr: LearningRate, donate: bool) -> Optimizer:
+    """An optimizer that runs ``kernel`` on leaves of the parameters, their gradients, and the trees ``names`` of its state."""
+    widths: dict[torch.dtype, int] = {}
+    last: LeafPlan | None = None  # how the trees of the last update were taken apart; those of the next are mostly like them
+
+    def init(params: Tree) -> dict[str, Tree]:
+        return {"updates": _zero_count(params), **{name: zeros_like(params) for name in names}}
 
     @torch.no_grad()
-    def update(grads: Tree, state: SGDState, params: Tree) -> tuple[Tree, SGDState]:
-        count = int(state.updates)
-        gradients = _gradients(grads, params)
-        new, trained = _owned(params, donate)
-        buffers, filled = _owned(state.momentum, donate)
-        # torch knows the first update by buffers that are None, and makes new ones for it.
-        handed: list[Tensor | None] = list(filled) if filled and count else [None] * len(trained)
-        torch_sgd(
-            trained,
-            gradients,
-            handed,
-            fused=True,
-            weight_decay=weight_decay,
-            momentum=momentum,
-            lr=_rate(lr, count),
-            dampening=dampening,
-            nesterov=nesterov,
-            maximize=False,
-        )
-        if filled and not count:
-            torch._foreach_copy_(filled, [buffer for buffer in handed if buffer is not None])
-        return new, SGDState(state.updates + 1, buffers)
+    def update(
+        grads: Tree,
+        state: dict[str, Tree],
+        params: Tree,
+        *,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+        parts: Sequence[ShardOf] | None = None,
+    ) -> tuple[Tree, dict[str, Tree]]:
+        nonlocal last
+        states = {name: state[name] for name in names}
+        plan, leaves = last, None if last is None else leaves_of(last, (params, grads, *states.values()))
+        if plan is None or leaves is None:
+            plan, leaves = plan_of(params, grads, states)
+            last = plan
+        new, own = owned(plan, (params, *states.values()), (leaves[0], *leaves[2:]), donate)
+        # The kernels write unscaled gradients over those that they are given.
+        gradients = gradients_of(plan, leaves[1], copy=grad_scale is not None and not donate)
+        whole = None if parts is None else as_columns([parts[n] for n in plan.trained], [leaves[0][n].dtype for n in plan.trained])
+        count = state["updates"]
+        step, rate = (count + 1).float(), lr(count) if callable(lr) else lr
+        for group in plan.groups:
+            columns = [c if len(group) == len(c) else [c[n] for n in group] for c in (own[0], gradients, *own[1:])]
+            device = columns[0][0].device
+            given = {"grad_scale": _on(device, grad_scale), "found_inf": _on(device, found_inf), "lr": _rate(rate, device)}
+            if whole is None or device.type != "cpu":
+                kernel(*columns, step.to(device), **given)
+            else:
+                dtype = columns[0][0].dtype
+                widths[dtype] = widths.get(dtype) or vector_width(kernel, len(columns), dtype)
+                run_on_parts(kernel, columns, [whole[n] for n in group], widths[dtype], step, **given)
+        after = count + 1 if found_inf is None else torch.where(found_inf.to(count.device) > 0, count, count + 1)
+        return new[0], {"updates": after, **dict(zip(names, new[1:], strict=True))}
 
     return Optimizer(init, update)
 
 
-def _rate(lr: LearningRate, count: int) -> float:
-    return float(lr(count) if callable(lr) else lr)
+def _on(device: torch.device, number: Tensor | None) -> Tensor | None:
+    return None if number is None else number.to(device, torch.float32)
 
 
-def _zero_count() -> Tensor:
-    # On the CPU wherever the parameters are: reading it must not wait for a device.
-    return torch.zeros((), dtype=torch.int64, device="cpu")
+def _rate(rate: Tensor | float, device: torch.device) -> Tensor | float:
+    """A learning rate as the kernels take it: on CUDA they read float32 alone."""
+    if not isinstance(rate, Tensor):
+        return float(rate)
+    return rate.to(device, torch.float32 if device.type == "cuda" else rate.dtype)
 
 
-def _step_tensors(leaves: list[Tensor], count: int) -> list[Tensor]:
-    """Make one float32[] per leaf, on its device: the kernel increments each before it uses it."""
-    if not leaves:
-        return []
-    first = leaves[0].device
-    made = torch.full((len(leaves),), float(count), device=first).unbind()
-    return [one if p.device == first else one.to(p.device) for one, p in zip(made, leaves, strict=True)]
-
-
-def _as_real(leaf: Tensor) -> Tensor:
-    """View the same memory in a real dtype: the kernels know no complex numbers."""
-    return torch.view_as_real(leaf) if leaf.dtype.is_complex else leaf
-
-
-def _dense(leaf: Tensor) -> Tensor:
-    """Put a leaf into row-major memory, without history: the kernels walk the memory of several tensors side by side."""
-    if leaf.requires_grad or leaf.is_conj() or leaf.is_neg() or not leaf.is_contiguous():
-        return leaf.detach().resolve_conj().resolve_neg().contiguous()
-    return leaf
-
-
-def _zeros_like(params: Tree) -> Tree:
-    def zeros(p: Tensor) -> Tensor | None:
-        return torch.zeros(p.shape, dtype=p.dtype, device=p.device) if differentiable(p.dtype) else None
-
-    return tree_map(zeros, params)
-
-
-def _owned(tree: Tree, donate: bool) -> tuple[Tree, list[Tensor]]:
-    """Copy a tree, or take it where it is donated, for the update to write to; also real views of the leaves it trains."""
-    leaves, structure = tree_flatten(tree)
-    copied = leaves if donate else [p.clone(memory_format=torch.contiguous_format) if differentiable(p.dtype) else p for p in leaves]
-    own = [_dense(p) if differentiable(p.dtype) else p for p in copied]
-    trained = [_as_real(leaf) for leaf in own if differentiable(leaf.dtype)]
-    if donate and len({leaf.data_ptr() for leaf in trained if leaf.numel()}) < sum(leaf.numel() > 0 for leaf in trained):
-        _refuse_shared_memory(tree)
-    return structure.unflatten(own), trained
-
-
-def _refuse_shared_memory(tree: Tree) -> None:
-    """Raise ValueError with the paths of two leaves that share memory, which would be updated twice."""
-    seen: dict[int, str] = {}
-    leaves, structure = tree_flatten(tree)
-    for path, leaf in zip(tree_paths(structure), leaves, strict=True):
-        trained = differentiable(leaf.dtype) and leaf.numel()
-        first = seen.setdefault(leaf.data_ptr(), path) if trained else path
-        if first != path:
-            raise ValueError(
-                f"params{first} and params{path} share their memory, so that they cannot both be "
-                "updated in place; pass donate=False or make them separate tensors"
-            )
-
-
-def _gradients(grads: Tree, params: Tree) -> list[Tensor]:
-    """Check that the gradients match; return those of the leaves that an update changes, as real views in row-major memory."""
-    wanted, structure = tree_flatten(params)
-    got, got_structure = tree_flatten(grads)
-    if structure != got_structure:
-        raise ValueError(f"grads must have the structure of params, got {got_structure} and expected {structure}")
-    for n, (g, p) in enumerate(zip(got, wanted, strict=True)):
-        if g.shape != p.shape or g.dtype != p.dtype or g.device != p.device:
-            raise ValueError(
-                f"grads{tree_paths(structure)[n]} must match its parameter: got {g.dtype}{list(g.shape)} "
-                f"on {g.device}, expected {p.dtype}{list(p.shape)} on {p.device}"
-            )
-    return [_as_real(_dense(g)) for g in got if differentiable(g.dtype)]
+def _zero_count(params: Tree) -> Tensor:
+    leaves = tree_leaves(params)
+    return torch.zeros((), dtype=torch.int64, device=leaves[0].device if leaves else None)

@@ -8,8 +8,6 @@ Rounds alternate; medians of rounds, in microseconds. Below, on paper, what agre
 with as many microbatches as ranks, and where all ranks begin and end together; from the times of this run.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import socket

@@ -1,25 +1,29 @@
-"""The first step of one stage in one process: the graph engine beside torch.distributed.pipelining.
+"""The first step of a model like GPT-2 in several processes: the graph engine beside torch.distributed.pipelining.
 
 Run on the CPU::
 
-    OMP_NUM_THREADS=1 python tests/benchmarks/first_step.py
+    OMP_NUM_THREADS=1 python tests/benchmarks/first_step.py --ranks 4 --blocks 3
 
-Both sides run in fresh processes, in turn. Printed are the CPU seconds of the first forward and backward, imports
-aside, and of a later one; and how often the function of the stage was called.
+Both sides run in fresh processes, in turn. Printed are the CPU seconds per rank of the first step, from making the step
+function on, imports aside, and of the third; and how often the module of a stage was called in the first.
 """
-
-from __future__ import annotations
 
 import argparse
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from statistics import median
+from statistics import mean, median
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional as F
+
+import ppfunc as pp
+
+VOCABULARY, ROWS, TOKENS = 1000, 4, 128
 
 
 class Block(nn.Module):
@@ -38,70 +42,81 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.second(x))))
 
 
-def graph_step(module: nn.Module, x: Tensor) -> Callable[[], object]:
-    """Forward and backward by the graph engine, which traces in the first step."""
-    from ppfunc.stage import graph, stage_from_module
+class Embedding(nn.Module):
+    """Those of tokens and places."""
 
-    fn, params, _ = stage_from_module(module)
-    built = []
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(VOCABULARY, width), nn.Embedding(TOKENS, width)
 
-    def step() -> None:
-        if not built:
-            built.append(graph(fn, (params, x)))
-        y, residuals = built[0].forward(params, x)
-        built[0].backward(residuals, y)
-
-    return step
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
 
 
-def torch_step(module: nn.Module, x: Tensor) -> Callable[[], object]:
-    """A step of one stage and one microbatch by torch.distributed.pipelining."""
-    import torch.distributed as dist
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+def loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    stage = PipelineStage(module, 0, 1, torch.device("cpu"))
-    schedule = Schedule1F1B(stage, 1, loss_fn=lambda y, target: (y - target).square().sum())
-    return lambda: schedule.step(x, target=x)
+
+def ours(module: nn.Module, rank: int, ranks: int, microbatches: int) -> Callable[[Tensor], object]:
+    """A step of value_and_grad, which is traced in the first call."""
+    fn, params, _ = pp.stage_from_module(module)
+    stages = [fn if stage == rank else None for stage in range(ranks)]
+    step = pp.value_and_grad(stages, loss, pp.one_f_one_b(ranks, microbatches), pp.P2P())
+    return lambda tokens: step({rank: params}, tokens if rank == 0 else None, tokens if rank == ranks - 1 else None)
+
+
+def theirs(module: nn.Module, rank: int, ranks: int, microbatches: int) -> Callable[[Tensor], object]:
+    """A step of torch.distributed.pipelining."""
+    schedule = Schedule1F1B(PipelineStage(module, rank, ranks, torch.device("cpu")), microbatches, loss_fn=loss)
+    return lambda tokens: schedule.step(*[tokens] * (rank == 0), target=tokens if rank == ranks - 1 else None)
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Print CPU seconds of the first step and of the third, and the calls of the module."""
+    """Print CPU seconds of the first step and of the third, and the calls of the module, of this rank."""
     torch.set_num_threads(1)
-    module = nn.Sequential(*(Block(options.width, 4) for _ in range(options.blocks)))
+    dist.init_process_group("gloo")
+    rank, ranks, width = dist.get_rank(), dist.get_world_size(), options.width
+    ends = [Embedding(width)] * (rank == 0), [nn.LayerNorm(width), nn.Linear(width, VOCABULARY)] * (rank == ranks - 1)
+    module = nn.Sequential(*ends[0], *(Block(width, 4) for _ in range(options.blocks)), *ends[1])
     calls: list[None] = []
     module.register_forward_pre_hook(lambda *_: calls.append(None))
-    step = {"graph": graph_step, "torch": torch_step}[options.side](module, torch.randn(4, 128, options.width))
-    times = []
-    for _ in range(3):
-        start = time.process_time()
-        step()
-        times.append(time.process_time() - start)
-        if len(times) == 1:
-            first_calls = len(calls)
-    print(times[0], times[2], first_calls)
+    tokens = torch.randint(VOCABULARY, (ROWS * options.microbatches, TOKENS))
+    dist.barrier()
+    start = time.process_time()
+    step = {"ppfunc": ours, "torch": theirs}[options.side](module, rank, ranks, options.microbatches)
+    step(tokens)
+    first, first_calls = time.process_time() - start, len(calls)
+    step(tokens)
+    start = time.process_time()
+    step(tokens)
+    print(f"{first} {time.process_time() - start} {first_calls}\n", end="", flush=True)
+    dist.destroy_process_group()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--blocks", type=int, default=3, help="of a rank")
+    parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--blocks", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--side", choices=["graph", "torch"], help="measure this one, in this process")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--side", choices=["ppfunc", "torch"], help="measure this one, in processes started by torchrun")
     options = parser.parse_args()
     if options.side:
         return measure(options)
-    rounds = []
+    sizes = [f"--{name}={getattr(options, name)}" for name in ("blocks", "microbatches", "width")]
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", f"--nproc-per-node={options.ranks}", __file__, *sizes]
+    rounds: list[dict[str, list[list[float]]]] = []
     for _ in range(options.rounds):
-        command = [sys.executable, "-W", "ignore", __file__, f"--width={options.width}", f"--blocks={options.blocks}"]
-        printed = {
-            s: subprocess.run([*command, f"--side={s}"], stdout=subprocess.PIPE, text=True, check=True).stdout for s in ("graph", "torch")
-        }
-        rounds.append({side: tuple(map(float, text.split())) for side, text in printed.items()})
-    for side in ("graph", "torch"):
-        first, later, calls = (median(r[side][i] for r in rounds) for i in range(3))
-        print(f"{side}: first step {first:.3f} s, a later one {later:.3f} s, {calls:.0f} calls of the stage in the first")
-    print(f"ratio of first steps {median(r['graph'][0] / r['torch'][0] for r in rounds):.2f}")
+        rounds.append({})
+        for side in ("ppfunc", "torch"):
+            printed = subprocess.run([*command, f"--side={side}"], stdout=subprocess.PIPE, text=True, check=True).stdout
+            rounds[-1][side] = [list(map(float, line.split())) for line in printed.splitlines()]
+    for side in ("ppfunc", "torch"):
+        first, later, calls = (median(mean(row[i] for row in r[side]) for r in rounds) for i in range(3))
+        print(f"{side}: per rank, first step {first:.3f} s, the third {later:.3f} s, {calls:.0f} calls of the module in the first")
+    ratio = median(mean(row[0] for row in r["ppfunc"]) / mean(row[0] for row in r["torch"]) for r in rounds)
+    print(f"ratio of first steps {ratio:.2f}")
 
 
 if __name__ == "__main__":

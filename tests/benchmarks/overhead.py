@@ -6,12 +6,12 @@ Run by torchrun on one rank (no messages) or more::
 
 Both run interleaved 1F1B in turn. On one rank, with four stages, all values are handed over locally, so what is
 measured is the runtime and nothing else. With leaves, a stage adds all its parameters to its input. The time per
-leaf and step is that of the step, without its programs and the sums of their gradients, less the same without leaves.
+leaf and step, in CPU seconds, is that of the step, without its programs and the sums of their gradients in the order of the
+schedule, less the same without leaves.
 """
 
-from __future__ import annotations
-
 import argparse
+import time
 from collections.abc import Callable
 from statistics import median
 from typing import Any
@@ -24,6 +24,7 @@ from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 
 import ppfunc as pp
 from ppfunc.runtime.compile import CompiledStep, new_gradients
+from ppfunc.schedule import Op
 
 WIDTH = 4
 
@@ -68,7 +69,7 @@ def main() -> None:
         rounds = [tuple(measure(step, options.steps) for step in (step_ours, step_theirs, programs)) for _ in range(options.rounds)]
         mine, other, bare = (median(column) for column in zip(*rounds, strict=True))
         ratio = median(a / b for a, b, _ in rounds)
-        runtime = median(a - c for a, _, c in rounds)
+        runtime = median(cpu_seconds(step_ours) - cpu_seconds(programs) for _ in range(options.rounds * options.steps))
         base = runtime if leaves == options.leaves[0] else base
         per_leaf = f", {(runtime - base) / leaves / len(held) * 1e6:.2f} us per leaf and step" if leaves > options.leaves[0] else ""
         if rank == 0:
@@ -100,20 +101,28 @@ def sides(schedule: pp.Schedule, params: dict[int, Any], rank: int) -> tuple[Cal
         runtime.step(*[inputs] * first, target=targets if last else None)
 
     compiled = lowered.compile()
-    return lambda: step(*given), step_theirs, lambda: run_programs(compiled, params)
+    return lambda: step(*given), step_theirs, lambda: run_programs(compiled, params, rank)
+
+
+def cpu_seconds(step: Callable[[], object]) -> float:
+    start = time.process_time()
+    step()
+    return time.process_time() - start
 
 
 @torch.no_grad()
-def run_programs(compiled: CompiledStep, params: dict[int, Any]) -> None:
-    """Every forward and backward of this process once, and the sums of its gradients."""
+def run_programs(compiled: CompiledStep, params: dict[int, Any], rank: int) -> None:
+    """Every forward and backward of this process, in the order of the schedule, and the sums of its gradients."""
     x, one = torch.zeros(1, WIDTH), torch.ones(())
-    sums = {s: new_gradients(compiled.lowered) for s in params}
-    for (s, m), program in compiled.programs.items():
-        leaves = tuple(params[s].values())
-        targets = (x,) * (compiled.lowered.stages[s, m].loss is not None)
-        _, residuals = program.flat.forward(leaves, (x,), targets)
-        gradients, _ = program.flat.backward(residuals, (one if targets else x,))
-        sums[s].add(gradients, m)
+    sums, residuals = {s: new_gradients(compiled.lowered) for s in params}, {}
+    for instruction in compiled.lowered.schedule.instructions(rank):
+        s, m = key = instruction.stage, instruction.microbatch
+        program, targets = compiled.programs[key].flat, (x,) * (compiled.lowered.stages[key].loss is not None)
+        if instruction.op is Op.F:
+            _, residuals[key] = program.forward(tuple(params[s].values()), (x,), targets)
+        elif instruction.op is Op.B:
+            gradients, _ = program.backward(residuals.pop(key), (one if targets else x,))
+            sums[s].add(gradients, m, (False,) * len(gradients))
 
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@
 Without a part, all of them: bound, optimal, low, random, shares, placements, large.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

@@ -8,8 +8,6 @@ All sides run in turn, in rounds that alternate. Printed are the median times of
 its ratio to the forward and whole backward of the graph engine (F+B), round by round.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -12,8 +12,6 @@ inductor with the same programs as traced, ``--cuda-graphs`` those captured as C
 ``--device cuda`` takes a GPU per rank; on one GPU, ``--nproc-per-node 1 --schedule interleaved_1f1b``.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -1,7 +1,5 @@
 """Timing of one side of a comparison."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

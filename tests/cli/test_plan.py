@@ -1,4 +1,4 @@
-"""The command: plan, compare."""
+"""The command: plan."""
 
 from __future__ import annotations
 
@@ -13,24 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from ppfunc.cli import main
 from ppfunc.schedule import check, read_schedule, simulate
 
 SMALL = "--ranks 4 --microbatches 8 --effort 0.05".split()
-
-
-@pytest.fixture
-def run(capsys):
-    """Run the command: exit code, standard output, standard error."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        try:
-            code = main([str(a) for a in arguments])
-        except SystemExit as exit_:
-            code = exit_.code
-        return code, *capsys.readouterr()
-
-    return call
 
 
 def test_one_line_says_value_bound_gap_and_what_binds(run):
@@ -94,20 +79,6 @@ def test_costs_come_from_a_file_or_from_options(run, tmp_path):
 def test_a_question_that_cannot_be_answered_exits_with_2(options, message, run):
     code, out, err = run("plan", *SMALL, *options)
     assert (code, out) == (2, "") and message in err and "Traceback" not in err
-
-
-def test_compare_shows_the_plan_beside_all_builders_shortest_first(run):
-    code, out, _ = run("compare", *SMALL, "--cap", 4, "--weight-share", 1, "--chunks", "1..2", "--forward", 2)
-    assert code == 0
-    head, *rows = [line.split() for line in out.splitlines()]
-    assert head == ["schedule", "makespan", "bubble", "memory"]
-    names = [row[0] for row in rows]
-    assert {"plan", "1f1b", "gpipe", "zb_h1", "zbv", "zero_bubble", "zbv_greedy", "dualpipe"} <= set(names)
-    times = [float(row[1]) for row in rows]
-    assert times == sorted(times)
-    fitting = [row for row in rows if row[4:] != ["over", "the", "cap"]]
-    assert fitting[0][0] == "plan" or float(fitting[0][1]) == next(float(row[1]) for row in rows if row[0] == "plan")
-    assert next(row for row in rows if row[0] == "gpipe")[4:] == ["over", "the", "cap"]
 
 
 def test_ctrl_c_returns_the_best_so_far():

@@ -76,7 +76,9 @@ def test_runs_plainly_in_processes_of_its_own(environment, tmp_path):
     written = [float(line.split(",")[1]) for line in (tmp_path / "loss.csv").read_text().splitlines()]
     assert len(written) == 25
     assert (written[0], written[-1]) == pytest.approx((first, last), abs=1e-3)
-    assert "rank 0" in (tmp_path / "schedule.svg").read_text()
+    for picture in ("schedule.svg", "measured.svg"):
+        assert "rank 1" in (tmp_path / picture).read_text()
+    assert "measured and on paper" in done.stdout and "\nrank " in done.stdout
     assert "polyline" in (tmp_path / "loss.svg").read_text()
 
 

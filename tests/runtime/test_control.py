@@ -562,7 +562,7 @@ def many_failures(rank, ranks):
         def look():
             dist.barrier()
             keys = transport._rendezvous._store.num_keys()
-            links = transport._links
+            links = transport.links
             held = len(links._decided), len(links._asked), len(links._streams), len(transport._channels)
             return keys, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), *held
 

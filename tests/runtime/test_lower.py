@@ -181,6 +181,47 @@ def test_what_is_lowered_is_compiled_and_runs_nothing():
     assert len(compiled.calls) == 4 * M
 
 
+def compiled_by_itself(rank, size):
+    """The bits of a compiled step and of its step function, what other arguments raise, and what a failure makes of it."""
+    params, inputs, targets = problem(2)
+    with pp.InProcess() if size == 1 else pp.P2P(timeout=30) as transport:
+        step = pp.value_and_grad([dense] * 2, squared, pp.one_f_one_b(2, M), transport)
+        own = params if size == 1 else {rank: params[rank]}
+        given = own, inputs if rank == 0 else None, targets if rank == size - 1 else None
+        compiled = step.lower(*(None if tree is None else on_meta(tree) for tree in given)).compile()
+        assert step.cache_info().misses == 0
+        assert same_bits(compiled(*given), step(*given))
+        assert same_bits(compiled(*given), step(*given))
+        longer = own, *(None if t is None else torch.cat([t, t]) for t in given[1:])
+        with pytest.raises((ValueError, pp.PipelineError), match=r"(inputs|targets): got float64\[4,4\] .*, the step was compiled for"):
+            compiled(*longer)
+        if size > 1:
+            with pytest.raises(RuntimeError, match="a step has failed since this one was lowered"):
+                compiled(*given)
+            compiled = step.lower(*given).compile()
+        assert same_bits(compiled(*given), step(*given))
+
+
+def test_what_is_compiled_is_called_as_the_step_function(two):
+    compiled_by_itself(0, 1)
+    two(compiled_by_itself)
+
+
+def test_a_compiled_step_is_for_the_modes_in_which_it_was_lowered():
+    fn, params, _ = pp.stage_from_module(module := torch.nn.Sequential(torch.nn.Linear(D, D), torch.nn.Tanh()))
+    given = {0: params}, torch.ones(M, D), torch.ones(M, D)
+    lowered = pp.value_and_grad([fn], squared, pp.gpipe(1, M)).lower(*given)
+    compiled = lowered.compile()
+    compiled(*given)
+    module.eval()
+    for call in (lowered.compile, lambda: compiled(*given)):
+        with pytest.raises(ValueError, match="modules or autocast have another mode than when the step was lowered"):
+            call()
+    module.train()
+    with torch.autocast("cpu"), pytest.raises(ValueError, match="modules or autocast have another mode"):
+        compiled(*given)
+
+
 def test_wrong_arguments_are_refused_as_by_the_call():
     params, inputs, targets = problem()
     step = pp.value_and_grad([dense] * 2, squared, pp.gpipe(2, M))

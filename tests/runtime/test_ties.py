@@ -216,7 +216,7 @@ def test_second_derivatives():
     params, tokens, targets = problem()
     direction = {s: pp.stage.tree.tree_map(torch.ones_like, tree) for s, tree in params.items()}
     step = pp.hvp(stages_of(4), squared, pp.one_f_one_b(4, M), tied=TIED)
-    (loss, slope), (grads, products) = step(params, direction, tokens, targets)
+    (loss, slope, grads), products = step(params, direction, tokens, targets)
     want, wanted = whole(params, tokens, targets, M)
     torch.testing.assert_close(loss, want)
     assert close(grads, wanted)

@@ -91,6 +91,19 @@ WRONG = {
     "step first": (("0F0 0STEP 0B0",), 1, 0, (0, 1), "0STEP", "still computes after it"),
     "step before the sum": (("0F0 0B0 0STEP 0REDUCE_GRAD",), 1, 0, (0, 3), "0REDUCE_GRAD", "comes after STEP"),
     "step without backward": (("0F0 0STEP",), 1, 0, (0, 1), "0STEP", "no backward"),
+    "sum over tied places after the optimizer step": (
+        ("0F0 0B0 0STEP 0REDUCE_TIED",), 1, 0, (0, 3), "0REDUCE_TIED", "comes after STEP, expected it before"
+    ),
+    "sum over data ranks first": (("0F0 0REDUCE_GRAD 0B0 0STEP",), 1, 0, (0, 1), "0REDUCE_GRAD", "still computes after it"),
+    "used while sharded": (("0F0 0UNSHARD 0B0 0RESHARD",), 1, 0, (0, 0), "0F0", "stage 0 are sharded here, expected its UNSHARD before"),
+    "used after the reshard": (("0UNSHARD 0F0 0RESHARD 0B0",), 1, 0, (0, 3), "0B0", "sharded here"),
+    "unsharded twice": (("0UNSHARD 0F0 0UNSHARD 0B0 0RESHARD",), 1, 0, (0, 2), "0UNSHARD", "unsharded already since step 0, place 0"),
+    "never resharded": (("0UNSHARD 0F0 0B0",), 1, 0, (0, 0), "0UNSHARD", "stays unsharded: expected a RESHARD"),
+    "resharded twice": (("0UNSHARD 0F0 0B0 0RESHARD 0RESHARD",), 1, 0, (0, 4), "0RESHARD", "is sharded here, expected an UNSHARD"),
+    "stepped while unsharded": (("0UNSHARD 0F0 0B0 0STEP 0RESHARD",), 1, 0, (0, 3), "0STEP", "shard while stage 0 is unsharded"),
+    "one stage only unsharded": (
+        ("0UNSHARD 0F0 0RESHARD 0UNSHARD | 0SEND_F0 0RECV_B0 0B0 0RESHARD", GOOD[1]), 1, 1, (0, 1), "1F0", "stage 1 are sharded",
+    ),
     "load missing": (("0LOAD0 0F0 0F1",), 2, 0, (0, 2), "0F1", "LOAD is missing"),
     "load late": (("0F0 | 0LOAD0",), 1, 0, (0, 0), "0F0", "comes later"),
     "load twice": (("0LOAD0 0LOAD0 0F0",), 1, 0, (0, 1), "0LOAD0", "twice"),
@@ -255,7 +268,13 @@ def test_copies_that_are_stepped_must_be_summed():
     schedule = dualpipe(ranks=2, microbatches=4)
     check(append_tail(schedule))
     assert "never summed" in refused(append_tail(schedule, tied=False)).reason
-    check(append_tail(remove_slots(gpipe(2, 2)), tied=True))
+    for tied in (True, [1], [0, 1]):
+        check(append_tail(remove_slots(gpipe(2, 2)), tied=tied))
+    assert "stages (1, 3) are replicas, but" in refused(append_tail(schedule, tied=[0, 2])).reason
+    assert "stage 2 has no REDUCE_TIED, but its replica 0 has" in refused(append_tail(schedule, tied=[0], step=False)).reason
+    check(append_tail(place_communication(schedule), tied=[0, 2], step=False))
+    with pytest.raises(ValueError, match=r"tied is \[9\], expected stages from 0 to 1"):
+        append_tail(gpipe(2, 2), tied=[9])
     check(data_parallel(ranks=2, microbatches=2))
 
 

@@ -118,10 +118,10 @@ def test_garbled_text_is_refused_with_its_place(text, message):
     ],
 )
 def test_impossible_numbers_are_refused_before_anything_of_their_size_is_made(text, rank, instruction):
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(ScheduleError) as caught:
         check(from_csv(text))
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
     assert caught.value.rank == rank
     assert (caught.value.instruction and str(caught.value.instruction)) == instruction
 

@@ -10,25 +10,36 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from hypothesis import given, strategies as st
 
 import ppfunc.schedule as schedules
 from ppfunc.schedule import (
     BUILDERS,
+    FormatError,
+    ScheduleError,
+    allocate_slots,
+    append_tail,
     deepspeed_inference,
     dualpipe,
     from_csv,
+    from_trace,
     gpipe,
+    insert_unshards,
     interleaved_one_f_one_b,
     one_f_one_b,
     place_communication,
+    reduce_early,
+    remove_tail,
     to_grid,
     to_steps,
     to_svg,
     to_trace,
+    zbv,
 )
 from ppfunc.schedule.check import check
 from ppfunc.schedule.costs import Costs
-from ppfunc.schedule.instruction import COMPUTE, parts_of
+from ppfunc.schedule.formats.trace import _microseconds
+from ppfunc.schedule.instruction import COMPUTE, Op, parts_of
 from ppfunc.schedule.simulate import simulate, timeline_of
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -119,6 +130,116 @@ def test_trace_has_a_slice_per_instruction_and_an_arrow_per_message(schedule):
     assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} == {f"rank {r}" for r in range(schedule.ranks)}
 
 
+def nested(slices: list[dict]) -> bool:
+    """Whether the slices of a track lie beside or inside each other, in the whole nanoseconds that viewers keep."""
+    ends: list[int] = []
+    for start, length in sorted((int(s["ts"] * 1000), int(s["dur"] * 1000)) for s in slices):
+        while ends and ends[-1] <= start:
+            ends.pop()
+        if ends and start + length > ends[-1]:
+            return False
+        ends.append(start + length)
+    return True
+
+
+METADATA = {"process_name": {"name": str}, "thread_name": {"name": str}, "thread_sort_index": {"sort_index": int}}
+FIELDS = {
+    "M": {"name", "ph", "pid", "args"},
+    "X": {"name", "ph", "pid", "tid", "ts", "dur", "cat", "args"},
+    "s": {"name", "ph", "pid", "tid", "ts", "cat", "id"},
+    "f": {"name", "ph", "pid", "tid", "ts", "cat", "id", "bp"},
+}
+
+
+@given(
+    st.sampled_from(SCHEDULES),
+    st.floats(1e-6, 3.7),
+    st.floats(0, 0.31),
+    st.sampled_from([1.0, 1000.0, 1e6]),
+    st.booleans(),
+)
+def test_a_trace_keeps_the_rules_of_the_format(schedule, forward, communication, microseconds, tail):
+    """Those of the Trace Event Format, and what its viewers take for granted: phases, fields, ids, nesting, metadata."""
+    costs = Costs(forward=forward, backward=2.3 * forward, communication=communication)
+    tail = tail and not schedule.forward_only
+    if tail:
+        schedule = reduce_early(append_tail(insert_unshards(remove_tail(schedule))))
+        costs = replace(costs, unshard=0.37 * forward, reduce_grad=1.9 * forward, step=0.21 * forward)
+    timeline = simulate(schedule, costs)
+    trace = json.loads(to_trace(schedule, timeline, microseconds=microseconds))
+    assert trace["displayTimeUnit"] in ("ms", "ns") and isinstance(trace["traceEvents"], list)
+    events = trace["traceEvents"]
+    for event in events:
+        assert FIELDS[event["ph"]] <= event.keys() <= FIELDS[event["ph"]] | {"tid"}, event
+        assert isinstance(event["name"], str) and type(event["pid"]) is int
+        if event["ph"] == "M":
+            assert {key: type(value) for key, value in event["args"].items()} == METADATA[event["name"]]
+        else:
+            assert event["ts"] >= 0 and event.get("dur", 0) >= 0 and type(event["tid"]) is int
+    tracks = {(e["name"], e.get("tid")) for e in events if e["ph"] == "M"}
+    count = schedule.ranks * (2 if tail else 1)
+    wanted = {(name, track) for name in METADATA for track in range(count) if name != "process_name"}
+    assert tracks == wanted | {("process_name", None)} and len(tracks) == sum(e["ph"] == "M" for e in events)
+    assert {("thread_name", e["tid"]) for e in events if e["ph"] != "M"} <= tracks
+    slices = [e for e in events if e["ph"] == "X"]
+    for track in {e["tid"] for e in slices}:
+        assert nested([e for e in slices if e["tid"] == track])
+    for name, op in (("UNSHARD", Op.UNSHARD), ("REDUCE_GRAD", Op.REDUCE_GRAD), ("STEP", Op.STEP)):
+        assert sum(e["cat"] == name for e in slices) == (schedule.counts.get(op, 0) if tail else 0)
+    starts, ends = ([e for e in events if e["ph"] == phase] for phase in "sf")
+    keys = [[(e["cat"], e["name"], e["id"]) for e in side] for side in (starts, ends)]
+    assert sorted(keys[0]) == sorted(keys[1]) and len({key[2] for key in keys[0]}) == len(starts)
+    ended = {e["id"]: e for e in ends}
+    assert all(e["ts"] <= ended[e["id"]]["ts"] and ended[e["id"]]["bp"] == "e" for e in starts)
+
+
+@given(st.integers(0, 10**15))
+def test_microseconds_are_cut_off_to_the_nanosecond_that_is_meant(nanoseconds):
+    assert int(_microseconds(nanoseconds) * 1000) == nanoseconds
+
+
+@given(st.sampled_from(SCHEDULES), st.floats(0.1, 3.7), st.booleans())
+def test_a_trace_is_read_again(schedule, forward, lowered):
+    if lowered and not schedule.lowered:
+        schedule = place_communication(schedule)
+    timeline = simulate(schedule, Costs(forward=forward, communication=0.1, activation=3.5))
+    assert from_trace(to_trace(schedule, timeline, microseconds=1e6)) == timeline
+    timeline = simulate(schedule)
+    assert from_trace(to_trace(schedule)) == timeline
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d.pop("ppfunc"), r"^\$\.ppfunc: missing: only a trace that ppfunc has written"),
+        (lambda d: d.update(ppfunc=[]), r"^\$\.ppfunc: missing"),
+        (lambda d: d["ppfunc"].pop("schedule"), r"^\$\.ppfunc\.schedule: expected an object"),
+        (lambda d: d["ppfunc"]["schedule"].update(version=2), r"^\$\.ppfunc\.schedule\.version: expected 1"),
+        (lambda d: d["ppfunc"]["schedule"]["programs"][0][0].append("x"), r"^\$\.ppfunc\.schedule\.programs\[0\]\[0\]\[1\]: 'x' is not"),
+        (lambda d: d["ppfunc"].pop("starts"), r"^\$\.ppfunc\.starts: expected a list, got None"),
+        (lambda d: d["ppfunc"]["starts"].pop(), r"^\$\.ppfunc\.starts: expected 2 lists"),
+        (lambda d: d["ppfunc"]["starts"][0].pop(), r"^\$\.ppfunc: rank 0 has 4 instructions, got 3 starts"),
+        (lambda d: d["ppfunc"]["ends"][1].__setitem__(2, -1), r"^\$\.ppfunc\.ends\[1\]\[2\]: expected a time"),
+        (lambda d: d["ppfunc"]["ends"][1].__setitem__(2, float("nan")), r"^\$\.ppfunc\.ends\[1\]\[2\]: expected a time"),
+        (lambda d: d["ppfunc"]["ends"][1].__setitem__(2, True), r"^\$\.ppfunc\.ends\[1\]\[2\]: expected a time"),
+        (lambda d: d["ppfunc"]["ends"][1].__setitem__(2, 10**400), r"^\$\.ppfunc\.ends\[1\]\[2\]: expected a time"),
+        (lambda d: d["ppfunc"]["peak_activations"].pop(), r"^\$\.ppfunc\.peak_activations: expected 2 numbers"),
+    ],
+)
+def test_a_trace_that_is_not_ours_is_refused_with_its_place(change, message):
+    document = json.loads(to_trace(gpipe(2, 2)))
+    change(document)
+    with pytest.raises(FormatError, match=message):
+        from_trace(json.dumps(document))
+
+
+def test_the_schedule_of_a_trace_has_to_be_one():
+    document = json.loads(to_trace(gpipe(2, 2)))
+    document["ppfunc"]["schedule"]["placement"] = [0, 7]
+    with pytest.raises(ScheduleError):
+        from_trace(document)
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.name)
 def test_grid_has_one_row_per_rank_and_every_instruction(schedule):
     for form in (schedule, schedule if schedule.lowered else place_communication(schedule)):
@@ -140,6 +261,52 @@ def test_grid_columns_are_moments_in_time():
 
 def test_grid_fills_what_takes_more_than_one_unit():
     assert to_grid(dualpipe(2, 4)).splitlines()[0] == "rank 0  0F0 3F2 0F1 3B2---- 3F3;0B0---- 3B3---- 0I1 0W1"
+
+
+@given(st.sampled_from(SCHEDULES), st.floats(0.2, 3), st.floats(0.2, 3), st.floats(0.2, 3), st.floats(0, 1))
+def test_a_grid_of_any_costs_keeps_order_and_scale(schedule, forward, inputs, weights, communication):
+    timeline = simulate(schedule, Costs(forward, inputs, weights, communication=communication))
+    columns = {}
+    for rank, line in enumerate(to_grid(schedule, timeline).splitlines()):
+        words = [word for word in re.split(r"[ ;-]+", line)[2:] if word not in ("", ".")]
+        compute = [i for i in schedule.instructions(rank) if i.op in COMPUTE]
+        assert words == [str(part) for i in compute for part in parts_of(i)]
+        times = (t for i, t in zip(schedule.instructions(rank), timeline.starts[rank], strict=True) if i.op in COMPUTE)
+        at = [line.index(f" {';'.join(map(str, parts_of(i)))}") + 1 for i in compute]
+        columns |= {(rank, n): (float(t), column) for n, (t, column) in enumerate(zip(times, at, strict=True))}
+    moments = sorted(columns.values())
+    assert all(a <= b for (_, a), (_, b) in pairwise(moments)), "later begins further left"
+    (zero, left), (last, right) = moments[0], moments[-1]
+    assert all(abs((column - left) - (t - zero) * (right - left) / (last - zero)) <= 1 for t, column in moments)
+
+
+def test_grid_of_times_that_are_no_multiples():
+    timeline = simulate(one_f_one_b(2, 2), Costs(forward=[1, 1.5], backward=2))
+    assert to_grid(one_f_one_b(2, 2), timeline).splitlines() == [
+        "rank 0  0F0- 0F1-  .    .     0B0------     .   0B1------",
+        "rank 1   .   1F0--- 1B0------ 1F1---- 1B1------  .    .",
+    ]
+
+
+def test_a_grid_refuses_what_it_has_no_place_for():
+    schedule = gpipe(2, 2)
+    with pytest.raises(ValueError, match="0B0 takes no time, so it has no place in a grid"):
+        to_grid(schedule, simulate(schedule, Costs(backward=0)))
+    with pytest.raises(ValueError, match="the shortest instruction is too short"):
+        to_grid(schedule, simulate(schedule, Costs(backward=1e-9)))
+    with pytest.raises(ValueError, match="the grid has 31 columns, expected at most width = 30"):
+        to_grid(schedule, width=30)
+    assert max(map(len, to_grid(schedule, width=31).splitlines())) == 31
+
+
+def test_svg_takes_a_width():
+    root = ElementTree.fromstring(to_svg(dualpipe(4, 8), width=1234))
+    assert root.get("width") == "1234"
+    right = max(float(r.get("x", 0)) + float(r.get("width")) for r in root.iter(f"{SVG}rect"))
+    assert right <= 1234
+    for width in (959, 1e6, float("nan")):
+        with pytest.raises(ValueError, match="expected a number of pixels from 960 to 100000"):
+            to_svg(gpipe(2, 2), width=width)
 
 
 def test_a_schedule_that_cannot_run_has_a_grid_too():
@@ -183,5 +350,45 @@ def test_steps_are_deepspeeds_words():
     )
 
 
+def test_steps_name_the_stage_where_a_rank_holds_several():
+    assert to_steps(append_tail(interleaved_one_f_one_b(1, 1), tied=False)) == (
+        "rank 0\n"
+        "ForwardPass(stage_id=0, micro_batch_id=0)\n"
+        "ForwardPass(stage_id=1, micro_batch_id=0)\n"
+        "BackwardPass(stage_id=1, micro_batch_id=0)\n"
+        "BackwardPass(stage_id=0, micro_batch_id=0)\n"
+        "ReduceGrads(stage_id=0) ReduceGrads(stage_id=1) OptimizerStep(stage_id=0) OptimizerStep(stage_id=1)\n"
+    )
+    lowered = to_steps(allocate_slots(place_communication(zbv(2, 2))))
+    assert "SendActivation(stage_id=0, buffer_id=0)" in lowered and not re.search(r"[a-z]\((?!stage_id)", lowered)
+
+
 def test_steps_keep_what_deepspeed_has_no_word_for():
     assert to_steps(BUILDERS["zb_h1"](1, 1)) == "rank 0\nForwardPass(micro_batch_id=0)\n0I0\n0W0\n"
+
+
+def test_rules_of_a_picture_reach_no_other():
+    (style,) = re.findall(r"<style>(.*)</style>", to_svg(gpipe(2, 2)), re.DOTALL)
+    selectors = [s.strip() for s in re.findall(r"([^{}]+)\{", style) if "@media" not in s]
+    assert len(selectors) > 20 and all(s.split("{")[-1].startswith(".ppfunc") for s in selectors)
+
+
+@pytest.mark.parametrize(("size", "told"), [(1, "4"), (2500, "10 k"), (123456789, "494 M"), (1e15, "4e+03 T"), (0.125, "0.5")])
+def test_memory_in_bytes_has_room(size, told):
+    root = ElementTree.fromstring(to_svg(gpipe(2, 4), simulate(gpipe(2, 4), Costs(activation=size))))
+    texts = [t.text for t in root.iter(f"{SVG}text")]
+    assert told in texts and any(t.endswith(f"peak activations {told}") for t in texts)
+
+
+def test_svg_shows_collectives_and_optimizer_steps_that_take_time():
+    schedule = reduce_early(append_tail(insert_unshards(interleaved_one_f_one_b(2, 4), most=1)))
+    drawn = Counter(bar.get("class") for bar in bars(ElementTree.fromstring(to_svg(schedule, simulate(schedule)))))
+    assert not drawn.keys() & {"UNSHARD", "REDUCE_GRAD", "STEP"}
+    root = ElementTree.fromstring(to_svg(schedule, simulate(schedule, Costs(unshard=0.5, reduce_grad=2, step=1))))
+    drawn = Counter(bar.get("class") for bar in bars(root))
+    for op in ("UNSHARD", "REDUCE_GRAD", "STEP"):
+        assert drawn[op] == schedule.counts[Op(op)]
+    texts = [t.text for t in root.iter(f"{SVG}text")]
+    assert {"gather of parameters", "sum over data ranks", "optimizer step"} <= set(texts)
+    heights = {bar.get("class"): float(bar.get("height")) for bar in bars(root)}
+    assert heights["UNSHARD"] == heights["REDUCE_GRAD"] < heights["STEP"] == heights["F"]

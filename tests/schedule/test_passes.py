@@ -23,10 +23,13 @@ from ppfunc.schedule import (
     inference,
     insert_loads,
     insert_offloads,
+    insert_unshards,
     linearize,
+    looped_bfs,
     merge_backward,
     one_f_one_b,
     place_communication,
+    reduce_early,
     remove_communication,
     remove_slots,
     single_chain,
@@ -213,15 +216,40 @@ def test_the_tail_sums_copies_in_one_order():
     assert append_tail(gpipe(1, 1), tied=False, reduce_grad=False, step=False) == gpipe(1, 1)
 
 
+def test_the_picture_of_early_reductions():
+    schedule = reduce_early(append_tail(looped_bfs(ranks=1, microbatches=1, chunks=2), tied=[0]))
+    assert str(schedule) == "0F0 1F0 1B0+1REDUCE_GRAD 0B0 0REDUCE_TIED+0REDUCE_GRAD+0STEP+1STEP"
+    assert str(reduce_early(gpipe(1, 1))) == "0F0 0B0+0REDUCE_GRAD"
+    assert str(append_tail(reduce_early(gpipe(1, 1)))) == "0F0 0B0+0REDUCE_GRAD 0STEP"
+    assert str(append_tail(reduce_early(gpipe(1, 1)), tied=True)) == "0F0 0B0 0REDUCE_TIED+0REDUCE_GRAD+0STEP"
+    assert reduce_early(inference(2, 2)) == inference(2, 2)
+
+
+def test_the_picture_of_gathers():
+    schedule = looped_bfs(ranks=1, microbatches=1, chunks=3)
+    assert str(insert_unshards(schedule, most=1)) == (
+        "0UNSHARD+0F0+0RESHARD+1UNSHARD 1F0+1RESHARD+2UNSHARD 2F0 2B0+2RESHARD+1UNSHARD 1B0+1RESHARD+0UNSHARD 0B0+0RESHARD"
+    )
+    assert str(insert_unshards(schedule)) == (
+        "0UNSHARD+1UNSHARD+0F0+0RESHARD+2UNSHARD 1F0 2F0 2B0+2RESHARD+0UNSHARD 1B0+1RESHARD 0B0+0RESHARD"
+    )
+    assert str(insert_unshards(schedule, most=3)) == "0UNSHARD+1UNSHARD+0F0+2UNSHARD 1F0 2F0 2B0+2RESHARD 1B0+1RESHARD 0B0+0RESHARD"
+    with pytest.raises(ValueError, match="most is 0, expected at least 1"):
+        insert_unshards(schedule, most=0)
+    with pytest.raises(ValueError, match="most is 1, but an overlapped pair uses stages 3 and 0 at once"):
+        insert_unshards(dualpipe(2, 4), most=1)
+
+
 @any_schedule
 def test_passes_leave_their_argument_alone(schedule):
     before = (hash(schedule), schedule.digest)
-    for change in (split_backward, merge_backward, place_communication, allocate_slots, insert_loads, insert_offloads, append_tail):
+    changes = (split_backward, merge_backward, place_communication, allocate_slots, insert_loads, insert_offloads)
+    for change in (*changes, append_tail, reduce_early, insert_unshards):
         change(schedule)
     assert (hash(schedule), schedule.digest) == before
 
 
-@given(st.sampled_from(BARE), st.permutations([split_backward, insert_loads, insert_offloads, place_communication]))
+@given(st.sampled_from(BARE), st.permutations([split_backward, insert_loads, insert_offloads, insert_unshards, place_communication]))
 def test_passes_compose_in_any_order(schedule, changes):
     for change in changes:
         schedule = change(schedule)

@@ -22,6 +22,7 @@ from ppfunc.schedule import (
     interleaved_one_f_one_b,
     one_f_one_b,
     place_communication,
+    reduce_early,
     remove_communication,
     simulate,
     split_backward,
@@ -196,6 +197,11 @@ def test_measured_times_give_the_same_figures():
     schedule = append_tail(insert_loads(place_communication(one_f_one_b(3, 5))))
     timeline = simulate(schedule, Costs(backward=3))
     assert timeline_of(schedule, timeline.starts, timeline.ends) == timeline
+    costs = Costs(2, 1, 4, 5, communication=[1, 2, 0], reduce_grad=[1, 2, 3], step=2)
+    timeline = simulate(schedule, costs)
+    measured = timeline.costs()
+    assert (measured.of("reduce_grad", 2), measured.of("step", 0), measured.of("unshard", 1)) == (3, 2, 0)
+    assert simulate(schedule, measured).ends == timeline.ends
     with pytest.raises(ValueError, match="rank 0 has"):
         timeline_of(schedule, [[]] * 3, [[]] * 3)
 
@@ -217,3 +223,18 @@ def test_an_order_that_cannot_run_is_refused():
 def test_nothing_takes_no_time():
     timeline = simulate(one_f_one_b(2, 2), Costs(0, 0, 0))
     assert (timeline.makespan, timeline.bubble, timeline.span_bubble) == (0, 0, 0)
+
+
+def test_a_reduction_hides_behind_the_backwards_of_other_stages():
+    schedule = append_tail(interleaved_one_f_one_b(2, 4))
+    costs = Costs(reduce_grad=3, step=1)
+    late, early = simulate(schedule, costs), simulate(reduce_early(schedule), costs)
+    assert (late.makespan, early.makespan) == (34, 32)
+    assert late.idle == (34 - 26,) * 2  # 24 of compute and 2 of optimizer steps
+
+
+def test_a_rank_that_waits_for_ever_is_found_behind_a_step():
+    schedule = append_tail(gpipe(2, 1))
+    wrong = replace(schedule, programs=(schedule.programs[0][::-1], schedule.programs[1][1:]))
+    with pytest.raises(ScheduleError, match=r"rank 0, step 1, place 0, 0B0: deadlock: .* computes only at step 2, place 0 \(0F0\)"):
+        simulate(wrong)

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch.distributed.pipelining.schedules as torch_schedules
+from hypothesis import given
 
-from ppfunc.schedule import BUILDERS, place_communication, read_csv, write_csv
+from ppfunc.schedule import (
+    BUILDERS,
+    ScheduleError,
+    allocate_slots,
+    append_tail,
+    compute_only,
+    from_csv,
+    insert_offloads,
+    interleaved_one_f_one_b,
+    place_communication,
+    read_csv,
+    to_csv,
+    to_torch_csv,
+    write_csv,
+)
 from ppfunc.schedule.check import check
-from ppfunc.schedule.instruction import COMPUTE
+from ppfunc.schedule.instruction import COMMUNICATION, COMPUTE
+from ppfunc.testing import schedules
 
 RANKS, MICROBATCHES = 3, 6
 KINDS = {
@@ -61,3 +79,56 @@ def test_what_we_write_loads_in_torch(kind, lowered, tmp_path):
     theirs._load_csv(tmp_path / "ours.csv", format="compute_comms" if lowered else "compute_only")
     loaded = theirs.pipeline_order_with_comms if lowered else theirs.pipeline_order
     assert [[str(action) for action in loaded[r]] for r in range(RANKS)] == [list(map(str, ours.instructions(r))) for r in range(RANKS)]
+
+
+ONE_CHAIN = [
+    name for name, build in BUILDERS.items() if (s := build(4, 8)) and len(s.chains) == 1 and s.ops <= COMPUTE and not s.forward_only
+]
+
+
+@given(schedules(ONE_CHAIN))
+def test_what_is_written_for_torch_has_torchs_own_frame_around_its_compute(schedule):
+    """UNSHARD, RESHARD and REDUCE_GRAD stand where torch's lowering puts them, and shared communicators cannot block."""
+    read = from_csv(to_torch_csv(schedule))
+    check(read, queue="rank")
+    for rank in range(schedule.ranks):
+        actions = [torch_schedules._Action.from_str(str(i)) for i in compute_only(schedule).instructions(rank)]
+        frame = torch_schedules._add_reduce_grad(torch_schedules._add_unshard_reshard(actions), schedule.microbatches)
+        assert [str(i) for i in read.instructions(rank) if i.op not in COMMUNICATION] == [str(action) for action in frame]
+
+
+def test_messages_of_many_peers_share_a_queue():
+    """With one queue per pair of ranks only, torch's one communicator of NCCL would block here."""
+    schedule = interleaved_one_f_one_b(3, 8)
+    with pytest.raises(ScheduleError, match="deadlock"):
+        check(place_communication(schedule), queue="rank")
+    assert check(from_csv(to_torch_csv(schedule)), queue="rank").models == ("rendezvous", "one queue per rank")
+
+
+def test_lowered_again_it_is_the_same():
+    schedule = BUILDERS["zbv"](3, 6)
+    text = to_torch_csv(schedule)
+    assert to_torch_csv(from_csv(text)) == to_torch_csv(allocate_slots(place_communication(schedule))) == text
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        (BUILDERS["dualpipe"](2, 4), "dualpipe has 2 chains of stages, torch's runtime runs one"),
+        (BUILDERS["inference"](2, 4), "inference has no backward"),
+        (BUILDERS["deepspeed_train"](2, 4), "deepspeed_train has LOAD, REDUCE_TIED, STEP, which torch's runtime cannot read"),
+        (insert_offloads(BUILDERS["gpipe"](2, 4)), "gpipe has FETCH, OFFLOAD, which"),
+        (append_tail(BUILDERS["gpipe"](2, 4)), "gpipe has STEP, which"),
+        (replace(BUILDERS["gpipe"](3, 4), skips=((0, 2),)), r"gpipe has skip connections such as \(0, 2\)"),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_what_torch_cannot_read_is_refused_by_name(schedule, message):
+    with pytest.raises(ValueError, match=message):
+        to_torch_csv(schedule)
+
+
+def test_the_compute_of_a_refused_schedule_can_be_written():
+    schedule = compute_only(BUILDERS["deepspeed_train"](2, 4))
+    assert from_csv(to_torch_csv(schedule)).counts.keys() >= {"F", "B", "REDUCE_GRAD"}
+    assert "STEP" not in to_csv(schedule)

@@ -8,18 +8,26 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import ppfunc as pp
-from ppfunc.schedule import BUILDERS, place_communication, read_csv, write_csv
-from ppfunc.schedule.instruction import Instruction, Op
+from ppfunc.schedule import BUILDERS, Costs, place_communication, plan, read_csv, to_torch_csv, write_csv
 
-RANKS, MICROBATCHES, WIDTH = 2, 6, 5
-NAMES = ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zb_h1", "interleaved_zb", "zbv", "dualpipev")
+RANKS, MICROBATCHES, WIDTH = 3, 6, 5
+OPTIONS = {"interleaved_1f1b": {"chunks": 3}, "looped_bfs": {"chunks": 4}, "interleaved_zb": {"chunks": 2}, "zero_bubble": {"cap": 4}}
+REFUSED = ("inference", "data_parallel", "dualpipe", "chimera", "deepspeed_train", "deepspeed_inference")
+NAMES = (*(name for name in BUILDERS if name not in REFUSED), "wave")
+FORMS = ("sum", "mean", "sharded")
+
+
+def built(name: str) -> pp.Schedule:
+    if name == "wave":
+        costs = Costs(forward=[1, 2, 1] * RANKS)
+        return plan(RANKS, MICROBATCHES, costs, placement="wave", chunks=3, cap=9, effort=0.01).schedule
+    return BUILDERS[name](RANKS, MICROBATCHES, **OPTIONS.get(name, {}))
 
 
 def layers(stages: int) -> list[torch.nn.Module]:
@@ -40,36 +48,37 @@ def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target).square().mean()
 
 
-def with_reduction(schedule):
-    """torch takes the mean over microbatches where a REDUCE_GRAD stands, and nowhere else."""
-    tails = [tuple((Instruction(Op.REDUCE_GRAD, s),) for s in schedule.stages_of(r)) for r in range(schedule.ranks)]
-    return replace(schedule, programs=tuple(p + tail for p, tail in zip(schedule.programs, tails, strict=True)))
-
-
-def run(rank: int, folder: Path, name: str) -> None:
+def run(rank: int, folder: Path, name: str, form: str) -> None:
     """Run one file in torch's runtime and save the gradients of this rank's stages."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
-    schedule = read_csv(folder / f"{name}.csv")
+    file = folder / f"{name}-{'sum' if form == 'sum' else 'torch'}.csv"
+    schedule = read_csv(file)
     model = layers(schedule.stages)
     held = schedule.stages_of(rank)
+    if form == "sharded":  # each stage over one process: what is placed for FSDP has to be there, and in its order
+        mesh = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("pipe", "data"))
+        for stage in held:
+            fully_shard(model[stage], mesh=mesh["data"])
     stages = [PipelineStage(model[s], s, schedule.stages, torch.device("cpu")) for s in held]
-    runtime = _PipelineScheduleRuntime(stages, MICROBATCHES, loss_fn=loss_of, scale_grads=name.endswith("mean"))
-    runtime._load_csv(str(folder / f"{name}.csv"), format="compute_comms")
+    runtime = _PipelineScheduleRuntime(stages, MICROBATCHES, loss_fn=loss_of)
+    runtime._load_csv(str(file), format="compute_comms")
     inputs, targets = batch()
     runtime.step(*[inputs] * (0 in held), target=targets)
-    torch.save({s: [p.grad for p in model[s].parameters()] for s in held}, folder / f"{name}.{rank}.pt")
+    whole = torch.distributed.tensor.DTensor.full_tensor if form == "sharded" else torch.Tensor.clone
+    torch.save({s: [whole(p.grad) for p in model[s].parameters()] for s in held}, folder / f"{name}-{form}.{rank}.pt")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with the file of every schedule, and the gradients that torch's runtime found for it."""
+    """A folder with the files of every schedule, and the gradients that torch's runtime found for them."""
     path = tmp_path_factory.mktemp("exchange")
     for name in NAMES:
-        schedule = place_communication(BUILDERS[name](RANKS, MICROBATCHES))
-        write_csv(schedule, path / f"{name}.csv")
-        write_csv(with_reduction(schedule), path / f"{name}-mean.csv")
+        write_csv(place_communication(built(name)), path / f"{name}-sum.csv")
+        (path / f"{name}-torch.csv").write_text(to_torch_csv(built(name)))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     command = [sys.executable, __file__, str(path)]
     workers = [
@@ -86,17 +95,18 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("form", ["", "-mean"])
+@pytest.mark.parametrize("form", FORMS)
 def test_torch_finds_the_gradients_of_the_whole_model(name, form, folder):
     found = {}
     for rank in range(RANKS):
-        found |= torch.load(folder / f"{name}{form}.{rank}.pt")
+        found |= torch.load(folder / f"{name}-{form}.{rank}.pt")
     model = layers(len(found))
     inputs, targets = batch()
     losses = [
         loss_of(torch.nn.Sequential(*model)(x), y) for x, y in zip(inputs.chunk(MICROBATCHES), targets.chunk(MICROBATCHES), strict=True)
     ]
-    (sum(losses) / (MICROBATCHES if form else 1)).backward()
+    # A file without REDUCE_GRAD gives torch the sum over the microbatches.
+    (sum(losses) / (1 if form == "sum" else MICROBATCHES)).backward()
     for stage, gradients in found.items():
         for gradient, parameter in zip(gradients, model[stage].parameters(), strict=True):
             torch.testing.assert_close(gradient, parameter.grad, rtol=1e-12, atol=1e-14)
@@ -104,7 +114,7 @@ def test_torch_finds_the_gradients_of_the_whole_model(name, form, folder):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_torch_finds_the_gradients_that_ppfunc_finds(name, folder):
-    schedule = read_csv(folder / f"{name}.csv")
+    schedule = read_csv(folder / f"{name}-sum.csv")
     model = layers(schedule.stages)
     functions = [lambda params, x, layer=layer: torch.func.functional_call(layer, params, (x,)) for layer in model]
     params = {stage: dict(layer.named_parameters()) for stage, layer in enumerate(model)}
@@ -120,8 +130,8 @@ def main() -> None:
     path, rank = Path(sys.argv[1]), int(sys.argv[2])
     torch.distributed.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=RANKS)
     for name in NAMES:
-        for form in ("", "-mean"):
-            run(rank, path, name + form)
+        for form in FORMS:
+            run(rank, path, name, form)
     torch.distributed.destroy_process_group()
 
 

@@ -16,11 +16,26 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import given, strategies as st
 
-from ppfunc.schedule import BUILDERS, chimera, from_csv, from_json, linearize, place_communication, to_csv, to_json
+from ppfunc.schedule import (
+    BUILDERS,
+    append_tail,
+    chimera,
+    compute_only,
+    from_csv,
+    from_json,
+    insert_unshards,
+    linearize,
+    place_communication,
+    reduce_early,
+    remove_tail,
+    remove_unshards,
+    to_csv,
+    to_json,
+)
 from ppfunc.schedule.builders.interleaved import group_size
 from ppfunc.schedule.check import check
 from ppfunc.schedule.costs import Costs
-from ppfunc.schedule.instruction import COMMUNICATION, COMPUTE, Op, parts_of
+from ppfunc.schedule.instruction import COMMUNICATION, COMPUTE, SHARDING, TAIL, Op, parts_of
 from ppfunc.schedule.schedule import Schedule
 from ppfunc.schedule.simulate import simulate
 
@@ -226,6 +241,112 @@ def test_text_round_trip(name, data):
         again = from_csv(to_csv(form), form.name)
         assert [list(again.instructions(r)) for r in range(form.ranks)] == [list(form.instructions(r)) for r in range(form.ranks)]
         assert (again.placement, again.chains) == (form.placement, form.chains)
+
+
+def trained(schedule: Schedule, most: int, tied: Any = None) -> Schedule:
+    """Compute, with all that a training step needs beside messages."""
+    bare = compute_only(schedule)
+    return insert_unshards(bare if bare.forward_only else reduce_early(append_tail(bare, tied=tied)), most)
+
+
+def fewest(schedule: Schedule) -> int:
+    """How many stages must be unsharded at once on some rank."""
+    return max(len({p.stage for p in parts_of(i)}) for r in range(schedule.ranks) for i in schedule.instructions(r))
+
+
+@every_builder
+@given(data=st.data())
+def test_reductions_and_gathers_are_proved_in_any_order_of_the_passes(name, data):
+    schedule = data.draw(cases(name)).schedule
+    most = data.draw(st.integers(fewest(schedule), 4))
+    form = trained(schedule, most, data.draw(st.sampled_from([None, True])))
+    assert check(form).digest == form.digest
+    check(place_communication(form))
+    assert from_json(to_json(form)) == form
+    again = from_csv(to_csv(form), form.name)
+    assert [list(again.instructions(r)) for r in range(form.ranks)] == [list(form.instructions(r)) for r in range(form.ranks)]
+    bare = compute_only(schedule)
+    assert remove_tail(remove_unshards(form)) == remove_tail(bare)
+    assert insert_unshards(form, most) == form
+    if not bare.forward_only:
+        assert reduce_early(form) == form and append_tail(form) == form
+        assert reduce_early(append_tail(insert_unshards(bare, most), tied=Op.REDUCE_TIED in form.ops)) == form
+
+
+@every_builder
+@given(data=st.data())
+def test_every_stage_is_reduced_as_soon_as_its_gradients_are_there(name, data):
+    schedule = trained(data.draw(cases(name)).schedule, 2)
+    if schedule.forward_only:
+        return
+    for rank in range(schedule.ranks):
+        row = [i for i in schedule.instructions(rank) if i.op not in SHARDING]
+        for stage in schedule.stages_of(rank):
+            own = [n for n, i in enumerate(row) if i.op in TAIL and i.stage == stage]
+            assert [row[n].op for n in own] == [op for op in TAIL if op in schedule.ops]
+            last = max(n for n, i in enumerate(row) if any(p.stage == stage and p.op in COMPUTE for p in parts_of(i)))
+            if Op.REDUCE_TIED not in schedule.ops:
+                assert not any(i.op in COMPUTE for i in row[last + 1 : own[0]])
+            assert not any(i.op in COMPUTE for i in row[own[-1] :])
+
+
+@every_builder
+@given(data=st.data())
+def test_no_more_stages_are_unsharded_than_allowed_and_the_next_is_fetched_ahead(name, data):
+    bare = compute_only(data.draw(cases(name)).schedule)
+    most = data.draw(st.integers(fewest(bare), 4))
+    schedule = insert_unshards(bare, most)
+    for rank in range(schedule.ranks):
+        row = list(schedule.instructions(rank))
+        there: set[int] = set()
+        for n, instruction in enumerate(row):
+            if instruction.op is Op.UNSHARD:
+                assert instruction.stage not in there
+                there.add(instruction.stage)
+            elif instruction.op is Op.RESHARD:
+                there.remove(instruction.stage)
+            else:
+                now = {p.stage for p in parts_of(instruction)}
+                later = [p.stage for i in row[n:] if i.op in COMPUTE for p in parts_of(i) if p.stage not in now]
+                assert now <= there and len(there) <= most
+                assert not later or len(now) == most or later[0] in there
+                assert there <= now | set(later)
+        assert not there
+
+
+@every_builder
+@given(data=st.data())
+def test_what_takes_no_time_changes_no_time(name, data):
+    bare = compute_only(data.draw(cases(name)).schedule)
+    form = trained(bare, 2)
+    costs = Costs(forward=2, backward=5, overlapped=6, communication=1)
+    for figure in ("makespan", "span", "bubble", "span_bubble", "idle", "peak_activations"):
+        assert getattr(simulate(form, costs), figure) == getattr(simulate(bare, costs), figure)
+
+
+@every_builder
+@given(data=st.data())
+def test_collectives_and_optimizer_steps_take_their_time(name, data):
+    """The rule itself: one collective after the other, compute after the gather of its stage, STEP after its sums."""
+    form = trained(data.draw(cases(name)).schedule, data.draw(st.integers(2, 4)))
+    costs = Costs(2, 1, 3, unshard=data.draw(st.integers(0, 5)), reduce_tied=1, reduce_grad=data.draw(st.integers(0, 9)), step=2)
+    timeline = simulate(form, costs)
+    assert simulate(place_communication(form), costs).makespan == timeline.makespan >= simulate(compute_only(form), costs).makespan
+    for rank in range(form.ranks):
+        free, lane, ready, summed = 0, 0, {}, {}
+        for i, start, end in zip(form.instructions(rank), timeline.starts[rank], timeline.ends[rank], strict=True):
+            if i.op is Op.RESHARD:
+                assert start == end == free
+            elif i.op in COMPUTE:
+                assert start >= max(free, *(ready[p.stage] for p in parts_of(i)))
+                free = end
+            elif i.op is Op.STEP:
+                assert (start, end - start) == (max(free, summed[i.stage]), 2)
+                free = end
+            else:
+                assert (start, end - start) == (max(free, lane), costs.of(i.op.lower(), i.stage))
+                lane = (ready if i.op is Op.UNSHARD else summed)[i.stage] = end
+    assert timeline.makespan == max(e for ends in timeline.ends for e in ends)
 
 
 @every_builder

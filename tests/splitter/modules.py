@@ -272,6 +272,60 @@ class Dropouts(Base):
         return F.alpha_dropout(self.c(self.drop(h)), 0.3, self.training)
 
 
+class MasksOfTheFormOfActivations(Base):
+    """Three masks that depend on the form of an activation alone: they are made again in every stage."""
+
+    def forward(self, x):
+        h = self.a(x)
+        mask = torch.ones_like(h).tril() + h.new_full((1, 1), 2.0).expand_as(h)
+        mask[:, 0] = 0.5
+        h = self.b(h * mask)
+        return self.c(h) * mask.type_as(h) + torch.zeros(1).to(h)
+
+
+class AsStrided(Base):
+    """Reads memory by strides that a message would not keep."""
+
+    def forward(self, x):
+        h = self.a(x)[:, 1:]
+        g = self.b(x)
+        return self.c(g)[:, :2] * h.t().as_strided((x.shape[0], 2), (h.stride(0), 1), h.storage_offset())
+
+
+class FilledInTwoStages(Base):
+    def forward(self, x):
+        h = self.a(x)
+        filled = torch.zeros_like(h)
+        filled[:, :2] = h[:, :2]
+        g = self.b(h)
+        filled[:, 2:] = g[:, :2].float()
+        return self.c(filled) + filled
+
+
+class WritesItsInput(Base):
+    def forward(self, x):
+        x.mul_(2.0)
+        h = self.b(self.a(x))
+        return self.c(h) + x
+
+
+class AddsToItsIntegers(Base):
+    """A write that must not be done again in a later stage."""
+
+    def forward(self, x):
+        x = x.add_(1)
+        h = self.b(self.a(x.double()))
+        return self.c(h * x) + x
+
+
+class GradientsInside(Base):
+    def forward(self, x):
+        h = self.a(x)
+        slope = torch.func.grad(lambda t: self.b(t).tanh().square().sum())(h)
+        y, tangent = torch.func.jvp(lambda t: self.b(t).tanh(), (h,), (slope,))
+        return self.c(y * tangent)
+
+
 class NumbersInTheCode(Base):
     def forward(self, x):
         sizes = torch.tensor([2, 3])

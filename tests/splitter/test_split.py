@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import random
+import threading
+import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +16,7 @@ from torch import nn
 import ppfunc as pp
 from ppfunc.parallel.partition import Partition
 from ppfunc.stage import StageError
+from ppfunc.stage.process import process_lock
 from tests.splitter import modules as m
 
 ZOO = [
@@ -46,6 +51,10 @@ ZOO = [
     m.ShapesOfFloats,
     m.EarlyResult,
     m.ClassOfOutputs,
+    m.MasksOfTheFormOfActivations,
+    m.AsStrided,
+    m.FilledInTwoStages,
+    m.GradientsInside,
 ]
 
 
@@ -118,8 +127,8 @@ def test_schedules_give_the_gradients_of_the_whole_model(build, engine):
     parts = pp.split(model, kwargs=translation(), at=["encoder.1", "decoder.0", "decoder.1"])
     schedule = build(4, 4) if build is pp.one_f_one_b else build(2, 4)
     step = pp.value_and_grad(parts, lambda y, t: m.scalar(y) + 0 * t.sum(), schedule, engine=engine)
-    for time in (5, 3):
-        inputs = translation(8, time)
+    for length in (5, 3):
+        inputs = translation(8, length)
         loss, grads = step(parts.params, inputs, torch.zeros(8))
         each = [m.whole(model, {k: v[2 * i : 2 * i + 2] for k, v in inputs.items()}) for i in range(4)]
         torch.testing.assert_close(loss, sum(m.scalar(result).detach() for _, _, result in each) / 4)
@@ -299,6 +308,106 @@ def test_names_that_cannot_be_cut_at_are_refused():
         pp.split(nested, torch.zeros(2, 4), at=["2"])
 
 
+@pytest.mark.parametrize("kind", [m.WritesItsInput, m.AddsToItsIntegers])
+@pytest.mark.parametrize("at", [["b"], ["c"], ["b", "c"]], ids=lambda at: "".join(at))
+def test_a_model_that_writes_into_its_input_is_right_and_leaves_that_of_the_step(kind, at):
+    model = made(kind)
+    x = m.rows(6) if kind is m.WritesItsInput else torch.randint(5, (6, m.D))
+    parts, before = pp.split(model, x[:2].clone(), at=at), x.clone()
+    step = pp.value_and_grad(parts, lambda y, t: m.scalar(y) + 0 * t.sum(), pp.gpipe(len(at) + 1, 1))
+    loss, grads = step(parts.params, x, m.rows(6))
+    assert torch.equal(x, before)
+    want, _, result = m.whole(model, x.clone())
+    torch.testing.assert_close(loss, m.scalar(result).detach())
+    torch.testing.assert_close(m.added_up(grads), want, rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_of_the_inputs_are_those_of_functions_and_kernels_that_see_them_alone():
+    class OnTheInput(m.Base):
+        def forward(self, x):
+            return self.c(self.b(self.a(m.Tripled.apply(x, 3.0))))
+
+    class FrozenEncoder(m.Encoder):
+        def forward(self, x):
+            return super().forward(x * 1)[:, 0]
+
+    for kind in (OnTheInput, FrozenEncoder):
+        model = made(kind).eval()
+        if kind is FrozenEncoder:
+            model.a.requires_grad_(False)
+            model.b.requires_grad_(False)
+        x = m.rows(3)
+        parts = pp.split(model, x, at=["b", "c"])
+        step = pp.value_and_grad(parts, lambda y, t: m.scalar(y) + 0 * t.sum(), pp.gpipe(3, 1), argnums=1)
+        moving = x.clone().requires_grad_()
+        (want,) = torch.autograd.grad(m.scalar(model(moving)), moving)
+        torch.testing.assert_close(step(parts.params, x, x)[1], want, rtol=1e-12, atol=1e-12)
+
+
+def test_masks_of_the_form_of_an_activation_do_not_cross():
+    parts = pp.split(made(m.MasksOfTheFormOfActivations), m.rows(), at=["b", "c"])
+    assert parts.skips == () and crossing(parts, m.rows(5)) == [(5, m.D)] * 2
+
+
+def test_numbers_of_the_model_are_those_of_the_moment_in_which_a_step_is_made():
+    class Scaled(m.Base):
+        def __init__(self):
+            super().__init__()
+            self.factor, self.config = 2.0, SimpleNamespace(twice=False)
+
+        def forward(self, x):
+            return self.c(self.b(self.a(x))) * self.factor * (2 if self.config.twice else 1)
+
+    model, x = made(Scaled), m.rows()
+    parts = pp.split(model, x, at=["b"])
+    outputs = [m.in_turn(parts, x)[0]]
+    model.factor = 3.0
+    outputs.append(m.in_turn(parts, x)[0])
+    model.config.twice = True
+    outputs.append(m.in_turn(parts, x)[0])
+    torch.testing.assert_close(outputs[1], outputs[0] * 1.5)
+    torch.testing.assert_close(outputs[2], outputs[0] * 3)
+
+
+def test_parameters_that_share_memory_and_are_not_one_are_refused():
+    model = made(m.Plain)
+    model.c.weight = nn.Parameter(model.a.weight.data)
+    with pytest.raises(ValueError, match="a.weight and c.weight are two parameters that share memory; tie them as one"):
+        pp.split(model, m.rows(), at=["b"])
+    both = torch.randn(2 * m.D, m.D, dtype=torch.float64)
+    model.a.weight, model.c.weight = (nn.Parameter(part) for part in both.chunk(2))
+    m.require_equal(model, pp.split(model, m.rows(), at=["b"]), m.rows())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of scripts
+def test_modules_that_cannot_be_traced_are_refused_by_name():
+    for wrap, message in ((torch.jit.script, "cannot be traced; give the module from before"), (torch.compile, "is compiled; give the")):
+        model = made(m.Plain)
+        model.b = wrap(model.b)
+        with pytest.raises(TypeError, match=f"b: got .*Module, which {message}"):
+            pp.split(model, m.rows(), at=["c"])
+    model = made(m.Plain)
+    model.b.compile()
+    with pytest.raises(TypeError, match="b: got Linear, which is compiled"):
+        pp.split(model, m.rows(), at=["c"])
+
+
+@pytest.mark.parametrize(
+    ("put", "what"),
+    [
+        (lambda model: model.b.register_full_backward_hook(print), "its module b has a backward hook"),
+        (lambda model: model.b.register_full_backward_pre_hook(print), "its module b has a backward hook"),
+        (lambda model: model.b.weight.register_hook(print), "its parameter b.weight has a backward hook"),
+        (lambda model: model.b.weight.register_post_accumulate_grad_hook(print), "its parameter b.weight has a backward hook"),
+    ],
+)
+def test_backward_hooks_are_refused(put, what):
+    model = made(m.Plain)
+    put(model)
+    with pytest.raises(StageError, match=f"{what}, which no stage would call"):
+        pp.split(model, m.rows(), at=["b"])
+
+
 class TwoCalls(m.Base):
     def __init__(self):
         super().__init__()
@@ -337,6 +446,42 @@ class Seeds(m.Base):
         return self.c(self.b(h))
 
 
+class DrawsByPython(m.Base):
+    def forward(self, x):
+        return self.c(self.b(self.a(x)) * (2 if random.random() < 0.5 else 1))
+
+
+class HooksAGradient(m.Base):
+    def forward(self, x):
+        h = self.a(x)
+        h.register_hook(lambda g: 2 * g)
+        return self.c(self.b(h))
+
+
+class DerivesInside(m.Base):
+    def forward(self, x):
+        h = self.a(x)
+        (slope,) = torch.autograd.grad(self.b(h).square().sum(), h, create_graph=True)
+        return self.c(slope)
+
+
+class Data(m.Base):
+    def forward(self, x):
+        return self.c(self.b(self.a(x)).data)
+
+
+class EarlyOnTheInput(m.Base):
+    def forward(self, x):
+        return self.c(self.b(self.a(early(x, 3.0))))
+
+
+class StridedInTwoStages(m.Base):
+    def forward(self, x):
+        h = self.a(x)
+        h += self.b(x)
+        return self.c(h.as_strided(h.shape, h.stride()))
+
+
 early = m.Tripled.apply
 
 
@@ -358,6 +503,12 @@ class Raises(m.Base):
         (WritesAParameter, "it writes into its parameter b.weight, called at .*test_split.py:"),
         (HiddenParameter, r"it reads a tensor of shape \(4,\) that requires a gradient and is no parameter, called at .*test_split.py:"),
         (Seeds, "it seeds the default random generator, called at .*test_split.py:"),
+        (EarlyOnTheInput, "its autograd.Function Tripled is called by a reference taken earlier, called at .*test_split.py"),
+        (DrawsByPython, r"it draws from the generator of random \(random\), called at .*test_split.py:"),
+        (HooksAGradient, r"it puts a hook onto the gradient of a tensor \(register_hook\), called at .*test_split.py:"),
+        (DerivesInside, r"it reads a tensor of shape \(4, 4\) that no operator seen here has made, called at .*test_split.py:.*torch.func"),
+        (Data, r"it reads a tensor of shape \(3, 4\) that no operator seen here has made, called at .*test_split.py:.*take detach"),
+        (StridedInTwoStages, "it uses as_strided, called at .*test_split.py:"),
         (EarlyReference, "its autograd.Function Tripled is called by a reference taken earlier, called at .*test_split.py"),
         (Raises, "it raised RuntimeError at .*test_split.py:.* when it was called without values: "),
     ],
@@ -366,11 +517,12 @@ def test_models_that_cannot_be_split_are_refused_by_name(kind, message):
     model = made(kind)
     before = {name: t.clone() for name, t in model.state_dict().items()}
     generator = torch.default_generator.get_state()
+    functions = torch.manual_seed, torch.random.manual_seed, random.random, torch.Tensor.register_hook
     with pytest.raises(StageError, match=message):
         pp.split(model, torch.zeros(3, m.D, dtype=torch.float64), at=["b"])
     torch.testing.assert_close(model.state_dict(), before)
     assert torch.equal(generator, torch.default_generator.get_state())
-    assert torch.manual_seed is torch.random.manual_seed and torch.manual_seed.__module__ == "torch.random"
+    assert (torch.manual_seed, torch.random.manual_seed, random.random, torch.Tensor.register_hook) == functions
 
 
 def test_a_parameter_that_another_mode_reads_is_refused_by_name():
@@ -514,3 +666,23 @@ def test_threads_split_and_run_at_the_same_time():
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(work, range(12))) == [0.0] * 12
+
+
+def test_a_stage_that_is_traced_waits_for_no_thread_that_waits_for_it():
+    """A step traces under the lock of the process; another thread calls a stage of the same split on inputs of a new form."""
+    parts = pp.split(made(m.Plain), m.rows(2), at=["b"])
+    done = []
+
+    def run(rows: int) -> None:
+        done.append(parts.stages[0](parts.params[0], m.rows(rows))[1][0].shape[0])
+
+    def under_the_lock() -> None:
+        with process_lock:
+            threading.Thread(target=run, args=(5,), daemon=True).start()
+            time.sleep(0.2)  # until the other one waits for this lock
+            run(6)
+
+    tracing = threading.Thread(target=under_the_lock, daemon=True)
+    tracing.start()
+    tracing.join(20)
+    assert done[:1] == [6]

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 import ppfunc as pp
+from ppfunc.stage import StageError
+from tests.splitter.modules import EncoderDecoder
 
 V, D, T, M = 11, 8, 5, 4
 
@@ -101,7 +103,7 @@ def test_evaluation_and_second_derivatives():
     outputs = pp.evaluate(parts, None, pp.gpipe(4, M), return_outputs=True)(parts.params, ids)
     torch.testing.assert_close(outputs, model(ids).detach())
     direction = {s: {name: torch.ones_like(p) for name, p in tree.items()} for s, tree in parts.params.items()}
-    (loss, slope), (grads, _) = pp.hvp(parts, loss_fn, pp.one_f_one_b(4, M))(parts.params, direction, ids, targets)
+    (loss, slope, grads), _ = pp.hvp(parts, loss_fn, pp.one_f_one_b(4, M))(parts.params, direction, ids, targets)
     want, wanted = whole(model, ids, targets)
     torch.testing.assert_close(loss, want)
     assert worst(grads, wanted) < 1e-12
@@ -136,9 +138,47 @@ def test_another_number_of_stages_is_refused():
         pp.value_and_grad(parts, loss_fn, pp.gpipe(3, M))
 
 
-def test_a_tie_of_the_split_is_not_replaced_and_per_sample_gradients_are_refused():
+def test_a_tie_of_the_split_is_not_replaced():
     _, parts, _, _ = problem()
     with pytest.raises(ValueError, match="tied: got 'wte.weight', which the split has tied"):
         pp.value_and_grad(parts, loss_fn, pp.one_f_one_b(4, M), tied={"wte.weight": [(0, "wte.weight"), (3, "wte.weight")]})
-    with pytest.raises(TypeError, match="stages: got a split"):
-        pp.per_sample_grad(parts, loss_fn, pp.one_f_one_b(4, M), samples=2)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_gradients_of_every_sample(name):
+    """Of a model whose mask depends on a parameter, that writes into tensors, and whose stages pass on values without a batch axis."""
+    schedule = SCHEDULES[name]()
+    m, b = schedule.microbatches, 2
+    torch.manual_seed(0)
+    model = EncoderDecoder().double().eval()
+    ids, decoder_ids = torch.randint(11, (m * b, 5)), torch.randint(11, (m * b, 4))
+    batch, targets = {"ids": ids, "decoder_ids": decoder_ids, "mask": (ids > 2).long()}, torch.randn(m * b).double()
+    parts = pp.split(model, kwargs={key: t[:b] for key, t in batch.items()}, at=["encoder.1", "decoder.0", "decoder.1"])
+    params = {key: p.detach() for key, p in model.named_parameters()}
+
+    def loss(y, target):
+        return (y.square().mean() * target).sum()
+
+    def of_one(params, i):
+        given = {key: t[i : i + 1] for key, t in batch.items()}
+        return loss(torch.func.functional_call(model, params, (), given), targets[i : i + 1])
+
+    value, grads = pp.per_sample_grad(parts, loss, schedule, samples=b)(parts.params, batch, targets)
+    found = [torch.func.grad_and_value(of_one)(params, i) for i in range(m * b)]
+    torch.testing.assert_close(value, torch.stack([one for _, one in found]).mean())
+    for key, grad in (item for tree in grads.values() for item in tree.items()):
+        torch.testing.assert_close(grad.flatten(0, 1), torch.stack([wanted[key] for wanted, _ in found]), rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_of_every_sample_of_models_with_dropout_or_a_state():
+    model, parts, ids, targets = problem()
+    model.train()
+    with pytest.raises(StageError, match='pass randomness="different" or "same"'):
+        pp.per_sample_grad(parts, loss_fn, pp.one_f_one_b(4, M), samples=2)(parts.params, ids, targets, seed=(0, 0))
+    step = pp.per_sample_grad(parts, loss_fn, pp.one_f_one_b(4, M), samples=2, randomness="different")
+    one, other = (step(parts.params, torch.cat([ids[:1]] * 2 * M), torch.cat([targets[:1]] * 2 * M), seed=(0, n))[1] for n in range(2))
+    assert not torch.equal(one[1]["blocks.1.linear1.weight"], other[1]["blocks.1.linear1.weight"])
+    assert not torch.equal(*one[1]["blocks.1.linear1.weight"][0])
+    normed = nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D), nn.Linear(D, D))
+    with pytest.raises(ValueError, match=r"stages: got a split that writes into the buffer 1\..*split in evaluation"):
+        pp.per_sample_grad(pp.split(normed, torch.zeros(2, D), at=["1"]), loss_fn, pp.gpipe(2, 1), samples=2)

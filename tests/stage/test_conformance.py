@@ -9,6 +9,7 @@ import torch
 from ppfunc.stage import abstract, eager, functional, graph
 from ppfunc.stage.tree import tree_flatten
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*nothing depends on")  # the cases are of every kind
 ENGINES = {"graph": graph, "functional": functional, "eager": eager}
 
 

@@ -127,6 +127,7 @@ def test_a_stage_without_wanted_input_gradient_leaves_all_to_weights(parts):
     assert torch.equal(program.flat.backward_weight(rest)[0], gw[0])
 
 
+@pytest.mark.filterwarnings("ignore:.*nothing depends on")
 def test_no_dependence_is_none_in_flat_programs():
     args = ((torch.ones(2), torch.ones(3)), (torch.ones(2), torch.ones(4)))
     program = graph(lambda p, x: p[0] * x[0], args)

@@ -124,14 +124,27 @@ def test_collectives_that_write_are_refused(group):
         refused(raw, r"the collective c10d\.allreduce_\.default, .* its gradient would be that of the identity", 2, engine)
 
 
-def test_collectives_within_a_function_with_a_derivative_are_for_the_eager_engine(group):
+def test_collectives_of_torch_with_derivatives_of_their_own_are_refused(group):
     def wrapped(w, x):
         return differentiable.all_reduce(w * x)
 
     with pytest.warns(FutureWarning):
-        refused(wrapped, r"the collective c10d\.allreduce_\.default, .* is not traced", 1)
-        program = eager(wrapped, ONES)
-        _, residuals = program.forward(*ONES)
+        for engine in (graph, functional, eager):
+            refused(wrapped, r"c10d\.allreduce_\.default by torch.distributed.nn.functional, .* once too often", 1, engine)
+
+
+def test_collectives_that_write_into_detached_values_are_right_where_nothing_is_traced(group):
+    def shifted(w, x):
+        y = w * x
+        most = y.detach().clone()
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return y - most
+
+    refused(shifted, r"the collective c10d\.allreduce_\.default, .* is not traced", 3)
+    for engine in (functional, eager):
+        program = engine(shifted, ONES)
+        y, residuals = program.forward(*ONES)
+        torch.testing.assert_close(y, torch.zeros(2))
         torch.testing.assert_close(program.backward(residuals, torch.ones(2)), (ONES[1], ONES[0]))
 
 
@@ -149,11 +162,27 @@ def test_a_functional_collective_without_a_derivative_is_refused(group):
     def stage(w, x):
         return collectives.broadcast(w * x, 0, group) * w
 
-    refused(stage, r"_c10d_functional\.broadcast\.default, .* has no derivative")
+    for engine in (graph, functional, eager):
+        refused(stage, r"_c10d_functional\.broadcast\.default, .* has no derivative", 1, engine)
 
 
-def test_a_functional_collective_with_a_derivative_is_traced(group):
-    program = graph(lambda w, x: collectives.all_reduce(w * x, "sum", group) * w, ONES)
+def test_a_functional_all_reduce_of_what_is_differentiated_is_refused_and_of_the_rest_is_right(group):
+    def stage(w, x):
+        return collectives.all_reduce(w * x, "sum", group) * w
+
+    def detached(w, x):
+        return collectives.all_reduce((w * x).detach(), "max", group) * w
+
+    for engine in (graph, functional, eager):
+        refused(stage, r"_c10d_functional\.all_reduce\.default, .* too large by the number of ranks .* use ppfunc.psum", 1, engine)
+        program = engine(detached, ONES)
+        y, residuals = program.forward(*ONES)
+        torch.testing.assert_close(y, ONES[1])
+        torch.testing.assert_close(program.backward(residuals, torch.ones(2)), (ONES[1], torch.zeros(2)))
+
+
+def test_a_functional_collective_with_the_right_derivative_is_traced(group):
+    program = graph(lambda w, x: collectives.all_gather_single(w * x, 0, group) * w, ONES)
     y, residuals = program.forward(*ONES)
     torch.testing.assert_close(y, ONES[1])
     torch.testing.assert_close(program.backward(residuals, torch.ones(2)), (2 * ONES[1], torch.ones(2)))

@@ -98,7 +98,7 @@ def test_who_serves_what(engine, kind, args):
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
-def test_dtensor_goes_to_eager(engine, tmp_path):
+def test_a_stage_is_given_the_part_of_its_rank_and_gradients_are_dtensors(engine, tmp_path):
     from torch.distributed import destroy_process_group, init_process_group
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, distribute_tensor
@@ -107,14 +107,17 @@ def test_dtensor_goes_to_eager(engine, tmp_path):
     try:
         mesh = init_device_mesh("cpu", (1,))
         w, x = (distribute_tensor(t, mesh, [Replicate()]) for t in (torch.randn(3, 3), torch.randn(2, 3)))
-        if engine is graph:
-            with pytest.raises(StageError, match="tensors of the types DTensor, .* use the eager engine"):
-                engine(torch.matmul, (x, w))
-        if engine is eager:
-            program = engine(lambda w, x: x @ w, (w, x))
-            y, residuals = program.forward(w, x)
-            gw, _ = program.backward(residuals, torch.ones_like(y))
-            torch.testing.assert_close(gw.full_tensor(), x.full_tensor().T @ torch.ones(2, 3))
+
+        def stage(w, x):
+            assert type(w) is not type(x_given) is not type(x)
+            return x @ w
+
+        x_given = x
+        program = engine(stage, (w, x))
+        y, residuals = program.forward(w, x)
+        gw, gx = program.backward(residuals, torch.ones_like(y))
+        assert type(y) is torch.Tensor and gw.placements == gx.placements == (Replicate(),)
+        torch.testing.assert_close(gw.full_tensor(), x.full_tensor().T @ torch.ones(2, 3))
     finally:
         destroy_process_group()
 
@@ -510,8 +513,8 @@ def test_the_result_of_a_functional_collective_is_waited_for(kept, tmp_path):
     try:
 
         def fn(w, x):
-            y = collectives.all_reduce(x @ w, "sum", dist.group.WORLD)
-            return (y if kept == "as it is" else y.view(-1)), {"aux": collectives.all_reduce(x, "sum", dist.group.WORLD)}
+            y = collectives.all_gather_single(x @ w, 0, dist.group.WORLD)
+            return (y if kept == "as it is" else y.view(-1)), {"aux": collectives.all_reduce(x.detach(), "sum", dist.group.WORLD)}
 
         args = torch.ones(2, 2), torch.ones(3, 2)
         assert isinstance(fn(*args)[1]["aux"], collectives.AsyncCollectiveTensor)

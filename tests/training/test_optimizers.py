@@ -5,8 +5,26 @@ from typing import NamedTuple
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ppfunc.training import adamw, sgd
+from ppfunc.stage.tree import tree_leaves, tree_map, tree_structure
+from ppfunc.training import (
+    Optimizer,
+    Transform,
+    accepting_scale,
+    adamw,
+    chain,
+    clip_by_global_norm,
+    constant,
+    dynamic_scale,
+    from_updates,
+    global_norm,
+    linear,
+    overflow,
+    sgd,
+    warmup_cosine,
+)
+from ppfunc.training.sharding import parts_of, shard
 
 
 class Pair(NamedTuple):
@@ -82,13 +100,39 @@ def test_same_bits_as_the_fused_kernel_of_torch(dtype):
         assert all(a.dtype == dtype and torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("make", [lambda: adamw(0.1), lambda: sgd(0.1, 0.9, 0.2), lambda: sgd(0.1, 0.9, nesterov=True)])
+@given(st.data())
+def test_bits_of_shards_are_those_of_the_whole(make, dtype, data):
+    """Whatever vectors the kernels work on, and whatever dimension is cut."""
+    ranks, dim = data.draw(st.integers(1, 3)), data.draw(st.integers(0, 2))
+    shapes = [
+        tuple(n * ranks if d == dim else n for d, n in enumerate(shape))
+        for shape in data.draw(st.lists(st.tuples(*[st.integers(1, 5)] * 3), min_size=1, max_size=3))
+    ]
+    g = torch.Generator().manual_seed(0)
+    values = lambda: [torch.randn(shape, generator=g, dtype=torch.float64).to(dtype) for shape in shapes]  # noqa: E731
+    dims = (dim if ranks > 1 else None,) * len(shapes)
+    optimizer, whole = make(), values()
+    parts = [list(shard(whole, dims, ranks, rank)) for rank in range(ranks)]
+    states, state = [optimizer.init(own) for own in parts], optimizer.init(whole)
+    for _ in range(3):
+        grads = values()
+        given_too = {"grad_scale": torch.tensor(3.0), "found_inf": torch.tensor(0.0)} if data.draw(st.booleans()) else {}
+        for rank in range(ranks):
+            own, places = shard(grads, dims, ranks, rank), parts_of(whole, dims, ranks, rank)
+            parts[rank], states[rank] = optimizer.update(list(own), states[rank], parts[rank], parts=places, **given_too)
+        whole, state = optimizer.update(grads, state, whole, **given_too)
+        assert all(torch.equal(torch.cat([own[n] for own in parts], dim) if ranks > 1 else parts[0][n], p) for n, p in enumerate(whole))
+
+
 def test_mixed_dtypes_and_integer_leaves():
     params = {"half": torch.ones(3, dtype=torch.bfloat16), "full": torch.ones(3), "ids": torch.arange(3)}
     grads = {"half": torch.ones(3, dtype=torch.bfloat16), "full": torch.ones(3), "ids": torch.zeros(3)}
     grads["ids"] = torch.zeros_like(params["ids"])
     optimizer = adamw(0.25, weight_decay=0.0)
     state = optimizer.init(params)
-    assert state.mean["ids"] is None and state.mean["half"].dtype == torch.bfloat16
+    assert state["mean"]["ids"] is None and state["mean"]["half"].dtype == torch.bfloat16
     new, state = optimizer.update(grads, state, params)
     assert new["ids"] is params["ids"]
     assert new["half"].dtype == torch.bfloat16
@@ -127,11 +171,11 @@ def test_inputs_are_left_alone(make):
     optimizer, params = make(), tree()
     state, grads = optimizer.init(params), gradients(0)
     for _ in range(2):
-        before = [x.clone() for x in (*leaves(params), *leaves(grads), state.updates)]
+        before = [x.clone() for x in (*leaves(params), *leaves(grads), state["updates"])]
         new, after = optimizer.update(grads, state, params)
         again, _ = optimizer.update(grads, state, params)
         assert all(map(torch.equal, leaves(new), leaves(again)))
-        assert all(map(torch.equal, before, (*leaves(params), *leaves(grads), state.updates)))
+        assert all(map(torch.equal, before, (*leaves(params), *leaves(grads), state["updates"])))
         params, state = new, after
 
 
@@ -165,7 +209,180 @@ def test_learning_rate_may_follow_the_count(rates):
     for _ in rates:
         params, state = optimizer.update([torch.tensor(1.0, dtype=torch.float64)], state, params)
     assert params[0].item() == pytest.approx(1 - sum(rates), abs=1e-12)
-    assert int(state.updates) == len(rates)
+    assert int(state["updates"]) == len(rates)
+
+
+@pytest.mark.parametrize("make", [lambda: adamw(0.1), lambda: sgd(0.1, 0.9), lambda: sgd(0.1)])
+def test_training_goes_on_from_a_file(make, tmp_path):
+    """Under the default of ``torch.load``, which takes no classes of ours."""
+    optimizer, params = make(), {0: {"w": torch.ones(3), "ids": torch.arange(3)}}
+    grads = {0: {"w": torch.full((3,), 0.5), "ids": torch.zeros_like(params[0]["ids"])}}
+    params, state = optimizer.update(grads, optimizer.init(params), params)
+    torch.save((params, state), tmp_path / "checkpoint.pt")
+    loaded, again = torch.load(tmp_path / "checkpoint.pt")
+    expected, _ = optimizer.update(grads, state, params)
+    got, after = optimizer.update(grads, again, loaded)
+    assert torch.equal(got[0]["w"], expected[0]["w"]) and int(after["updates"]) == 2
+
+
+def overflowing(grads):
+    return {**grads, "w": grads["w"] * float("inf")}
+
+
+def everything(params, state):
+    return [leaf.clone() for leaf in tree_leaves((params, state))]
+
+
+SCALED = {
+    "adamw": lambda donate: adamw(0.1, donate=donate),
+    "sgd": lambda donate: sgd(0.1, donate=donate),
+    "sgd momentum": lambda donate: sgd(0.1, 0.9, 0.2, donate=donate),
+    "sgd nesterov": lambda donate: sgd(0.1, 0.9, nesterov=True, donate=donate),
+    "sgd dampening": lambda donate: sgd(0.1, 0.9, 0.2, dampening=0.5, donate=donate),
+    "chain": lambda donate: chain(clip_by_global_norm(1.0), adamw(0.1, donate=donate)),
+    "updates": lambda donate: from_updates(
+        Transform(
+            lambda params: {"count": torch.tensor(0)},
+            lambda g, s, params: (tree_map(lambda x: -0.1 * x, g), {"count": s["count"] + 1}),
+        )
+    ),
+    "plain": lambda donate: accepting_scale(Optimizer(adamw(0.1).init, lambda g, s, p: adamw(0.1).update(g, s, p))),
+}
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("name", SCALED)
+def test_gradients_are_divided_by_the_scale_and_nothing_changes_where_they_overflow(name, donate):
+    """On the first step too, of which torch's SGD and Adam make much."""
+    plain, scaled, one = SCALED[name](False), SCALED[name](donate), torch.tensor(1.0)
+    expected, params = tree(), tree()
+    states = plain.init(expected), scaled.init(params)
+    for step, bad in enumerate((True, False, True, True, False, False)):
+        grads = gradients(step)
+        given = tree_map(lambda g: g * 1024, overflowing(grads) if bad else grads)
+        before, kept = everything(params, states[1]), [g.clone() for g in leaves(given)]
+        params, after = scaled.update(given, states[1], params, grad_scale=torch.tensor(1024.0), found_inf=one if bad else 1 - one)
+        if not donate:
+            assert all(map(torch.equal, kept, leaves(given)))
+        if bad:
+            assert all(map(torch.equal, everything(params, after), before))
+        else:
+            expected, first = plain.update(grads, states[0], expected)
+            states = (first, after)
+            assert all(map(torch.equal, everything(params, after), everything(expected, first)))
+        states = (states[0], after)
+
+
+class Reads(TorchDispatchMode):
+    """Counts the values that the host reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += "_local_scalar_dense" in str(func) or "is_nonzero" in str(func) or "equal.default" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_no_value_is_read_by_the_host(name):
+    optimizer, params = SCALED[name](False), tree()
+    state = optimizer.init(params)
+    with Reads() as reads:
+        for step in range(2):
+            grad_scale, found_inf = torch.tensor(2.0), overflow(global_norm(gradients(step)))
+            params, state = optimizer.update(gradients(step), state, params, grad_scale=grad_scale, found_inf=found_inf)
+    assert reads.count == 0
+    with Reads() as reads:
+        params, state = adamw(warmup_cosine(0.1, 2, 5)).update(gradients(0), adamw(0.1).init(tree()), tree())
+        dynamic_scale().update(dynamic_scale().init("cpu"), overflow(params["w"].sum()))
+    assert reads.count == 0
+    with Reads() as reads:
+        float(params["w"].sum())
+    assert reads.count == 1
+
+
+@pytest.mark.parametrize("rate", [constant(0.1), linear(0.1, 0.0, 4), warmup_cosine(0.1, 2, 5)])
+def test_rates_as_torch_takes_them(rate):
+    def theirs(p):
+        return torch.optim.AdamW(p, lr=1.0)
+
+    own = [p.clone().requires_grad_() for p in leaves(tree())]
+    optimizer = torch.optim.AdamW(own, lr=1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: rate(torch.tensor(n)).item())
+    for step, got in enumerate(follow(adamw(rate), tree(), 6)):
+        for p, g in zip(own, leaves(gradients(step)), strict=True):
+            p.grad = g
+        optimizer.step()
+        schedule.step()
+        torch.testing.assert_close(got, [p.detach() for p in own], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_the_state_is_tensors_that_torch_loads_by_default(name, tmp_path):
+    optimizer, params = SCALED[name](False), {"w": torch.ones(2, 3), "more": [torch.ones(()), None], "ids": torch.arange(3)}
+    state = optimizer.init(params)
+    assert all(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(state))
+    torch.save(state, tmp_path / "state")
+    loaded = torch.load(tmp_path / "state")
+    assert tree_structure(loaded) == tree_structure(state)
+    grads = tree_map(torch.ones_like, params)
+    got, expected = optimizer.update(grads, loaded, params)[0], optimizer.update(grads, state, params)[0]
+    assert all(map(torch.equal, tree_leaves(got), tree_leaves(expected)))
+    assert got["ids"] is params["ids"]
+
+
+def test_an_optimizer_that_writes_into_its_arguments_cannot_skip():
+    def update(grads, state, params):
+        for p, g in zip(tree_leaves(params), tree_leaves(grads), strict=True):
+            p.sub_(g)
+        return params, state
+
+    optimizer = accepting_scale(Optimizer(lambda params: {}, update))
+    assert optimizer.update([torch.ones(2)], {}, [torch.ones(2)])[0][0].tolist() == [0.0, 0.0]
+    with pytest.raises(ValueError, match="written into its arguments, which are still needed"):
+        optimizer.update([torch.ones(2)], {}, [torch.ones(2)], found_inf=torch.tensor(0.0))
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd momentum", "sgd dampening", "chain"])
+def test_odd_leaves(name):
+    """One row, no dimension, nothing, integers, complex numbers, and several dtypes."""
+    params = {
+        "row": torch.ones(1, 3, dtype=torch.float64),
+        "scalar": torch.tensor(2.0),
+        "nothing": torch.ones(0, 3),
+        "ids": torch.arange(4),
+        "z": torch.ones(2, dtype=torch.complex128),
+        "half": torch.ones(2, dtype=torch.bfloat16),
+    }
+    optimizer = SCALED[name](True)
+    state = optimizer.init(params)
+    alone = {k: tree_map(torch.clone, {k: p}) for k, p in params.items()}
+    states = {k: optimizer.init(p) for k, p in alone.items()}
+    for _ in range(3):
+        grads = {k: torch.full_like(p, 1e-3) if k != "ids" else torch.zeros_like(p) for k, p in params.items()}
+        for k in alone:
+            alone[k], states[k] = optimizer.update({k: grads[k]}, states[k], alone[k])
+        params, state = optimizer.update(grads, state, params)
+    assert all(torch.equal(params[k], alone[k][k]) for k in params)
+
+
+def test_a_new_form_is_seen():
+    """What is known of the last trees is not taken for the next."""
+    optimizer = adamw(0.1, donate=True)
+    for make in (
+        lambda: torch.ones(3, 2).T,
+        lambda: torch.ones(2, 3),
+        lambda: torch.ones(2, 3, dtype=torch.float64),
+        lambda: torch.ones(6),
+    ):
+        params = {"w": make()}
+        new, _ = optimizer.update({"w": torch.ones_like(make())}, optimizer.init(params), params)
+        torch.testing.assert_close(new["w"], make() * 0.9 - make() * 0.001)
+    state = optimizer.init({"w": torch.ones(3)})
+    with pytest.raises(ValueError, match=r"mean\['w'\] must match its parameter: got torch.float32\[3\]"):
+        optimizer.update({"w": torch.ones(4)}, state, {"w": torch.ones(4)})
 
 
 def test_empty_tree():

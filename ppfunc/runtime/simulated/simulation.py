@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..collective import Among, Collective
 from ..control import Control
 from ..transport import Call, Link, LossPart, Mode, Transfer
 from .faults import Fault
@@ -75,11 +76,15 @@ class SimulatedTransport(Control):
     """The transport of one rank of :class:`Simulated`. To be used by the thread of that rank."""
 
     def __init__(self, network: Network, wires: Wires, rank: int) -> None:
-        self._wires, self._links = wires, SimulatedLinks(network, rank)
-        super().__init__(self._links)
+        self._wires = wires
+        super().__init__(SimulatedLinks(network, rank))
+        self.links: SimulatedLinks
 
     def connect(self, links: Iterable[Link]) -> None:
         self._wires.connect(self.rank, sorted({link for link in links if self.rank in (link.sender, link.receiver)}))
+
+    def collective(self, among: Among) -> Collective:
+        return Collective()
 
     def post(self, batch: Sequence[Transfer]) -> Call | None:
         return self._wires.post(self.rank, batch) if batch else None
@@ -100,7 +105,7 @@ class SimulatedTransport(Control):
         try:
             return super().end(losses, parts, mode, after)
         finally:
-            self._links.settled()
+            self.links.settled()
 
     def tear_down(self) -> None:
         self._wires.disconnect(self.rank)

@@ -11,7 +11,6 @@ from .v_shape import v_half, v_min, zbv
 from .zbv_greedy import zbv_greedy
 from .zero_bubble import zero_bubble
 
-# Without chimera, which is there for comparison.
 BUILDERS: dict[str, Callable[..., Schedule]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
@@ -27,6 +26,7 @@ BUILDERS: dict[str, Callable[..., Schedule]] = {
     "zbv_greedy": zbv_greedy,
     "v_half": v_half,
     "v_min": v_min,
+    "chimera": chimera,
     "dualpipe": dualpipe,
     "dualpipev": dualpipev,
     "deepspeed_train": deepspeed_train,

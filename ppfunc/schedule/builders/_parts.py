@@ -1,12 +1,11 @@
-"""Share among builders instructions by letter, the check of arguments, and the orders of 1F1B."""
+"""Share among builders the check of arguments, and the orders of 1F1B."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 from ...parallel.counts import require_counts as require_counts
-from ..instruction import Instruction, Op, instructions_of
+from ..instruction import I, Instruction, Op, W, instructions_of
 
-F, B, I, W = (partial(Instruction, op) for op in (Op.F, Op.B, Op.I, Op.W))  # noqa: E741
 forwards_of, backwards_of = partial(instructions_of, Op.F), partial(instructions_of, Op.B)
 
 

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ...parallel.placement import bidirectional, v_shape
-from ..instruction import Instruction, Op, overlap
+from ..instruction import B, F, Instruction, Op, overlap
 from ..schedule import Chain, Schedule, single_chain
-from ._parts import B, F, require, require_counts
+from ._parts import require, require_counts
 
 
 def dualpipe(ranks: int, microbatches: int) -> Schedule:

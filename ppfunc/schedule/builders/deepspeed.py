@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from ...parallel.placement import loop
 from ..instruction import TAIL, Instruction, Op
 from ..schedule import Chain, Schedule, Step
-from ._parts import B, F, require, require_counts
+from ._parts import require, require_counts
 
 
 def deepspeed_train(ranks: int, microbatches: int, order: str = "source") -> Schedule:
@@ -125,4 +125,4 @@ def data_parallel(ranks: int, microbatches: int) -> Schedule:
 def _accumulating_steps(stage: int, microbatches: range) -> Iterator[Step]:
     for m in microbatches:
         tail = (Instruction(Op.REDUCE_GRAD, stage), Instruction(Op.STEP, stage)) if m == microbatches[-1] else ()
-        yield (Instruction(Op.LOAD, stage, m, slot=0), F(stage, m, slot=0), B(stage, m, slot=0), *tail)
+        yield (*(Instruction(op, stage, m, slot=0) for op in (Op.LOAD, Op.F, Op.B)), *tail)

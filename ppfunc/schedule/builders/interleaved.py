@@ -1,8 +1,9 @@
 """Schedules of several chunks per rank, dealt round the ranks: interleaved 1F1B, interleaved zero bubble, breadth first."""
 
 from ...parallel.placement import loop, stages_of
+from ..instruction import B, F, Op
 from ..schedule import Schedule, single_chain
-from ._parts import B, F, alternate, delayed_weights, require, require_counts
+from ._parts import alternate, delayed_weights, require, require_counts
 
 
 def interleaved_one_f_one_b(ranks: int, microbatches: int, chunks: int = 2, group: int | None = None) -> Schedule:
@@ -106,7 +107,7 @@ def looped_bfs(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
     require_counts(ranks=ranks, microbatches=microbatches, chunks=chunks)
     placement = loop(ranks, chunks)
     forwards = ([F(s, m) for s in stages_of(placement, r) for m in range(microbatches)] for r in range(ranks))
-    programs = ([*program, *(B(f.stage, f.microbatch) for f in reversed(program))] for program in forwards)
+    programs = ([*program, *(f._replace(op=Op.B) for f in reversed(program))] for program in forwards)
     return single_chain("looped_bfs", placement, microbatches, programs)
 
 

@@ -6,9 +6,9 @@ from itertools import accumulate, count
 from operator import itemgetter
 
 from ...parallel.placement import v_shape
-from ..instruction import Instruction, Op, microbatch_of
+from ..instruction import F, I, Instruction, Op, microbatch_of
 from ..schedule import Schedule, single_chain
-from ._parts import F, I, W, require_counts
+from ._parts import require_counts
 
 
 def zbv(ranks: int, microbatches: int) -> Schedule:
@@ -132,7 +132,7 @@ def _repeat(first: int, second: int, microbatches: int, slots: Slots) -> SlotNum
     for time in range(max(taken) + len(taken)):
         i = taken.get(time)
         if i and i.op is Op.I:
-            waiting.append(W(i.stage, i.microbatch))
+            waiting.append(i._replace(op=Op.W))
         elif not i and waiting:
             times[waiting.popleft()] = time
     return times
@@ -141,13 +141,13 @@ def _repeat(first: int, second: int, microbatches: int, slots: Slots) -> SlotNum
 def _needs(i: Instruction, stages: int) -> Iterator[Instruction]:
     """The instructions whose results this one consumes."""
     if i.op is Op.W:
-        yield I(i.stage, i.microbatch)
+        yield i._replace(op=Op.I)
         return
     if i.op is Op.I:
-        yield F(i.stage, i.microbatch)
+        yield i._replace(op=Op.F)
     beyond = i.stage - 1 if i.op is Op.F else i.stage + 1
     if 0 <= beyond < stages:
-        yield Instruction(i.op, beyond, i.microbatch)
+        yield i._replace(stage=beyond)
 
 
 def _peak(times: SlotNumbers) -> int:

@@ -29,6 +29,7 @@ from ..schedule import Chain, Schedule
 from .text import FormatError, parse_instruction
 
 _Row = list[Instruction | None]
+_UNITS = 10  # steps of idle time that an instruction may stand for
 _ONCE = COMPUTE | COMMUNICATION
 
 
@@ -68,6 +69,7 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
     ops = {i.op for row in rows for i in row if i is not None}
     if not ops <= COMPUTE:
         _refuse_blanks(rows, min(op.value for op in ops - COMPUTE))
+    _refuse_padding(rows)
     placement, chains = _layout(rows)
     programs = tuple(tuple(() if i is None else (i,) for i in row) for row in rows)
     return Schedule(name, placement, chains, programs, _skips(rows, len(placement)))
@@ -115,6 +117,14 @@ def _refuse_blanks(rows: list[_Row], token: str) -> None:
         if None in row:
             place = f"row {rank + 1} (rank {rank}), column {row.index(None) + 1}"
             raise FormatError(f"{place}: a blank, but only files of nothing but compute may have blanks: this has {token}")
+
+
+def _refuse_padding(rows: list[_Row]) -> None:
+    """Even if nothing ran beside anything else, a rank would be idle for no more steps than the others take."""
+    instructions = sum(len(row) - row.count(None) for row in rows)
+    for rank, row in enumerate(rows):
+        if (blanks := row.count(None)) > _UNITS * instructions:
+            raise FormatError(f"row {rank + 1} (rank {rank}): {blanks} blanks, far more than {instructions} instructions can take")
 
 
 def _skips(rows: list[_Row], stages: int) -> tuple[tuple[int, int], ...]:

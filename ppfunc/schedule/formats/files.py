@@ -1,33 +1,45 @@
-"""Read a schedule from a file of either form, CSV or JSON, whatever the file may hold."""
+"""Read a schedule from a file of any form, CSV, JSON or Chrome trace, whatever the file may hold."""
 
+import stat
 from os import PathLike
 from pathlib import Path
+from typing import BinaryIO
 
 from ..schedule import Schedule
+from ..simulate import Timeline
 from .csv import from_csv, to_csv
-from .json import from_json
+from .json import from_document, load
 from .text import FormatError
+from .trace import from_trace
 
 LIMIT = 256 * 2**20
 
 
 def read_schedule(path: str | PathLike[str]) -> Schedule:
-    """Read the schedule in the file ``path``: JSON where it begins with ``{``, else CSV. It is not yet checked.
+    """Read the schedule in the file ``path``: JSON or a trace where it begins with ``{``, else CSV. It is not yet checked.
 
     Raises:
         OSError: the file cannot be read.
-        FormatError: it is not text of either form, or larger than 256 MiB.
+        FormatError: it is no text of these forms, no regular file, or larger than 256 MiB.
         ScheduleError: its numbers of stages and microbatches cannot be those of any schedule.
     """
-    text = _text(Path(path))
+    found = parse(read_text(path), Path(path).stem)
+    return found.schedule if isinstance(found, Timeline) else found
+
+
+def parse(text: str, name: str) -> Schedule | Timeline:
+    """Read a schedule, called ``name`` where the text does not say; a trace has its times too. Raises as :func:`read_schedule`."""
     if text.startswith("rank 0"):
-        raise FormatError(f"{path}: a grid or a list of steps, which only people read: expected CSV or JSON (ppfunc show --format)")
-    return from_json(text) if text.lstrip().startswith("{") else from_csv(text, Path(path).stem)
+        raise FormatError("a grid or a list of steps, which only people read: expected CSV or JSON (ppfunc show --format)")
+    if not text.lstrip().startswith("{"):
+        return from_csv(text, name)
+    document = load(text)
+    return from_trace(document) if "traceEvents" in document else from_document(document)
 
 
 def read_csv(path: str | PathLike[str]) -> Schedule:
     """Read the schedule in the CSV file ``path``; raises as :func:`read_schedule`."""
-    return from_csv(_text(Path(path)), Path(path).stem)
+    return from_csv(read_text(path), Path(path).stem)
 
 
 def write_csv(schedule: Schedule, path: str | PathLike[str]) -> None:
@@ -35,12 +47,21 @@ def write_csv(schedule: Schedule, path: str | PathLike[str]) -> None:
     Path(path).write_text(to_csv(schedule), encoding="utf-8", newline="")
 
 
-def _text(path: Path) -> str:
-    with path.open("rb") as file:
-        data = file.read(LIMIT + 1)
+def read_text(path: str | PathLike[str]) -> str:
+    """Read a regular file of text; raises as :func:`read_schedule`."""
+    mode = Path(path).stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # opening a directory fails, opening a pipe can wait for ever
+        raise FormatError(f"{path}: a pipe or a device, expected a file; ppfunc reads standard input where its file is called -")
+    with Path(path).open("rb") as file:
+        return text_of(file, str(path))
+
+
+def text_of(file: BinaryIO, name: str) -> str:
+    """Read all of ``file``, called ``name`` in errors, within the limit of size."""
+    data = file.read(LIMIT + 1)
     if len(data) > LIMIT:
-        raise FormatError(f"{path}: larger than {LIMIT // 2**20} MiB: no schedule that can be run is")
+        raise FormatError(f"{name}: larger than {LIMIT // 2**20} MiB: no schedule that can be run is")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise FormatError(f"{path}: not text: byte {error.start} is not UTF-8") from None
+        raise FormatError(f"{name}: not text: byte {error.start} is not UTF-8") from None

@@ -3,16 +3,22 @@
 A schedule of nothing but compute stands on a scale of time: an instruction takes as many columns as
 units of time, ``.`` is an idle unit, and ``-`` fills what an instruction takes beyond its name. Any
 other one stands step by step, the instructions of a step joined by ``+``, so that nothing is left out;
-so does one that cannot run, which has no times.
+so does one that cannot run, which has no times. Given a timeline, any schedule stands on the scale of that.
 """
 
-from typing import NamedTuple
+from collections.abc import Container
+from math import ceil, floor
+from typing import Any, NamedTuple
 
 from ..costs import Costs
 from ..errors import ScheduleError
 from ..instruction import COMPUTE, Instruction, Op
 from ..schedule import Schedule
 from ..simulate import Timeline, simulate
+from ..table import clipped
+
+_SHOWN = 20_000  # instructions whose grid is made only to show its beginning
+_MOST = 50_000_000  # characters
 
 
 class Bar(NamedTuple):
@@ -23,11 +29,19 @@ class Bar(NamedTuple):
     end: float
 
 
-def to_grid(schedule: Schedule) -> str:
+def to_grid(schedule: Schedule, timeline: Timeline | None = None, *, width: int | None = None) -> str:
     """Return the grid of ``schedule``, one line per rank.
 
     Every compute instruction takes one unit; but where backwards are split in their two parts or
     overlapped, a whole one takes two units and a pair three.
+
+    Args:
+        schedule: the one to draw.
+        timeline: start and end of every instruction, simulated or measured; the shortest one is the unit.
+        width: the most characters of a line.
+
+    Raises:
+        ValueError: a line would be longer, or an instruction takes no time and has no place.
 
     >>> from ppfunc.schedule import gpipe, zb_h1
     >>> print(to_grid(gpipe(ranks=2, microbatches=3)), end="")
@@ -37,6 +51,16 @@ def to_grid(schedule: Schedule) -> str:
     rank 0  0F0 0F1  .  0I0 0W0 0I1 0W1
     rank 1   .  1F0 1I0 1F1 1I1 1W0 1W1
     """
+    lines = _lines(schedule, timeline)
+    longest = max(map(len, lines))
+    if width is not None and longest > width:
+        raise ValueError(f"the grid has {longest} columns, expected at most width = {width}; an SVG has any width")
+    return "".join(line + "\n" for line in lines)
+
+
+def _lines(schedule: Schedule, timeline: Timeline | None) -> list[str]:
+    if timeline is not None:
+        return _in_time(compute_bars(schedule, timeline))
     if schedule.ops <= COMPUTE:
         whole = None if schedule.ops & {Op.I, Op.W, Op.OVERLAP_F_B} else 1
         try:
@@ -46,43 +70,68 @@ def to_grid(schedule: Schedule) -> str:
     return _in_steps([["+".join(map(str, step)) or "." for step in program] for program in schedule.programs])
 
 
-def _in_time(rows: list[list[Bar]]) -> str:
+def show_grid(schedule: Schedule, printer: Any, cycle: bool) -> None:
+    """Show the short form of a schedule and, where IPython displays it by itself, the grid: its ``_repr_pretty_``."""
+    printer.text(repr(schedule))
+    if len(printer.stack) == 1 and sum(schedule.counts.values()) <= _SHOWN:
+        printer.text("\n" + clipped(to_grid(schedule)))
+
+
+def _in_time(rows: list[list[Bar]]) -> list[str]:
     bars = [bar for row in rows for bar in row]
-    # The widest bar in relation to its time decides how wide a unit is.
-    unit = max((-(-(len(_name(bar)) + 1) // int(bar.end - bar.start)) for bar in bars), default=0)
-    length = int(max((bar.end for bar in bars), default=0))
-    lines = []
-    for row in rows:
-        cells = [".".center(unit - 1) + " "] * length
-        for bar in row:
-            start, end = int(bar.start), int(bar.end)
-            cells[start:end] = [_name(bar).ljust((end - start) * unit - 1, "-") + " ", *[""] * (end - start - 1)]
-        lines.append("".join(cells))
-    return _labelled(lines)
+    none = next((bar for bar in bars if bar.end <= bar.start), None)
+    if none is not None:
+        raise ValueError(f"{none.instruction} takes no time, so it has no place in a grid; use an SVG, or costs above 0")
+    unit = min((bar.end - bar.start for bar in bars), default=1.0)
+    exact = all(abs(time / unit - round(time / unit)) < 1e-6 for bar in bars for time in bar[1:])
+    # The widest bar in relation to its time decides how wide a unit is; one that begins within a unit loses a part of a column.
+    wanted = (len(_name(bar)) + (1 if exact else 2) for bar in bars)
+    cell = max((ceil(n * unit / (bar.end - bar.start) - 1e-6) for n, bar in zip(wanted, bars, strict=True)), default=0)
+    length = ceil(max((bar.end for bar in bars), default=0) / unit - 1e-6)
+    if length * cell * len(rows) > _MOST:
+        raise ValueError(f"the grid would have {length * cell} columns: the shortest instruction is too short; use an SVG")
+    return _labelled(["".join(_row(row, unit, cell, length)) for row in rows])
+
+
+def _row(row: list[Bar], unit: float, cell: int, length: int) -> list[str]:
+    """The characters of a line: ``cell`` of them for each unit of time."""
+    line = [" "] * (length * cell)
+    for bar in row:
+        start, end = (floor(time / unit * cell + 1e-6) for time in bar[1:])
+        line[start:end] = _name(bar).ljust(end - start - 1, "-") + " "
+    for at in range(0, length * cell, cell):
+        if line[at : at + cell] == [" "] * cell:
+            line[at : at + cell] = ".".center(cell - 1).ljust(cell)
+    return line
 
 
 def _name(bar: Bar) -> str:
     return ";".join(map(str, bar.instruction.parts or (bar.instruction,)))
 
 
-def _in_steps(rows: list[list[str]]) -> str:
+def _in_steps(rows: list[list[str]]) -> list[str]:
     steps = max(map(len, rows))
     widths = [max((len(row[step]) for row in rows if step < len(row)), default=0) for step in range(steps)]
     return _labelled(["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)) for row in rows])
 
 
-def _labelled(lines: list[str]) -> str:
+def _labelled(lines: list[str]) -> list[str]:
     margin = len(f"rank {len(lines) - 1}")
-    return "".join(f"{f'rank {rank}'.ljust(margin)}  {line}".rstrip() + "\n" for rank, line in enumerate(lines))
+    return [f"{f'rank {rank}'.ljust(margin)}  {line}".rstrip() for rank, line in enumerate(lines)]
 
 
 def compute_bars(schedule: Schedule, timeline: Timeline) -> list[list[Bar]]:
     """Return the compute instructions of every rank, in order, as ``timeline`` places them."""
+    return bars_of(schedule, timeline, COMPUTE)
+
+
+def bars_of(schedule: Schedule, timeline: Timeline, ops: Container[Op]) -> list[list[Bar]]:
+    """Return the instructions of these kinds of every rank, in order, as ``timeline`` places them."""
     return [
         [
             Bar(instruction, float(start), float(end))
             for instruction, start, end in zip(schedule.instructions(rank), starts, ends, strict=True)
-            if instruction.op in COMPUTE
+            if instruction.op in ops
         ]
         for rank, (starts, ends) in enumerate(zip(timeline.starts, timeline.ends, strict=True))
     ]

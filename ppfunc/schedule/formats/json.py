@@ -55,23 +55,40 @@ def from_json(text: str) -> Schedule:
         FormatError: the text is not such a document; the message begins with the JSON path of the
             place, as in ``$.programs[2][5][0]``.
     """
+    return from_document(load(text))
+
+
+def load(text: str) -> Any:
+    """Return the document that JSON ``text`` holds; no object in it has a key twice."""
     try:
-        document = json.loads(text, object_pairs_hook=_unique)
+        return json.loads(text, object_pairs_hook=_unique)
     except FormatError:
         raise
     except (ValueError, RecursionError) as error:
         raise FormatError(f"$: not JSON: {str(error)[:200]}") from None
-    _header(document)
+
+
+def from_document(document: Any, path: str = "$") -> Schedule:
+    """Read the schedule of a document that stands at ``path``; raises as :func:`from_json`."""
+    _header(document, path)
     return Schedule(
-        _text("$.name", document["name"]),
-        tuple(_number(*rank) for rank in _items("$.placement", document["placement"])),
-        tuple(_chain(*chain) for chain in _items("$.chains", document["chains"])),
+        _text(f"{path}.name", document["name"]),
+        tuple(_number(*rank) for rank in _items(f"{path}.placement", document["placement"])),
+        tuple(_chain(*chain) for chain in _items(f"{path}.chains", document["chains"])),
         tuple(
             tuple(tuple(_instruction(*i) for i in _items(*step)) for step in _items(*program))
-            for program in _items("$.programs", document["programs"])
+            for program in _items(f"{path}.programs", document["programs"])
         ),
-        tuple(_pair(*skip) for skip in _items("$.skips", document["skips"])),
+        tuple(_pair(*skip) for skip in _items(f"{path}.skips", document["skips"])),
     )
+
+
+def times_of(path: str, value: Any, rows: int) -> list[list[float]]:
+    """Read so many lists of finite numbers from 0 on, as they stand at ``path``."""
+    found = [[_time(*item) for item in _items(*row)] for row in _items(path, value)]
+    if len(found) != rows:
+        raise _wrong(path, value, f"{rows} lists")
+    return found
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -87,16 +104,16 @@ def _wrong(path: str, value: Any, expected: str) -> FormatError:
     return FormatError(f"{path}: expected {expected}, got {reprlib.repr(value)}")
 
 
-def _header(document: Any) -> None:
+def _header(document: Any, path: str) -> None:
     """Format and version first, so that a newer document is called newer, not malformed."""
     if not isinstance(document, dict):
-        raise _wrong("$", document, f"an object with the keys {', '.join(_KEYS)}")
+        raise _wrong(path, document, f"an object with the keys {', '.join(_KEYS)}")
     if document.get("format") != FORMAT:
-        raise _wrong("$.format", document.get("format"), repr(FORMAT))
+        raise _wrong(f"{path}.format", document.get("format"), repr(FORMAT))
     version = document.get("version")
     if type(version) is not int or version != VERSION:
-        raise _wrong("$.version", version, f"{VERSION}, the version that this ppfunc reads and writes")
-    _object("$", document, _KEYS)
+        raise _wrong(f"{path}.version", version, f"{VERSION}, the version that this ppfunc reads and writes")
+    _object(path, document, _KEYS)
 
 
 def _object(path: str, value: Any, keys: tuple[str, ...]) -> None:
@@ -126,6 +143,12 @@ def _text(path: str, value: Any) -> str:
 def _number(path: str, value: Any) -> int:
     if type(value) is not int or value < 0:
         raise _wrong(path, value, "a whole number from 0")
+    return value
+
+
+def _time(path: str, value: Any) -> float:
+    if type(value) not in (int, float) or not 0 <= value <= 1e100:
+        raise _wrong(path, value, "a time: a finite number from 0")
     return value
 
 

@@ -3,7 +3,8 @@
 A line ``rank R``, then a line per step, its instructions separated by blanks, or ``-`` for an empty
 step. An operation on a buffer names its slot, as in ``ForwardPass(buffer_id=0)``; one without a slot
 names its microbatch, ``ForwardPass(micro_batch_id=3)``. What belongs to a whole stage has empty
-parentheses, ``OptimizerStep()``. An operation that DeepSpeed has no name for keeps its token, ``0W3``.
+parentheses, ``OptimizerStep()``. On a rank that holds several stages each names its own,
+``ForwardPass(stage_id=2, micro_batch_id=3)``. An operation that DeepSpeed has no name for keeps its token, ``0W3``.
 """
 
 from ..instruction import WHOLE_STAGE, Instruction, Op
@@ -35,17 +36,17 @@ def to_steps(schedule: Schedule) -> str:
     lines = []
     for rank, program in enumerate(schedule.programs):
         lines.append(f"rank {rank}")
-        lines += [" ".join(map(_name, step)) or "-" for step in program]
+        several = len(schedule.stages_of(rank)) > 1
+        lines += [" ".join(_name(i, several) for i in step) or "-" for step in program]
     return "\n".join(lines) + "\n"
 
 
-def _name(instruction: Instruction) -> str:
+def _name(instruction: Instruction, several: bool) -> str:
     if instruction.op not in NAMES:
         return str(instruction)
-    if instruction.op in WHOLE_STAGE:
-        argument = ""
-    elif instruction.slot is not None:
-        argument = f"buffer_id={instruction.slot}"
-    else:
-        argument = f"micro_batch_id={instruction.microbatch}"
-    return f"{NAMES[instruction.op]}({argument})"
+    arguments = [f"stage_id={instruction.stage}"] if several else []
+    if instruction.slot is not None:
+        arguments.append(f"buffer_id={instruction.slot}")
+    elif instruction.op not in WHOLE_STAGE:
+        arguments.append(f"micro_batch_id={instruction.microbatch}")
+    return f"{NAMES[instruction.op]}({', '.join(arguments)})"

@@ -2,34 +2,40 @@
 
 Colour says the kind of instruction, its strength which of the rank's stages it belongs to (the first
 is the strongest), the number the microbatch; an overlapped pair is a bar of two halves, the forward
-above. At the right: how much of the time a rank is idle, and its peak of live activations.
+above. Collectives that take time are thin bars under what runs beside them. At the right: how much of the
+time a rank is idle, and its peak of live activations.
 """
 
-from collections.abc import Iterator
-from html import escape
-from math import floor, log10
+from collections.abc import Iterator, Set
 from typing import NamedTuple
 
-from ..instruction import Op, parts_of
+from ..errors import ScheduleError
+from ..instruction import COMPUTE, Op, parts_of
 from ..schedule import Schedule
 from ..simulate import Timeline, simulate
-from .grid import Bar, compute_bars
+from .elements import amount, line, number, page, rect, short, text, ticks
+from .grid import Bar, bars_of, compute_bars
 
 _KINDS = {Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient"}
+_WHOLE = {
+    Op.UNSHARD: "gather of parameters",
+    Op.REDUCE_TIED: "sum over tied places",
+    Op.REDUCE_GRAD: "sum over data ranks",
+    Op.STEP: "optimizer step",
+}
+_THIN = 5.0  # pixels of the bar of a collective
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76.0, 168.0, 104.0, 44.0
 _DIGIT = 6.8  # pixels of one digit at 11 px
+_COLUMN = 960.0  # pixels of a page that a notebook has for a picture
+_MOST = 1000  # compute instructions that a notebook shows as a picture, of some 200 bytes each
 
 _STYLE = """
-svg { font: 11px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; font-variant-numeric: tabular-nums }
-.paper { fill: #ffffff } .track { fill: #eceff4 } .ink { fill: #1c2330 } .soft { fill: #667085 } .level { fill: #b4bdcc }
-.tick { stroke: #d5dae3 } .F { fill: #3f72d0 } .B { fill: #23906c } .I { fill: #8a5cc8 } .W { fill: #e5a62f }
-.n { fill: #ffffff; text-anchor: middle } .n.dark { fill: #3a2600 } .n.pale { fill: #16202f } .n.half { font-size: 10px }
-.h { font-size: 18px; font-weight: 600 } .end { text-anchor: end } .mid { text-anchor: middle }
-@media (prefers-color-scheme: dark) {
-.paper { fill: #12161d } .track { fill: #232a35 } .ink { fill: #e8ebf1 } .soft { fill: #98a2b3 } .level { fill: #566277 }
-.tick { stroke: #333c4a } .F { fill: #4477dd } .B { fill: #23906c } .I { fill: #9165d6 } .W { fill: #e5ad42 }
-.n.pale { fill: #f2f4f8 }
-}"""
+.track { fill: #eceff4 } .level { fill: #b4bdcc } .F { fill: #3f72d0 } .B { fill: #23906c } .I { fill: #8a5cc8 } .W { fill: #e5a62f }
+.UNSHARD { fill: #0f8c9b } .REDUCE_TIED { fill: #7d6a4f } .REDUCE_GRAD { fill: #c04a4a } .STEP { fill: #5b6577 }
+.n { fill: #ffffff; text-anchor: middle } .n.dark { fill: #3a2600 } .n.pale { fill: #16202f } .n.half { font-size: 10px }"""
+_DARK = """
+.track { fill: #232a35 } .level { fill: #566277 } .F { fill: #4477dd } .B { fill: #23906c } .I { fill: #9165d6 } .W { fill: #e5ad42 }
+.n.pale { fill: #f2f4f8 }"""
 
 
 class _Scale(NamedTuple):
@@ -50,103 +56,104 @@ class _Scale(NamedTuple):
         return self.row - 4
 
 
-def to_svg(schedule: Schedule, timeline: Timeline | None = None) -> str:
+def to_svg(schedule: Schedule, timeline: Timeline | None = None, *, width: float | None = None) -> str:
     """Return the picture of ``schedule`` as the text of an SVG file.
 
     Args:
-        schedule: the one to draw; messages, loads and reductions take no space.
+        schedule: the one to draw; messages and loads take no space, nor does what takes no time.
         timeline: start and end of every instruction, simulated or measured (see
             :func:`ppfunc.schedule.simulate.timeline_of`); by default simulated with the default costs.
+        width: of the picture, in pixels from 960 to 100000; by default such that most bars have room for their number.
+
+    Raises:
+        ValueError: a width out of range.
     """
+    if width is not None and not 960 <= width <= 100_000:
+        raise ValueError(f"width is {width!r}, expected a number of pixels from 960 to 100000")
     timeline = simulate(schedule) if timeline is None else timeline
-    rows, makespan = compute_bars(schedule, timeline), float(timeline.makespan)
-    scale = _scale(rows, makespan)
-    width, height = _LEFT + scale.width + _RIGHT, scale.y(len(rows)) + _BOTTOM
-    size = f'width="{_n(width)}" height="{_n(height)}"'
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" viewBox="0 0 {_n(width)} {_n(height)}" {size}>',
-        f"<title>{_escaped(schedule.name)}</title>\n<style>{_STYLE}\n</style>",
-        f'<rect class="paper" {size}/>',
-        *_heading(schedule, timeline),
-        *_legend(schedule, rows),
-        *_axis(scale, makespan, len(rows)),
-    ]
+    rows, whole, makespan = compute_bars(schedule, timeline), bars_of(schedule, timeline, _WHOLE), float(timeline.makespan)
+    scale = _scale(rows, makespan, width)
+    timed = {bar.instruction.op for row in whole for bar in row if bar.end > bar.start}
+    elements = [*_heading(schedule, timeline), *_legend(schedule, rows, timed), *_axis(scale, makespan, len(rows))]
     for rank, row in enumerate(rows):
-        lines += [*_margins(scale, timeline, rank), *_bars(schedule, scale, rank, row)]
-    return "\n".join([*lines, "</svg>"]) + "\n"
+        elements += [*_margins(scale, timeline, rank), *_bars(schedule, scale, rank, row), *_whole_bars(scale, rank, whole[rank])]
+    size = _LEFT + scale.width + _RIGHT, scale.y(len(rows)) + _BOTTOM
+    return page(schedule.name, *size, _STYLE, _DARK, elements)
 
 
-def _scale(rows: list[list[Bar]], makespan: float) -> _Scale:
-    """Wide enough for the numbers of three bars in four, within what a page can show."""
+def picture(value: Schedule | Timeline) -> str | None:
+    """Return the picture of a schedule or a timeline for a notebook: its ``_repr_svg_``.
+
+    None where it would be too large, or where a schedule cannot run and has no times: the text stands alone there.
+    """
+    schedule, timeline = (value.schedule, value) if isinstance(value, Timeline) else (value, None)
+    if sum(count for op, count in schedule.counts.items() if op in COMPUTE) > _MOST:
+        return None
+    try:
+        return to_svg(schedule, timeline, width=_COLUMN)
+    except ScheduleError:  # saying what is wrong with it is the work of check
+        return None
+
+
+def _scale(rows: list[list[Bar]], makespan: float, width: float | None) -> _Scale:
+    """As wide as is asked, or wide enough for the numbers of three bars in four, within what a page can show."""
     durations = sorted(bar.end - bar.start for row in rows for bar in row)
     parts = (part for row in rows for bar in row for part in parts_of(bar.instruction))
     digits = max((len(str(part.microbatch)) for part in parts), default=1)
     typical = durations[len(durations) // 4] if durations else makespan
     wanted = (_DIGIT * digits + 5) * makespan / typical if typical else 0.0
-    width = min(max(wanted, 720.0), 30000.0)
+    across = min(max(wanted, 720.0), 30000.0) if width is None else width - _LEFT - _RIGHT
     paired = any(bar.instruction.parts for row in rows for bar in row)
-    return _Scale(width / (makespan or 1.0), width, 30.0 if paired or len(rows) <= 16 else 22.0)
+    return _Scale(across / (makespan or 1.0), across, 30.0 if paired or len(rows) <= 16 else 22.0)
 
 
 def _heading(schedule: Schedule, timeline: Timeline) -> Iterator[str]:
     counts = ((schedule.ranks, "rank", "s"), (schedule.stages, "stage", "s"), (schedule.microbatches, "microbatch", "es"))
     facts = [
         *(f"{n} {word}{plural * (n != 1)}" for n, word, plural in counts),
-        f"makespan {_time(timeline.makespan)}",
+        f"makespan {short(timeline.makespan)}",
         f"bubble {float(timeline.bubble):.1%}",
         f"bubble of the span {float(timeline.span_bubble):.1%}",
-        f"peak activations {_n(max(timeline.peak_activations, default=0))}",
+        f"peak activations {amount(max(timeline.peak_activations, default=0))}",
     ]
-    yield _text("ink h", _LEFT, 34, schedule.name)
-    yield _text("soft", _LEFT, 56, " · ".join(facts))
+    yield text("ink h", _LEFT, 34, schedule.name)
+    yield text("soft", _LEFT, 56, " · ".join(facts))
 
 
-def _legend(schedule: Schedule, rows: list[list[Bar]]) -> Iterator[str]:
+def _legend(schedule: Schedule, rows: list[list[Bar]], whole: Set[Op]) -> Iterator[str]:
     seen = [bar.instruction for row in rows for bar in row]
     kinds = {part.op for i in seen for part in parts_of(i)}
     x, y = _LEFT, 72.0
-    for op, label in _KINDS.items():
-        if op in kinds:
-            yield _rect(op.value, x, y, 14, 14, 'rx="2"')
-            yield _text("ink", x + 20, y + 11, label)
+    for op, label in (_KINDS | _WHOLE).items():
+        if op in kinds | whole:
+            yield rect(op.value, x, y, 14, 14, 'rx="2"')
+            yield text("ink", x + 20, y + 11, label)
             x += 44 + 6 * len(label)
     if any(i.parts for i in seen):
-        yield _rect("F", x, y, 14, 7) + _rect("B", x, y + 7, 14, 7)
-        yield _text("ink", x + 20, y + 11, "overlapped pair")
+        yield rect("F", x, y, 14, 7) + rect("B", x, y + 7, 14, 7)
+        yield text("ink", x + 20, y + 11, "overlapped pair")
         x += 44 + 6 * 15
     chunks = max(len(schedule.stages_of(rank)) for rank in range(schedule.ranks))
     if chunks > 1:
         for chunk in range(chunks):
-            yield _rect("F", x + 14 * chunk, y, 14, 14, f'fill-opacity="{_strength(chunk, chunks)}"')
-        yield _text("ink", x + 14 * chunks + 6, y + 11, f"the {chunks} stages of a rank, in order")
+            yield rect("F", x + 14 * chunk, y, 14, 14, f'fill-opacity="{_strength(chunk, chunks)}"')
+        yield text("ink", x + 14 * chunks + 6, y + 11, f"the {chunks} stages of a rank, in order")
 
 
 def _strength(chunk: int, chunks: int) -> str:
-    return "1" if chunks == 1 else _n(1 - 0.55 * chunk / (chunks - 1))
+    return "1" if chunks == 1 else number(1 - 0.55 * chunk / (chunks - 1))
 
 
 def _axis(scale: _Scale, makespan: float, ranks: int) -> Iterator[str]:
     top, bottom = scale.y(0), scale.y(ranks)
     for rank in range(ranks):
-        yield _rect("track", _LEFT, scale.y(rank) + 2, scale.width, scale.bar)
-    for time in _ticks(makespan, scale.width):
-        x = _n(scale.x(time))
-        yield f'<line class="tick" x1="{x}" x2="{x}" y1="{_n(top)}" y2="{_n(bottom + 5)}"/>'
-        yield _text("soft mid", scale.x(time), bottom + 18, _time(time))
-    yield _text("soft end", _LEFT - 10, bottom + 18, "time")
-    yield _text("soft end", _LEFT + scale.width + 52, top - 6, "idle")
-    yield _text("soft", _LEFT + scale.width + 70, top - 6, "peak activations")
-
-
-def _ticks(makespan: float, width: float) -> Iterator[float]:
-    """Round times, at least 70 pixels apart."""
-    if makespan <= 0:
-        return
-    least = 70 * makespan / width
-    power = 10.0 ** floor(log10(least))
-    step = next(power * k for k in (1, 2, 5, 10) if power * k >= least * 0.999)
-    for n in range(int(makespan / step * 1.000001) + 1):
-        yield n * step
+        yield rect("track", _LEFT, scale.y(rank) + 2, scale.width, scale.bar)
+    for time in ticks(makespan, scale.width):
+        yield line(scale.x(time), top, scale.x(time), bottom + 5)
+        yield text("soft mid", scale.x(time), bottom + 18, short(time))
+    yield text("soft end", _LEFT - 10, bottom + 18, "time")
+    yield text("soft end", _LEFT + scale.width + 52, top - 6, "idle")
+    yield text("soft", _LEFT + scale.width + 70, top - 6, "peak activations")
 
 
 def _margins(scale: _Scale, timeline: Timeline, rank: int) -> Iterator[str]:
@@ -154,10 +161,10 @@ def _margins(scale: _Scale, timeline: Timeline, rank: int) -> Iterator[str]:
     middle, right = scale.y(rank) + scale.row / 2 + 4, _LEFT + scale.width
     idle = float(timeline.idle[rank] / timeline.makespan) if timeline.makespan else 0.0
     peak, most = float(timeline.peak_activations[rank]), float(max(timeline.peak_activations)) or 1.0
-    yield _text("ink end", _LEFT - 10, middle, f"rank {rank}")
-    yield _text("soft end", right + 52, middle, f"{idle:.0%}")
-    yield _rect("level", right + 70, scale.y(rank) + scale.row / 2 - 5, 56 * peak / most, 10, 'rx="2"')
-    yield _text("ink", right + 76 + 56 * peak / most, middle, _n(peak))
+    yield text("ink end", _LEFT - 10, middle, f"rank {rank}")
+    yield text("soft end", right + 52, middle, f"{idle:.0%}")
+    yield rect("level", right + 70, scale.y(rank) + scale.row / 2 - 5, 56 * peak / most, 10, 'rx="2"')
+    yield text("ink", right + 76 + 56 * peak / most, middle, amount(peak))
 
 
 def _bars(schedule: Schedule, scale: _Scale, rank: int, row: list[Bar]) -> Iterator[str]:
@@ -165,7 +172,7 @@ def _bars(schedule: Schedule, scale: _Scale, rank: int, row: list[Bar]) -> Itera
     for instruction, start, end in row:
         parts = parts_of(instruction)
         height = scale.bar / len(parts)
-        tip = f"<title>{instruction} on rank {rank}, {_time(start)} to {_time(end)}</title>"
+        tip = f"<title>{instruction} on rank {rank}, {short(start)} to {short(end)}</title>"
         for n, part in enumerate(parts):
             strength = _strength(order.get(part.stage, 0), max(len(order), 1))
             y = scale.y(rank) + 2 + n * height
@@ -173,34 +180,19 @@ def _bars(schedule: Schedule, scale: _Scale, rank: int, row: list[Bar]) -> Itera
             width = max((end - start) * scale.per_time - 0.8, 0.4)
             faded = "" if strength == "1" else f'fill-opacity="{strength}"'
             drawn = height - 0.6 if n + 1 < len(parts) else height
-            yield _rect(part.op.value, scale.x(start), y, width, drawn, faded, tip)
-            number = str(part.microbatch)
-            if width >= _DIGIT * len(number) + 1:
+            yield rect(part.op.value, scale.x(start), y, width, drawn, faded, tip)
+            label = str(part.microbatch)
+            if width >= _DIGIT * len(label) + 1:
                 tone = " pale" if float(strength) < 0.75 else " dark" * (part.op is Op.W)
                 kind = "n" + tone + " half" * (len(parts) > 1)
-                yield _text(kind, scale.x(start) + width / 2, y + height / 2 + 4, number)
+                yield text(kind, scale.x(start) + width / 2, y + height / 2 + 4, label)
 
 
-def _rect(kind: str, x: float, y: float, width: float, height: float, extra: str = "", inside: str = "") -> str:
-    place = f'x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{_n(height)}"'
-    body = f'rect class="{kind}" {place} {extra}'.rstrip()
-    return f"<{body}>{inside}</rect>" if inside else f"<{body}/>"
-
-
-def _text(kind: str, x: float, y: float, text: str) -> str:
-    return f'<text class="{kind}" x="{_n(x)}" y="{_n(y)}">{_escaped(text)}</text>'
-
-
-def _time(time: float) -> str:
-    """A time in whatever unit it has, seconds or multiples of a forward, in six digits."""
-    return f"{float(time):.6g}"
-
-
-def _escaped(text: str) -> str:
-    """Text for XML, in which control characters have no form at all."""
-    return escape("".join(c if c.isprintable() else "?" for c in text), quote=False)
-
-
-def _n(number: float) -> str:
-    """A number with at most two decimals, none where it is whole."""
-    return f"{float(number):.2f}".rstrip("0").rstrip(".")
+def _whole_bars(scale: _Scale, rank: int, row: list[Bar]) -> Iterator[str]:
+    """Bars of optimizer steps, and thin ones of collectives; what takes no time has none."""
+    for instruction, start, end in row:
+        if end > start:
+            height = scale.bar if instruction.op is Op.STEP else _THIN
+            tip = f"<title>{instruction} on rank {rank}, {short(start)} to {short(end)}</title>"
+            width = max((end - start) * scale.per_time - 0.8, 0.4)
+            yield rect(instruction.op.value, scale.x(start), scale.y(rank) + 2 + scale.bar - height, width, height, inside=tip)

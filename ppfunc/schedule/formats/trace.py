@@ -1,20 +1,30 @@
-"""Write a schedule in time as a Chrome trace, which opens in Perfetto (ui.perfetto.dev) and chrome://tracing.
+"""Write a schedule in time as a Chrome trace, which opens in Perfetto (ui.perfetto.dev) and chrome://tracing, and read it again.
 
-One track per rank, one slice per instruction that takes time, one arrow per message, from the end of
-the instruction that makes the value to the start of the one that consumes it.
+One track per rank, one slice per compute instruction and optimizer step, one arrow per message, from the end of
+the instruction that makes the value to the start of the one that consumes it; a second track where collectives take
+time, which run beside compute. Times are whole nanoseconds, so that slices of a track never overlap. Beside the events
+stands the timeline itself, which viewers show as metadata and which :func:`from_trace` reads::
+
+    "ppfunc": {"schedule": {...}, "starts": [[...], ...], "ends": [[...], ...], "peak_activations": [...]}
 """
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
+from math import inf, nextafter
+from typing import Any, NamedTuple, Self
 
-from ..instruction import Op, parts_of
+from ..earliest import BESIDE
+from ..instruction import Instruction, Op, microbatch_of, parts_of
+from ..proof.structure import check_structure
 from ..schedule import Schedule
-from ..simulate import Timeline, simulate
-from .grid import Bar, compute_bars
+from ..simulate import Timeline, simulate, timeline_of
+from .grid import Bar, bars_of, compute_bars
+from .json import from_document, load, times_of, to_json
+from .text import FormatError
 
 _TraceEvent = dict[str, Any]
-_Place = tuple[int, float, float]
+_KEY = "ppfunc"
 
 
 def to_trace(schedule: Schedule, timeline: Timeline | None = None, *, microseconds: float = 1000.0) -> str:
@@ -26,38 +36,101 @@ def to_trace(schedule: Schedule, timeline: Timeline | None = None, *, microsecon
             :func:`ppfunc.schedule.simulate.timeline_of`); by default simulated with the default costs.
         microseconds: how long one unit of the timeline is in the trace; 1e6 for seconds.
     """
-    rows = compute_bars(schedule, simulate(schedule) if timeline is None else timeline)
-    events = [
-        *_names(schedule),
-        *(_slice(rank, bar, microseconds) for rank, row in enumerate(rows) for bar in row),
-        *_arrows(schedule, rows, microseconds),
-    ]
+    timeline = simulate(schedule) if timeline is None else timeline
+    rows = [[_Slice.of(rank, bar, microseconds) for bar in row] for rank, row in enumerate(compute_bars(schedule, timeline))]
+    bars = (
+        _Slice.of(rank + schedule.ranks * (bar.instruction.op in BESIDE), bar, microseconds)
+        for rank, row in enumerate(bars_of(schedule, timeline, BESIDE | {Op.STEP}))
+        for bar in row
+        if bar.end > bar.start
+    )
+    slices = [*(piece for row in rows for piece in row), *bars]
+    events = [*_names(schedule, {piece.track for piece in slices}), *(piece.event() for piece in slices), *_arrows(schedule, rows)]
     lines = ",\n".join(json.dumps(event) for event in events)
-    return f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n'
+    return f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n],\n"{_KEY}": {_data(schedule, timeline)}}}\n'
 
 
-def _names(schedule: Schedule) -> Iterator[_TraceEvent]:
+def from_trace(trace: str | dict[str, Any]) -> Timeline:
+    """Read the timeline of a trace that :func:`to_trace` has written, in the unit that it had there.
+
+    Args:
+        trace: JSON text, or the document that it holds.
+
+    Raises:
+        FormatError: it is no such trace.
+        ScheduleError: what it holds is no schedule.
+
+    >>> from ppfunc.schedule import gpipe, simulate
+    >>> timeline = simulate(gpipe(ranks=2, microbatches=2))
+    >>> from_trace(to_trace(timeline.schedule, timeline)) == timeline
+    True
+    """
+    document = load(trace) if isinstance(trace, str) else trace
+    if not isinstance(document, dict) or not isinstance(document.get(_KEY), dict):
+        raise FormatError(f"$.{_KEY}: missing: only a trace that ppfunc has written holds its schedule")
+    data = document[_KEY]
+    schedule = from_document(data.get("schedule"), f"$.{_KEY}.schedule")
+    check_structure(schedule)
+    starts, ends = (times_of(f"$.{_KEY}.{name}", data.get(name), schedule.ranks) for name in ("starts", "ends"))
+    (peaks,) = times_of(f"$.{_KEY}.peak_activations", [data.get("peak_activations")], 1)
+    if len(peaks) != schedule.ranks:
+        raise FormatError(f"$.{_KEY}.peak_activations: expected {schedule.ranks} numbers, one per rank, got {len(peaks)}")
+    try:
+        return replace(timeline_of(schedule, starts, ends), peak_activations=tuple(peaks))
+    except ValueError as error:
+        raise FormatError(f"$.{_KEY}: {error}") from None
+
+
+def _data(schedule: Schedule, timeline: Timeline) -> str:
+    def numbers(values: Any) -> list[Any]:
+        return [value if isinstance(value, int) else float(value) for value in values]
+
+    starts, ends = (json.dumps([numbers(row) for row in rows]) for rows in (timeline.starts, timeline.ends))
+    peaks = json.dumps(numbers(timeline.peak_activations))
+    return f'{{"schedule": {to_json(schedule).strip()},\n"starts": {starts},\n"ends": {ends},\n"peak_activations": {peaks}}}'
+
+
+def _names(schedule: Schedule, tracks: set[int]) -> Iterator[_TraceEvent]:
     yield {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": schedule.name}}
-    for rank in range(schedule.ranks):
-        yield {"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}}
-        yield {"ph": "M", "pid": 0, "tid": rank, "name": "thread_sort_index", "args": {"sort_index": rank}}
+    for track in sorted(tracks.union(range(schedule.ranks))):
+        beside, rank = divmod(track, schedule.ranks)
+        name = f"rank {rank}, collectives" if beside else f"rank {rank}"
+        yield {"ph": "M", "pid": 0, "tid": track, "name": "thread_name", "args": {"name": name}}
+        yield {"ph": "M", "pid": 0, "tid": track, "name": "thread_sort_index", "args": {"sort_index": 2 * rank + beside}}
 
 
-def _slice(rank: int, bar: Bar, microseconds: float) -> _TraceEvent:
-    instruction = bar.instruction
-    return {
-        "ph": "X",
-        "pid": 0,
-        "tid": rank,
-        "ts": bar.start * microseconds,
-        "dur": (bar.end - bar.start) * microseconds,
-        "name": str(instruction),
-        "cat": instruction.op.value,
-        "args": {"stage": instruction.stage, "microbatch": instruction.microbatch},
-    }
+class _Slice(NamedTuple):
+    """An instruction on its track, in whole nanoseconds."""
+
+    instruction: Instruction
+    track: int
+    start: int
+    end: int
+
+    @classmethod
+    def of(cls, track: int, bar: Bar, microseconds: float) -> Self:
+        return cls(bar.instruction, track, round(bar.start * microseconds * 1000), round(bar.end * microseconds * 1000))
+
+    def event(self) -> _TraceEvent:
+        return {
+            "ph": "X",
+            "pid": 0,
+            "tid": self.track,
+            "ts": _microseconds(self.start),
+            "dur": _microseconds(self.end - self.start),
+            "name": str(self.instruction),
+            "cat": self.instruction.op.value,
+            "args": {"stage": self.instruction.stage, "microbatch": self.instruction.microbatch},
+        }
 
 
-def _arrows(schedule: Schedule, rows: list[list[Bar]], microseconds: float) -> Iterator[_TraceEvent]:
+def _microseconds(nanoseconds: int) -> float:
+    """A number that a viewer which cuts off at nanoseconds takes for the same, up to a step of ten days."""
+    time = nanoseconds / 1000
+    return time if int(time * 1000) == nanoseconds else nextafter(time, inf)
+
+
+def _arrows(schedule: Schedule, rows: list[list[_Slice]]) -> Iterator[_TraceEvent]:
     """A pair of events per message; ``bp: e`` ends the arrow at the slice that encloses its time."""
     forward, backward = _places(rows, (Op.F,)), _places(rows, (Op.B, Op.I))
     number = 0
@@ -66,21 +139,23 @@ def _arrows(schedule: Schedule, rows: list[list[Bar]], microseconds: float) -> I
             ("activation", forward.get(source, {}), forward.get(target, {})),
             ("gradient", backward.get(target, {}), backward.get(source, {})),
         ):
-            for microbatch in made.keys() & used.keys():
+            for microbatch in sorted(made.keys() & used.keys()):
                 number += 1
                 shared = {"pid": 0, "id": number, "name": name, "cat": "message"}
-                (rank, start, end), (taker, taken, _) = made[microbatch], used[microbatch]
-                # A thousandth before the end: at the very end the arrow would begin at the next slice.
-                yield {"ph": "s", "tid": rank, "ts": (end - (end - start) / 1000) * microseconds, **shared}
-                yield {"ph": "f", "bp": "e", "tid": taker, "ts": taken * microseconds, **shared}
+                giver, taker = made[microbatch], used[microbatch]
+                # A moment before the end: at the very end the arrow would begin at the next slice.
+                sent = max(giver.start, giver.end - 1)
+                yield {"ph": "s", "tid": giver.track, "ts": _microseconds(sent), **shared}
+                # Clocks of two hosts agree only so far, and an arrow never goes back in time.
+                yield {"ph": "f", "bp": "e", "tid": taker.track, "ts": _microseconds(max(sent, taker.start)), **shared}
 
 
-def _places(rows: list[list[Bar]], ops: tuple[Op, ...]) -> dict[int, dict[int | None, _Place]]:
-    """Rank, start and end of the instruction of each stage and microbatch."""
-    places: dict[int, dict[int | None, _Place]] = {}
-    for rank, row in enumerate(rows):
-        for bar in row:
-            for part in parts_of(bar.instruction):
+def _places(rows: list[list[_Slice]], ops: tuple[Op, ...]) -> dict[int, dict[int, _Slice]]:
+    """The slice of the instruction of each stage and microbatch."""
+    places: dict[int, dict[int, _Slice]] = {}
+    for row in rows:
+        for piece in row:
+            for part in parts_of(piece.instruction):
                 if part.op in ops:
-                    places.setdefault(part.stage, {})[part.microbatch] = (rank, bar.start, bar.end)
+                    places.setdefault(part.stage, {})[microbatch_of(part)] = piece
     return places

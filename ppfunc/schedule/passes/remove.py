@@ -3,7 +3,7 @@
 from collections.abc import Container
 from dataclasses import replace
 
-from ..instruction import COMMUNICATION, COMPUTE, TAIL, Instruction, Op, parts_of
+from ..instruction import COMMUNICATION, COMPUTE, SHARDING, TAIL, Instruction, Op, parts_of
 from ..schedule import Schedule, Step
 
 
@@ -28,6 +28,16 @@ def remove_tail(schedule: Schedule) -> Schedule:
     True
     """
     return _without(schedule, TAIL)
+
+
+def remove_unshards(schedule: Schedule) -> Schedule:
+    """Cross out UNSHARD and RESHARD: undoes ``insert_unshards``.
+
+    >>> from ppfunc.schedule import gpipe, insert_unshards
+    >>> remove_unshards(insert_unshards(gpipe(ranks=1, microbatches=1))) == gpipe(ranks=1, microbatches=1)
+    True
+    """
+    return _without(schedule, SHARDING)
 
 
 def remove_slots(schedule: Schedule) -> Schedule:

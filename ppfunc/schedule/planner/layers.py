@@ -12,7 +12,7 @@ from ..bounds import bound_of
 from ..costs import Costs, Number
 from .problem import Cap, Objective, problem_of
 
-_SUMS = ("forward", "backward_input", "backward_weight", "parameters")
+_SUMS = ("forward", "backward_input", "backward_weight", "parameters", "unshard", "reduce_tied", "reduce_grad", "step")
 _LAST = ("communication", "bytes", "bandwidth")
 _SWEEPS = 8
 

@@ -3,7 +3,7 @@
 The proofs in the other modules walk instruction by instruction and name the place of a fault. This one
 answers for a schedule of a million instructions in a second. It accepts nothing that they refuse;
 what it does not accept they decide. It leaves to them slots, loads, offloads, and sums over replicas
-that are not the end of each program.
+that are not the end of each program. Other instructions of whole stages wait for no rank of the schedule.
 
 Between two ranks with one queue each way round, let a message have the step in which each end posts it.
 
@@ -21,7 +21,7 @@ from operator import le, lt
 from typing import NamedTuple
 
 from ..dataflow import edge_flows
-from ..instruction import COMMUNICATION, COMPUTE, TAIL, Instruction, Op
+from ..instruction import COMMUNICATION, COMPUTE, SHARDING, TAIL, WHOLE_STAGE, Instruction, Op
 from ..schedule import Program, Schedule
 
 Column = list[int]
@@ -52,7 +52,9 @@ def prove_columns(schedule: Schedule) -> bool | None:
     Args:
         schedule: well formed, with communication.
     """
-    if not schedule.ops <= {*COMPUTE, *COMMUNICATION, *TAIL} or schedule.has_slots:
+    if not schedule.ops <= {*COMPUTE, *COMMUNICATION, *WHOLE_STAGE} or schedule.has_slots:
+        return None
+    if _sums(schedule) and schedule.counts[Op.REDUCE_TIED] != schedule.stages:
         return None
     try:
         ranks = [_columns(schedule, rank) for rank in range(schedule.ranks)]
@@ -63,7 +65,7 @@ def prove_columns(schedule: Schedule) -> bool | None:
         _require(_ends(waits))
     except _UnprovedError:
         return None
-    summed = schedule.replicas if Op.REDUCE_TIED in schedule.ops else ()
+    summed = schedule.replicas if _sums(schedule) else ()
     aligned = all(len({len(schedule.programs[schedule.placement[s]]) for s in group}) == 1 for group in summed)
     return aligned and all(awaited <= step for todo in waits for step, _, awaited in todo)
 
@@ -82,28 +84,36 @@ def _columns(schedule: Schedule, rank: int) -> Columns:
     program = schedule.programs[rank]
     found: dict[Kind, dict[int | None, int]] = defaultdict(dict)
     flat = list(chain.from_iterable(program))
-    pairs = 0
+    apart = 0  # how many more instructions there are than entries, or fewer where it is negative
     for position, (op, stage, microbatch, peer, _, parts) in enumerate(flat):
         if parts:
-            pairs += 1
+            apart -= 1
             for part in parts:
                 found[part[0], part[1], None][part[2]] = position
+        elif op in SHARDING:
+            apart += 1
         else:
             found[op, stage, peer][microbatch] = position
-    _require(sum(map(len, found.values())) == len(flat) + pairs and _in_phases(program, flat))
+    _require(sum(map(len, found.values())) == len(flat) - apart and _in_phases(schedule, program, flat))
     whole = [found.pop(kind) for kind in list(found) if kind[0] in TAIL]
-    _require(sum(map(len, whole)) == (sum(i[0] in TAIL for i in program[-1]) if program else 0))
+    if _sums(schedule):
+        _require(sum(map(len, whole)) == (sum(i[0] in TAIL for i in program[-1]) if program else 0))
     return Columns(_complete(schedule, found), list(chain.from_iterable(map(repeat, count(), map(len, program)))))
 
 
-def _in_phases(program: Program, flat: Sequence[Instruction]) -> bool:
+def _sums(schedule: Schedule) -> bool:
+    """Whether ranks wait for each other in sums over replicas."""
+    return Op.REDUCE_TIED in schedule.ops and bool(schedule.replicas)
+
+
+def _in_phases(schedule: Schedule, program: Program, flat: Sequence[Instruction]) -> bool:
     """Whether each step has its messages first, and a last step with a tail the sums over replicas before all else."""
     talks = [i[0] in COMMUNICATION for i in flat]
     starts = set(accumulate(map(len, program)))
     if not starts.issuperset(compress(count(1), map(lt, talks, talks[1:]))):
         return False
     tail = [i[0] for i in program[-1]] if program else []
-    if set(tail).isdisjoint(TAIL):
+    if set(tail).isdisjoint(TAIL) or not _sums(schedule):
         return True
     return set(tail) <= set(TAIL) and Op.REDUCE_TIED not in tail[tail.count(Op.REDUCE_TIED) :]
 

@@ -36,6 +36,8 @@ def check_loads(schedule: Schedule) -> None:
 def check_tail(schedule: Schedule) -> None:
     """Prove reductions and the optimizer step: once in all stages or in none, in order, after the last backward.
 
+    REDUCE_TIED is in the stages in which something is tied, which a schedule does not know, and in all replicas of one.
+
     Raises:
         ScheduleError: one that is missing, doubled, early or out of order, or without a backward
             to follow; replicas of a stage that are stepped but never summed.
@@ -66,10 +68,17 @@ def check_tail(schedule: Schedule) -> None:
 def _check_all_stages(schedule: Schedule, present: list[Op], found: dict[tuple[Op, int], Position]) -> None:
     for op in present:
         for stage, rank in enumerate(schedule.placement):
-            if (op, stage) not in found:
+            if op is not Op.REDUCE_TIED and (op, stage) not in found:
                 reason = f"stage {stage} has no {op}, but other stages have: expected it in all or none"
                 raise schedule_error(schedule, rank, last_place(schedule, rank), reason)
-    replicas = len(schedule.chains[0].stages) == 1 and Op.REDUCE_GRAD in present
-    if Op.STEP in present and schedule.replicas and Op.REDUCE_TIED not in present and not replicas:
-        reason = f"stages {schedule.replicas[0]} are replicas, but their gradients are never summed: expected REDUCE_TIED before STEP"
-        raise fault_at(schedule, found[Op.STEP, schedule.replicas[0][0]], reason)
+    for group in schedule.replicas:
+        summed = [stage for stage in group if (Op.REDUCE_TIED, stage) in found]
+        for stage in group if summed else ():
+            if stage not in summed:
+                rank = schedule.placement[stage]
+                reason = f"stage {stage} has no REDUCE_TIED, but its replica {summed[0]} has: expected it in all replicas or none"
+                raise schedule_error(schedule, rank, last_place(schedule, rank), reason)
+        # Replicas that are all of the model are data parallel ranks.
+        if Op.STEP in present and not summed and not (len(schedule.replicas) == 1 and Op.REDUCE_GRAD in present):
+            reason = f"stages {group} are replicas, but their gradients are never summed: expected REDUCE_TIED before STEP"
+            raise fault_at(schedule, found[Op.STEP, group[0]], reason)

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from .joint import Joint
-from .operators import ancestors, arguments, base, is_call, is_dense, is_random, is_tensor, layout, root
+from .operators import ancestors, arguments, base, is_call, is_dense, is_effect, is_tensor, layout, root
 
 aten = torch.ops.aten
 _COPIES = {aten.clone.default, aten.lift_fresh_copy.default, aten.lift_fresh.default}
@@ -84,7 +84,7 @@ def _duplicates(joint: Joint, late: bool) -> dict[Node, Node]:
     instead: dict[Node, Node] = {}
     seen: dict[Hashable, Node] = {}
     for node in filter(is_call, joint.graph.nodes):
-        if (node in forward) == late or is_random(node):
+        if (node in forward) == late or is_effect(node):
             continue
         node.args = torch.fx.map_arg(node.args, lambda n: instead.get(n, n))
         node.kwargs = torch.fx.map_arg(node.kwargs, lambda n: instead.get(n, n))

@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from ..errors import StageError
 from .joint import Joint, Maybe, Nodes
-from .operators import ancestors, base, is_call, is_dense, is_element, is_random, root
+from .operators import ancestors, base, is_call, is_dense, is_element, root
 
 
 class Part(NamedTuple):
@@ -36,7 +36,7 @@ class Parts(NamedTuple):
 def cut(joint: Joint, again: Iterable[Node] = ()) -> Parts:
     """Cut by dependency: every operator in one part, save for views of parameters, which are free.
 
-    * F: what the outputs depend on, and whatever draws random numbers.
+    * F: what the outputs depend on, and whatever draws random numbers or communicates in the forward.
     * I: of the rest, what the gradient of ``x`` depends on.
     * W: the remainder, which only gradients of parameters depend on.
 
@@ -65,9 +65,9 @@ def cut(joint: Joint, again: Iterable[Node] = ()) -> Parts:
 
 
 def early_nodes(joint: Joint) -> set[Node]:
-    """Everything that has to be there before a cotangent comes: arguments, F and its random operators."""
+    """Everything that has to be there before a cotangent comes: arguments, F and its operators with effects."""
     given = {n for n in joint.graph.nodes if not is_call(n)}
-    return given | _with_elements(ancestors([*joint.outputs, *filter(is_random, joint.graph.nodes)]))
+    return given | _with_elements(ancestors([*joint.outputs, *joint.effects]))
 
 
 def parameter_views(joint: Joint) -> set[Node]:

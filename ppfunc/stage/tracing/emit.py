@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import math
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ class Recipe(NamedTuple):
     title: str  # name of the function, and of its place in a traceback
     settle: tuple[str, ...] = ()  # names of the arguments whose tensors may come with any strides
     compile: bool = False  # whether the body is one function compiled by inductor
+    warning: str = ""  # given when the function is first called
 
 
 class TracedFunction:
@@ -53,6 +55,8 @@ class TracedFunction:
     def _written(self) -> Callable[..., Any]:
         with _writing:
             if self._function is None:
+                if self.recipe.warning:
+                    warnings.warn(self.recipe.warning, stacklevel=3)
                 self._function = _write(self.recipe)
         return self._function
 

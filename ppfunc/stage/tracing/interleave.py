@@ -24,7 +24,8 @@ def interleave(first: Recipe, second: Recipe) -> Recipe:
     one, two = (_copied(both, recipe, constants) for recipe in (first, second))
     part = Part(one.arguments + two.arguments, tuple(_in_turn(one, two)), one.results + two.results)
     title = f"{first.title} and {second.title} together"
-    return Recipe(part, first.names + second.names, constants, title, first.settle + second.settle, first.compile or second.compile)
+    settle, compile, warning = first.settle + second.settle, first.compile or second.compile, first.warning + second.warning
+    return Recipe(part, first.names + second.names, constants, title, settle, compile, warning)
 
 
 def _copied(both: Graph, recipe: Recipe, constants: dict[str, torch.Tensor]) -> Part:

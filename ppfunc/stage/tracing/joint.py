@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import chain, islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from ..abstract import Outline, without_values
 from ..differentiable import DifferentiableStage, contiguous
 from ..errors import StageError, first_line
 from ..example import Example, Leaves
 from ..program import Gradients
-from .operators import is_mutable, is_random
+from .operators import is_call, is_effect, is_mutable, is_of_forward, is_random
 from .record import Record
 
 Nodes = tuple[Node, ...]
@@ -38,9 +38,14 @@ class Joint(NamedTuple):
 
     @property
     def results(self) -> list[Node]:
-        """All nodes that are wanted, and the random ones, so that every engine draws the same."""
+        """All nodes that are wanted, and those with effects, so that every engine draws and communicates the same."""
         wanted = [n for n in (*self.outputs, *self.gparams, *self.gx) if n is not None]
-        return wanted + [n for n in self.graph.nodes if is_random(n)]
+        return wanted + self.effects
+
+    @property
+    def effects(self) -> list[Node]:
+        """The operators of the forward that draw random numbers or communicate, whether their results are used or not."""
+        return [n for n in self.graph.nodes if is_effect(n) and is_of_forward(n)]
 
 
 def trace(stage: DifferentiableStage, example: Example, known: Outline, name: str) -> Joint:
@@ -90,13 +95,25 @@ def _joint(stage: DifferentiableStage, record: Record, params: Leaves, x: Leaves
 
 def _without_effects(joint: Joint, record: Record, *groups: Leaves) -> Results:
     """The same results by operators that write into nothing."""
-    record.end_of_forward()
     sizes = [len(nodes) for nodes in (joint.outputs, joint.gparams, joint.gx)]
     joint.graph.output([*joint.outputs, *joint.gparams, *joint.gx])
     with torch.no_grad():
-        results = iter(torch.func.functionalize(GraphModule(joint.constants, joint.graph))(*chain(*groups)))
+        results = iter(torch.func.functionalize(_Again(record, joint).run)(*chain(*groups)))
     outputs, gparams, gx = (tuple(islice(results, size)) for size in sizes)
     return outputs, gparams, gx
+
+
+class _Again(Interpreter):
+    """Calls the operators of a trace once more, and tells a record where its forward ends."""
+
+    def __init__(self, record: Record, joint: Joint) -> None:
+        super().__init__(GraphModule(joint.constants, joint.graph))
+        self.record = record
+
+    def run_node(self, n: Node) -> Any:
+        if is_call(n) and not is_of_forward(n):
+            self.record.end_of_forward()
+        return super().run_node(n)
 
 
 def _require_pure(joint: Joint, known: Outline, name: str) -> None:

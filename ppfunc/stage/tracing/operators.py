@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .._torch import OpOverload, schema
+from .._torch import FUNCTIONAL_COLLECTIVES, OpOverload, schema
+from ..communication import is_collective
 from ..purity import draws
 
 ELEMENT = operator.getitem
@@ -50,6 +51,21 @@ def is_dense(node: Node) -> bool:
 def is_random(node: Node) -> bool:
     """Whether the operator of the node draws random numbers."""
     return isinstance(node.target, OpOverload) and draws(node.target, node.args, node.kwargs)
+
+
+def is_of_forward(node: Node) -> bool:
+    """Whether the operator of the node was called in the forward."""
+    return "place" in node.meta
+
+
+def is_effect(node: Node) -> bool:
+    """Whether the operator of the node does more than make its result: it moves a generator on, or the other ranks wait for it."""
+    return is_random(node) or (is_collective(node.target) and not is_wait(node))
+
+
+def is_wait(node: Node) -> bool:
+    """Whether all that the operator of the node does is to wait for a collective."""
+    return node.target is FUNCTIONAL_COLLECTIVES.wait_tensor.default
 
 
 def is_mutable(node: Node) -> bool:

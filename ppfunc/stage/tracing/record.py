@@ -65,7 +65,8 @@ class Record(TorchDispatchMode):
             return device_of(args[0]) if func is torch.ops.prim.device.default and types else func(*args, **kwargs)
         if func.namespace == "c10d":
             reason = f"it uses the collective {func}{place_of_call(_ENTRY)}, which writes in place and is not traced"
-            raise StageError(self.stage, reason, "use torch.distributed._functional_collectives, or the eager engine")
+            mend = "use ppfunc.psum or one of its siblings, or torch.distributed._functional_collectives where no gradient is wanted"
+            raise StageError(self.stage, reason, mend)
         if func in _HIDDEN:
             reason = f"its operator {func}{place_of_call(_ENTRY)} writes into its arguments in secret"
             raise StageError(self.stage, reason, "use the functional engine")

@@ -12,16 +12,18 @@ from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
 from .._torch import OpOverload
+from ..communication import is_collective
 from ..errors import StageError
 from .cut import Parts, cut, early_nodes, parameter_views, residual_bytes
 from .joint import Joint
-from .operators import arguments, base, is_call, is_dense, is_element, is_random, is_tensor, root
+from .operators import arguments, base, is_call, is_dense, is_element, is_random, is_tensor, is_wait, root
 
 Remat = Literal["none", "full"] | Callable[[OpOverload], bool] | int
 """``"none"`` keeps what the backward needs; ``"full"`` keeps the inputs alone; a predicate names the
 operators whose results are computed again; a number is the most bytes that may be kept."""
 
 _HALVINGS = 20
+_COMMUNICATED = 1000.0  # units of work per number that a collective writes
 
 
 def cut_for(joint: Joint, remat: Remat, name: str) -> Parts:
@@ -48,9 +50,11 @@ def cut_for(joint: Joint, remat: Remat, name: str) -> Parts:
 
 
 def _operator(node: Node) -> OpOverload:
-    target = (arguments(node)[0] if is_element(node) else node).target
-    assert isinstance(target, OpOverload)
-    return target
+    """The operator that makes the result of a node: of a wait, the collective that it waits for."""
+    while is_element(node) or is_wait(node):
+        node = arguments(node)[0]
+    assert isinstance(node.target, OpOverload)
+    return node.target
 
 
 def _repeatable(joint: Joint) -> set[Node]:
@@ -118,10 +122,11 @@ def _chooser(joint: Joint) -> Callable[[float], set[Node]]:
 
 
 def _work(node: Node) -> float:
-    """Work of a call: its multiplications and additions, and for all others a few per number written."""
+    """Work of a call: its multiplications and additions, and for all others a few per number written, many where it communicates."""
     if is_element(node) or base(node) is not None:
         return 0.0
     written = sum(t.numel() for t in optree.tree_leaves(node.meta["val"]) if isinstance(t, torch.Tensor))
     count = flop_registry.get(_operator(node).overloadpacket)
     shapes = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    return 8.0 * written + (count(*shapes[0], **shapes[1], out_val=node.meta["val"]) if count else 0)
+    each = _COMMUNICATED if is_collective(_operator(node)) else 8.0
+    return each * written + (count(*shapes[0], **shapes[1], out_val=node.meta["val"]) if count else 0)

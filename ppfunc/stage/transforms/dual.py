@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..layout import Boundary, declaring
 from ..output import Output, Received
 from ..program import Loss, Stage
 from ..signature import flatten
@@ -49,7 +50,7 @@ def dual(fn: Stage) -> Stage:
         skips = None if y.skips is None else {s: (v, None if ty.skips is None else ty.skips[s]) for s, v in y.skips.items()}
         return Output((y.y, ty.y), None if y.loss is None else _pair(y.loss, ty.loss), y.metrics, y.state, skips)
 
-    return stage
+    return declaring(stage, Boundary.of(fn).map(lambda prefix: (prefix, prefix)))
 
 
 def dual_loss(loss_fn: Loss) -> Loss:
@@ -139,8 +140,10 @@ def gauss_newton_loss(loss_fn: Loss) -> Loss:
         at, along = tuple(leaves[i].detach() for i in moving), tuple(t.detach() for t in tangents if t is not None)
         pushed: tuple[Any, ...] = torch.func.jvp(gradient, at, along)
         (_, value), (products, _) = pushed
-        parts = [_inner(leaves[i] - y0 + t, product) for i, y0, t, product in zip(moving, at, along, products, strict=True)]
-        return torch.stack([value, sum(parts[1:], parts[0])]).to(value.dtype)
+        # The loss sums over ranks whose outputs are parts of one; an inner product of the parts would be that of one rank.
+        curvature: Any = torch.func.jvp(lambda *y: torch.func.jvp(of, y, along)[1], at, along)[1]
+        parts = [_inner(leaves[i] - y0, product) for i, y0, product in zip(moving, at, products, strict=True)]
+        return torch.stack([value, sum(parts, curvature.detach())]).to(value.dtype)
 
     return loss
 

@@ -7,11 +7,12 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch.distributed.tensor import Shard
 
+from ..layout import Boundary, declaring
 from ..output import Output
 from ..program import Loss, Stage
-from ..signature import flatten
-from ..tree import tree_flatten, tree_leaves
+from ..tree import tree_flatten, tree_leaves, tree_map
 
 
 def ensemble(stages: Sequence[Stage], loss_fn: Loss, *, randomness: str = "error") -> tuple[list[Stage], Loss]:
@@ -46,12 +47,18 @@ def ensemble(stages: Sequence[Stage], loss_fn: Loss, *, randomness: str = "error
                 raise ValueError("it returns a state, which an ensemble would need k of; take stages without state")
             return out
 
-        return models
+        boundary = Boundary.of(fn).map(_inward)
+        return declaring(models, boundary._replace(inputs=Boundary.of(fn).inputs) if first else boundary)
 
     def losses(y: Any, target: Any) -> torch.Tensor:
         return batched(loss_fn, (y, target), (True, False), randomness)
 
     return [stage(fn, number == 0) for number, fn in enumerate(stages)], losses
+
+
+def _inward(prefix: Any) -> Any:
+    """Placements of tensors that have got an axis in front."""
+    return tree_map(lambda placement: Shard(placement.dim + (placement.dim >= 0)) if placement.is_shard() else placement, prefix)
 
 
 def batched(fn: Callable[..., Any], args: Sequence[Any], axes: Sequence[bool], randomness: str = "error") -> Any:
@@ -62,12 +69,11 @@ def batched(fn: Callable[..., Any], args: Sequence[Any], axes: Sequence[bool], r
     """
     leaves, treedef = tree_flatten(tuple(args))
     along = [0 if axis else None for axis, arg in zip(axes, args, strict=True) for _ in tree_leaves(arg)]
-    structure: list[Any] = []
+    made: list[Any] = []
 
     def run(*inside: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        y, y_def = flatten(fn(*treedef.unflatten(inside)), "y")
-        structure.append(y_def)
-        return y
+        made[:] = tree_flatten(fn(*treedef.unflatten(inside)), "y")
+        return tuple(leaf for leaf in made[0] if isinstance(leaf, torch.Tensor))
 
     if 0 not in along:
         raise ValueError(
@@ -75,9 +81,9 @@ def batched(fn: Callable[..., Any], args: Sequence[Any], axes: Sequence[bool], r
             "join it with the next"
         )
     try:
-        y = torch.func.vmap(run, tuple(along), randomness=randomness)(*leaves)
+        mapped = iter(torch.func.vmap(run, tuple(along), randomness=randomness)(*leaves))
     except RuntimeError as error:
         if "randomness flag" in str(error):
             error.add_note('it draws random numbers: pass randomness="different" or "same" to pp.ensemble or pp.per_sample_grad')
         raise
-    return structure[0].unflatten(y)
+    return made[1].unflatten(next(mapped) if isinstance(leaf, torch.Tensor) else leaf for leaf in made[0])

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from einops import einsum, rearrange, reduce, repeat
 
+from ..layout import distributed, layout_of, local, whole
 from ..output import Output
 from ..program import Loss, Stage
 from ..signature import differentiable
@@ -15,15 +16,21 @@ from ..tree import tree_leaves, tree_map
 from .ensemble import batched
 
 
-def per_sample(fn: Stage, *, randomness: str = "error") -> Stage:
+def per_sample(fn: Stage, *, randomness: str = "error", alone: bool = True, joined: bool = True) -> Stage:
     """The stage with parameters of its own for every sample, so that gradients do not add up over them.
 
     Equivalent to ``torch.func.vmap(fn)``, with every sample a batch of one: parameters (see :func:`for_samples`), ``x`` and the
-    further arguments have a leading axis b. ``randomness`` is that of ``vmap``.
+    further arguments have a leading axis b.
+
+    Args:
+        randomness: that of ``vmap``.
+        alone: whether ``x`` and the further arguments have a batch axis, which becomes one sample long; else the stage
+            gets what the one before it returned for that sample.
+        joined: whether outputs have a batch axis, which becomes b long; else they get a further axis b.
     """
 
     def one(params: Any, *sample: Any) -> Any:
-        out = fn(params, *_alone(sample))
+        out = fn(params, *(_alone(sample) if alone else sample))
         if isinstance(out, Output) and (out.loss, out.metrics, out.state) != (None, None, None):
             raise ValueError(
                 "it returns an auxiliary loss, metrics or a state, of which there are none per sample; return y and skips alone"
@@ -32,16 +39,17 @@ def per_sample(fn: Stage, *, randomness: str = "error") -> Stage:
 
     @wraps(fn)
     def stage(params: Any, x: Any, *extras: Any) -> Any:
-        return tree_map(_joined, batched(one, (params, x, *extras), (True,) * (2 + len(extras)), randomness))
+        out = batched(one, (params, x, *extras), (True,) * (2 + len(extras)), randomness)
+        return tree_map(_joined, out) if joined else out
 
     return stage
 
 
-def per_sample_loss(loss_fn: Loss) -> Loss:
-    """The losses of every sample as a batch of one: ``loss(y, target) -> tensor[b]``."""
+def per_sample_loss(loss_fn: Loss, *, joined: bool = True) -> Loss:
+    """The losses of every sample as a batch of one: ``loss(y, target) -> tensor[b]``. ``joined`` is that of the stages."""
 
-    def one(*sample: Any) -> torch.Tensor:
-        return loss_fn(*_alone(sample))
+    def one(y: Any, target: Any) -> torch.Tensor:
+        return loss_fn(_alone(y) if joined else y, _alone(target))
 
     def losses(y: Any, target: Any) -> torch.Tensor:
         return batched(one, (y, target), (True, True))
@@ -55,7 +63,12 @@ def for_samples(params: Any, samples: int) -> Any:
     >>> for_samples({"w": torch.zeros(3)}, 5)["w"].shape
     torch.Size([5, 3])
     """
-    return tree_map(lambda p: repeat(p.detach(), "... -> b ...", b=samples), params)
+
+    def copies(p: torch.Tensor) -> torch.Tensor:
+        layout = layout_of(p)
+        return distributed(repeat(local(p).detach(), "... -> b ...", b=samples), layout and layout.stacked(samples))
+
+    return tree_map(copies, params)
 
 
 def square_norms(grads: Any) -> torch.Tensor:
@@ -73,7 +86,7 @@ def square_norms(grads: Any) -> torch.Tensor:
             [8., 8., 8.]])
     """
     floating = [g for g in tree_leaves(grads) if differentiable(g.dtype)]
-    return torch.stack([reduce(g.abs().square(), "m b ... -> m b", "sum") for g in floating]).sum(0)
+    return torch.stack([whole(reduce(g.abs().square(), "m b ... -> m b", "sum")) for g in floating]).sum(0)
 
 
 def clipped_sum(grads: Any, square_norms: torch.Tensor, max_norm: float) -> Any:
@@ -101,7 +114,9 @@ def clipped_sum(grads: Any, square_norms: torch.Tensor, max_norm: float) -> Any:
     def clip(gradient: torch.Tensor) -> torch.Tensor:
         if not differentiable(gradient.dtype):
             return gradient[0, 0]
-        return einsum(scale.to(gradient.dtype), gradient, "m b, m b ... -> ...")
+        layout = layout_of(gradient)
+        total = einsum(scale.to(gradient.dtype), local(gradient), "m b, m b ... -> ...")
+        return distributed(total, layout and layout.without(2))
 
     return tree_map(clip, grads)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..layout import layout_of
 from ..signature import differentiable, flatten
 from ..tree import tree_flatten, tree_paths, tree_structure
 from .norms import DecomposedNorms
@@ -47,8 +48,8 @@ def _require_tangent(leaf: torch.Tensor, tangent: Any, name: str) -> None:
         raise TypeError(f"{name}: got {tangent!r} of type {type(tangent).__name__}, expected a tensor, or None for zero")
     if not differentiable(leaf.dtype):
         raise ValueError(f"{name}: got {tangent.dtype}{list(tangent.shape)}, expected None: {leaf.dtype} has no tangents")
-    if tangent.shape != leaf.shape or tangent.dtype != leaf.dtype:
-        got, want = (f"{t.dtype}{list(t.shape)}" for t in (tangent, leaf))
+    if tangent.shape != leaf.shape or tangent.dtype != leaf.dtype or layout_of(tangent) != layout_of(leaf):
+        got, want = (f"{t.dtype}{list(t.shape)}{f' {layout}' if (layout := layout_of(t)) else ''}" for t in (tangent, leaf))
         raise ValueError(f"{name}: got {got}, expected {want}")
 
 

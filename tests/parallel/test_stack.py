@@ -1,4 +1,4 @@
-"""Split points: even effective loads for any number of stages, and none of the old defects."""
+"""A stack of equal layers in stages: even effective loads for any number of stages, and none of the old defects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Split a stack of equal layers, with the input and output modules counted as some layers."""
+"""Cut a stack of equal layers into stages, with the input and output modules counted as some layers."""
 
 import heapq
 from typing import Literal

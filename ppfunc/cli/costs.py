@@ -1,0 +1,90 @@
+"""The options for costs: times and sizes of stages."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from ..schedule.costs import Costs
+from ..schedule.schedule import Schedule
+from .number import numbers
+from .sources import text_of_path
+
+_OPTIONS = {
+    "forward": "time of a forward; default 1",
+    "backward": "time of a whole backward, in place of its parts; a part not given takes half or what is left",
+    "backward_input": "time of an input gradient; default 1",
+    "backward_weight": "time of a weight gradient; default 1",
+    "overlapped": "time of an overlapped pair; default: the sum of its parts",
+    "communication": "latency of a message; default 0",
+    "bytes": "size of a message; default 0",
+    "bandwidth": "bytes of a message per unit of time; default: no limit",
+    "activation": "memory that a forward keeps for its backward; default 1",
+    "weight_share": "share of it that is held from the input to the weight gradient; default 0 (zero_bubble, zbv_greedy without costs: 1)",
+    "parameters": "memory that a stage takes all the time; default 0",
+    "unshard": "time of a gather of parameters, beside compute; default 0",
+    "reduce_tied": "time of a sum over tied places, beside compute; default 0",
+    "reduce_grad": "time of a sum over data ranks, beside compute; default 0",
+    "step": "time of an optimizer step; default 0",
+}
+_HALVES = ("backward_input", "backward_weight")
+
+
+def add_cost_options(parser: argparse.ArgumentParser, unit: str) -> None:
+    """Add an option per argument of ``Costs``, and ``--costs`` for a file; ``unit`` says what a number without commas is for."""
+    group = parser.add_argument_group("costs", f"one number for {unit}, or one per stage, as in 1,2,1,1")
+    group.add_argument("--costs", metavar="FILE", type=Path, help="JSON as Costs.to_json writes it, such as of pp.measure")
+    for name, meaning in _OPTIONS.items():
+        group.add_argument(f"--{name.replace('_', '-')}", type=numbers, metavar="X[,X...]", help=meaning)
+
+
+def read_costs(arguments: argparse.Namespace) -> Costs | None:
+    """Read the costs that the options give, None where they give none.
+
+    Raises:
+        ValueError: costs in two places, or that make no sense.
+        OSError: the file cannot be read.
+    """
+    given = {name: value for name in _OPTIONS if (value := getattr(arguments, name)) is not None}
+    if arguments.costs is None:
+        return Costs(**_with_parts(given)) if given else None
+    if given:
+        raise ValueError(f"--costs {arguments.costs} and --{next(iter(given)).replace('_', '-')}: give the costs in one place")
+    try:
+        return Costs.from_json(text_of_path(arguments.costs))
+    except ValueError as error:
+        raise ValueError(f"{arguments.costs}: {error}") from None
+
+
+def fitted(costs: Costs, schedule: Schedule) -> Costs:
+    """Costs of the stages of ``schedule``; those of the stages of its model count for each replica.
+
+    Raises:
+        ValueError: costs for another number of stages.
+    """
+    model = len(set(schedule.model_stages))
+    lengths = {len(value) for name in _OPTIONS if isinstance(value := getattr(costs, name), tuple)}
+    return costs.of_stages(schedule.model_stages) if schedule.replicas and lengths == {model} else costs.fitting(schedule.stages)
+
+
+def _with_parts(given: dict[str, Any]) -> dict[str, Any]:
+    """The parts of a whole backward, stage by stage where they are given so."""
+    if "backward" not in given:
+        return given
+    values = [given.get(name) for name in ("backward", "backward_input", "backward_weight")]
+    sizes = {len(value) for value in values if isinstance(value, tuple)}
+    if not sizes:
+        return given | dict(zip(_HALVES, _parts(*values), strict=True))
+    if len(sizes) > 1:
+        raise ValueError(f"--backward and its parts have {' and '.join(map(str, sorted(sizes)))} numbers, expected as many of each")
+    (stages,) = sizes
+    rows = zip(*(value if isinstance(value, tuple) else (value,) * stages for value in values), strict=True)
+    return given | dict(zip(_HALVES, zip(*(_parts(*row) for row in rows), strict=True), strict=True))
+
+
+def _parts(whole: Any, inputs: Any, weights: Any) -> tuple[Any, Any]:
+    for name, part in (("input", inputs), ("weight", weights)):
+        if part is not None and part > whole:
+            raise ValueError(f"--backward-{name} {part} is a part of --backward {whole}: expected at most that")
+    if inputs is None:
+        inputs = whole / 2 if weights is None else whole - weights
+    return inputs, whole - inputs if weights is None else weights

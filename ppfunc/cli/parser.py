@@ -1,0 +1,69 @@
+"""Parse the words of a command line: errors that suggest the nearest name, an example in every help."""
+
+import argparse
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+_LONGEST = 4000
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser of ``argparse`` whose errors are short, in the words of the types, and free of control characters.
+
+    Args:
+        example: command lines for the end of the help.
+        options: those of ``argparse``.
+    """
+
+    def __init__(self, *, example: str = "", **options: Any) -> None:
+        super().__init__(epilog=f"example:\n{example}" if example else None, formatter_class=_Formatter, **options)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{printable(f'{self.prog}: error: {message}')} (see {self.prog} --help)\n")
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return action.type(arg_string) if callable(action.type) else arg_string
+        except ValueError as error:
+            raise argparse.ArgumentError(action, str(error)) from None
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            names = [str(choice) for choice in action.choices]
+            raise argparse.ArgumentError(action, f"invalid choice {value!r}: expected one of {', '.join(names)}{suggestion(value, names)}")
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Keeps the lines of examples, and of tables of words, as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if "\n" in text else super()._fill_text(text, width, indent)
+
+
+def suggestion(name: str, names: Iterable[str]) -> str:
+    """Return ``; did you mean ...?`` for the most similar of ``names``, nothing where none is similar.
+
+    >>> suggestion("shwo", ["show", "check"])
+    "; did you mean 'show'?"
+    """
+    import difflib  # here, because it is needed for errors only
+
+    similar = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {similar[0]!r}?" if similar else ""
+
+
+def printable(text: str) -> str:
+    r"""Return ``text`` for a terminal: control characters but the end of a line are escaped; what is too long is cut.
+
+    >>> printable("a\x1b[31m\nb")
+    'a\\x1b[31m\nb'
+    """
+    shown = text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
+    return escaped(shown)
+
+
+def escaped(text: str) -> str:
+    """Return ``text`` with every control character but the end of a line escaped."""
+    if text.replace("\n", "").isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)

@@ -1,0 +1,128 @@
+"""Find the schedule that a command line names: a builder with its options, a file, or standard input."""
+
+import argparse
+import inspect
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..schedule.config import find_builder
+from ..schedule.costs import Costs
+from ..schedule.formats.files import parse, read_text, text_of
+from ..schedule.formats.text import FormatError
+from ..schedule.schedule import Schedule
+from ..schedule.simulate import Timeline
+from .number import count, number
+from .parser import suggestion
+
+OPTIONS = {
+    "ranks": ("P", "number of ranks"),
+    "microbatches": ("M", "number of microbatches"),
+    "chunks": ("V", "stages per rank, where that is a choice"),
+    "group": ("N", "microbatches of a group (interleaved_1f1b)"),
+    "cap": ("K", "memory of a rank in activations (zero_bubble, zbv_greedy)"),
+    "order": ("source|head", "order of messages (deepspeed_train)"),
+}
+_FORWARDS = 500_000
+
+
+def add_builder_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options with which schedules are built."""
+    for name, (metavar, meaning) in OPTIONS.items():
+        if name == "order":
+            parser.add_argument("--order", choices=("source", "head"), help=meaning)
+        else:
+            parser.add_argument(f"--{name}", type=number if name == "cap" else count, metavar=metavar, help=meaning)
+
+
+def find_schedule(name: str, arguments: argparse.Namespace, costs: Costs | None) -> Schedule | Timeline:
+    """Build the schedule called ``name``, or read it from the file of this name, where ``-`` is standard input.
+
+    A file is not yet proved. Costs count for the schedules that are made for costs.
+
+    Raises:
+        ValueError: an unknown name, options that do not fit, or a file that is none.
+        OSError: a file that cannot be read.
+        ScheduleError: a file that is no schedule.
+    """
+    if is_file(name):
+        return _read(name, arguments)
+    return _built(name, arguments, costs)
+
+
+def is_file(name: str) -> bool:
+    """Whether a word of the command line is the path of a file and not the name of a schedule."""
+    if name == "-" or os.sep in name:
+        return True
+    try:
+        find_builder(name)
+    except ValueError:
+        return Path(name).exists() or Path(name).suffix.lower() in (".csv", ".json", ".trace")
+    return False
+
+
+def text_of_path(path: str | Path) -> str:
+    """Read a text file, or standard input where it is called ``-``, up to a limit of size."""
+    return text_of(sys.stdin.buffer, "standard input") if str(path) == "-" else read_text(path)
+
+
+def read_file(path: str) -> Schedule | Timeline:
+    """Read a schedule, or a trace with its times, and say whose errors they are."""
+    try:
+        return parse(text_of_path(path), "stdin" if path == "-" else Path(path).stem)
+    except FormatError as error:
+        name = "standard input" if path == "-" else path
+        raise FormatError(str(error) if str(error).startswith(name) else f"{name}: {error}") from None
+
+
+def require_size(ranks: int, microbatches: int, chunks: int) -> None:
+    """Refuse a schedule that would take minutes to build.
+
+    Raises:
+        ValueError: more than half a million forwards.
+    """
+    forwards = ranks * microbatches * chunks
+    if min(ranks, microbatches, chunks) > 0 and forwards > _FORWARDS:
+        numbers = f"{ranks} x {microbatches} x {chunks}"
+        raise ValueError(f"ranks x microbatches x stages per rank = {numbers}: expected at most {_FORWARDS} forwards")
+
+
+def given_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options of builders that the command line gives."""
+    return {name: value for name in OPTIONS if (value := getattr(arguments, name)) is not None}
+
+
+def _built(name: str, arguments: argparse.Namespace, costs: Costs | None) -> Schedule:
+    try:
+        build = find_builder(name)
+    except ValueError as error:
+        raise ValueError(f"{error}; and there is no file of this name") from None
+    missing = [f"--{n}" for n in ("ranks", "microbatches") if getattr(arguments, n) is None]
+    if missing:
+        raise ValueError(f"{name} needs {' and '.join(missing)}")
+    taken = inspect.signature(build).parameters
+    given = given_options(arguments)
+    for option in given:
+        if option not in taken:
+            valid = ", ".join(f"--{p}" for p in taken)
+            raise ValueError(f"{name} takes no --{option}: its options are {valid}{suggestion(option, taken)}")
+    chunks = given.get("chunks", 2) if "chunks" in taken else 1
+    require_size(given["ranks"], given["microbatches"], chunks)
+    return build(**given, **({"costs": costs} if "costs" in taken and costs is not None else {}))
+
+
+def _read(name: str, arguments: argparse.Namespace) -> Schedule | Timeline:
+    found = read_file(name)
+    schedule = found.schedule if isinstance(found, Timeline) else found
+    for option, wanted in given_options(arguments).items():
+        if option not in ("ranks", "microbatches"):
+            raise ValueError(f"--{option} is for building a schedule, and {name} is a file: leave it out")
+        if wanted != getattr(schedule, option):
+            raise ValueError(f"--{option} {wanted}, but {name} has {getattr(schedule, option)}: leave the option out")
+    return found
+
+
+def takes_costs(name: str) -> bool:
+    """Whether a schedule is made for costs."""
+    return not is_file(name) and "costs" in inspect.signature(find_builder(name)).parameters

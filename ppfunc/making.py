@@ -1,0 +1,159 @@
+"""Make step functions: read what the caller gives, prove the schedule, and tell the peers of a mistake."""
+
+import reprlib
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from ppfunc.runtime import InProcess, StepFunction, StepResult, StepSpec, Transport, interleaved, two_streams
+from ppfunc.runtime.arguments import LossWeights, RawArguments, read_loss_weights
+from ppfunc.runtime.lower import require_honoured
+from ppfunc.runtime.ties import Tied, TiedPlaces, read_tied
+from ppfunc.schedule import Op, Schedule, append_tail, check, forward_only, place_communication, with_skips
+from ppfunc.splitter import Split
+from ppfunc.stage import Engine, Loss, ModuleStage, Stage
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+Stages = Sequence[Stage | None] | Split
+"""One function per stage of the model, None for those of other processes; or a model that was split, with its skips and ties."""
+
+
+def told_to_peers(make: Callable[P, R]) -> Callable[P, R]:
+    """The same function, which makes a step function of its fourth argument, the transport; a mistake that it raises is
+    told to the other ranks, whose next step fails, and the transport can be used no more."""
+
+    @wraps(make)
+    def making(*args: P.args, **kwargs: P.kwargs) -> R:
+        transport = kwargs.get("transport", args[3] if len(args) > 3 else None)
+        if transport is not None and (isinstance(transport, type) or not hasattr(transport, "local_ranks")):
+            raise TypeError(f"transport: got {shown(transport)}, expected one such as ppfunc.InProcess() or ppfunc.P2P(group)")
+        try:
+            return make(*args, **kwargs)
+        except Exception as cause:
+            if transport is not None:
+                transport.abandon_step(cause)  # type: ignore[attr-defined]
+            raise
+
+    return making
+
+
+def unpacked(
+    stages: Stages,
+    loss_fn: Loss | None,
+    schedule: Schedule,
+    tied: TiedPlaces,
+    parts: Sequence[str] = ("",),
+    *,
+    loss_wanted: bool = True,
+) -> tuple[Sequence[Stage | None], Schedule, Tied]:
+    """The functions of the stages, the schedule, the tied parameters; of a split its own, with its skip connections and ties.
+
+    Args:
+        parts: as of :func:`read_tied`.
+
+    Raises:
+        TypeError, ValueError: something else than stages, a schedule, a loss function, places.
+    """
+    if not isinstance(schedule, Schedule):
+        raise TypeError(f"schedule: got {shown(schedule)}, expected a schedule, such as ppfunc.one_f_one_b(ranks=4, microbatches=8)")
+    if (loss_fn is None and loss_wanted) or (loss_fn is not None and not callable(loss_fn)):
+        raise TypeError(f"loss_fn: got {shown(loss_fn)}, expected a function loss(y, target) -> scalar")
+    if not isinstance(stages, Split):
+        if not isinstance(stages, Sequence) or isinstance(stages, str):
+            raise TypeError(f"stages: got {shown(stages)}, expected a list of functions, one per stage")
+        return stages, schedule, read_tied(tied, schedule, parts)
+    _require_count(stages.stages, schedule)
+    schedule = with_skips(schedule, stages.skips) if stages.skips else schedule
+    return stages.stages, schedule, read_tied(tied, schedule, parts, stages.tied)
+
+
+def make_step(
+    stages: Sequence[Stage | None],
+    loss_fn: Loss | None,
+    schedule: Schedule,
+    transport: Transport | None,
+    engine: Engine,
+    spec: StepSpec,
+    prepare: Callable[..., Any],
+    finish: Callable[[StepResult, Any], Any],
+    loss_weights: LossWeights = None,
+    *,
+    training: bool = True,
+) -> StepFunction[..., Any]:
+    """Make the step function of :func:`value_and_grad`, :func:`evaluate` and the transforms.
+
+    Args:
+        prepare: ``(*arguments of a call) -> RawArguments``.
+        finish: ``(results, arguments) -> return value of a call``.
+        loss_weights: the weights that ``prepare`` gives where a call has none of its own.
+        training: whether there are backwards.
+    """
+    _require(stages, schedule, engine, spec)
+    if training and schedule.forward_only:
+        raise ValueError(f"the schedule {schedule.name!r} has no backward; use ppfunc.evaluate, or a schedule for training")
+    if loss_weights is not None and loss_fn is None:
+        raise ValueError("loss_weights: got some, and no loss function whose losses they would weigh; leave them out")
+    read_loss_weights(loss_weights, schedule.microbatches)
+    if spec.overlapped is not None and Op.OVERLAP_F_B not in schedule.ops:
+        raise ValueError(f"overlapped: got a function, and the schedule {schedule.name!r} overlaps nothing; use dualpipe or dualpipev")
+    ready = prove(schedule if training or schedule.forward_only else forward_only(schedule), spec)
+    return StepFunction(list(stages), loss_fn, ready, InProcess() if transport is None else transport, engine, spec, prepare, finish)
+
+
+def prove(schedule: Schedule, spec: StepSpec) -> Schedule:
+    """The schedule as it runs: with communication, with the sums over replicas and tied parameters, and proved.
+
+    Raises:
+        ScheduleError: it is wrong.
+        ValueError: it has an instruction that nothing would honour.
+    """
+    require_honoured(schedule, spec)
+    if not schedule.lowered:
+        # A receive is posted one compute early: its message crosses while the rank is busy.
+        schedule = place_communication(schedule, lookahead=1)
+    if (schedule.replicas or spec.tied) and not schedule.forward_only and Op.REDUCE_TIED not in schedule.ops:
+        schedule = append_tail(schedule, tied=True, reduce_grad=False, step=False)
+    check(schedule)
+    return schedule
+
+
+def named_step(prepare: Callable[..., RawArguments]) -> Callable[..., RawArguments]:
+    """The same function, called ``step()`` in the errors of Python about its arguments."""
+    prepare.__name__ = prepare.__qualname__ = "step"
+    return prepare
+
+
+def _require(stages: Sequence[Any], schedule: Schedule, engine: Any, spec: StepSpec) -> None:
+    """Raise where something else than expected was given in the place of an argument."""
+    for stage, fn in enumerate(stages):
+        if isinstance(fn, torch.nn.Module | ModuleStage):
+            mend = "take ppfunc.stage_from_module(module).fn, and its params"
+            raise TypeError(f"stages[{stage}]: got {shown(fn)}, expected a function; {mend}")
+        if fn is not None and not callable(fn):
+            wanted = "a function fn(params, x) -> y, or None for a stage of another process"
+            raise TypeError(f"stages[{stage}]: got {shown(fn)}, expected {wanted}")
+    _require_count(stages, schedule)
+    if not callable(engine):
+        raise TypeError(f"engine: got {shown(engine)}, expected ppfunc.graph, ppfunc.functional or ppfunc.eager")
+    if not isinstance(spec.loss_shape, tuple) or not all(isinstance(n, int) for n in spec.loss_shape):
+        raise TypeError(f"loss_shape: got {shown(spec.loss_shape)}, expected a tuple of integers, such as (3,) for an ensemble of three")
+    overlapped: Any = spec.overlapped
+    if overlapped in (interleaved, two_streams):
+        raise TypeError(f"overlapped: got ppfunc.{overlapped.__name__} itself, expected what it returns: ppfunc.{overlapped.__name__}()")
+    if overlapped is not None and not callable(overlapped):
+        raise TypeError(f"overlapped: got {shown(overlapped)}, expected a function, such as ppfunc.interleaved() or ppfunc.two_streams()")
+
+
+def _require_count(stages: Sequence[Any], schedule: Schedule) -> None:
+    expected = len(set(schedule.model_stages))
+    if len(stages) != expected:
+        raise ValueError(f"stages: got {len(stages)}, the schedule {schedule.name!r} has {expected}")
+
+
+def shown(thing: Any) -> str:
+    """A value and its type, for errors."""
+    return f"{reprlib.repr(thing)} of type {type(thing).__name__}"

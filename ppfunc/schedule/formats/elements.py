@@ -1,0 +1,81 @@
+"""Write the page and the elements of SVG pictures, light and dark."""
+
+import re
+from collections.abc import Iterable, Iterator
+from html import escape
+from math import floor, log10
+
+_FONT = '.ppfunc { font: 11px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; font-variant-numeric: tabular-nums }'
+_STYLE = """
+.paper { fill: #ffffff } .ink { fill: #1c2330 } .soft { fill: #667085 } .tick { stroke: #d5dae3 }
+.h { font-size: 18px; font-weight: 600 } .end { text-anchor: end } .mid { text-anchor: middle }"""
+_DARK = """
+.paper { fill: #12161d } .ink { fill: #e8ebf1 } .soft { fill: #98a2b3 } .tick { stroke: #333c4a }"""
+
+
+def page(title: str, width: float, height: float, style: str, dark: str, elements: Iterable[str]) -> str:
+    """Return a picture: ``style`` for its classes, and ``dark`` for those that differ on a dark page."""
+    size = f'width="{number(width)}" height="{number(height)}"'
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="ppfunc" role="img" viewBox="0 0 {number(width)} {number(height)}" {size}>',
+        f"<title>{escaped(title)}</title>",
+        f"<style>\n{_FONT}{_scoped(_STYLE + style)}\n@media (prefers-color-scheme: dark) {{{_scoped(_DARK + dark)}\n}}\n</style>",
+        f'<rect class="paper" {size}/>',
+        *elements,
+        "</svg>",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _scoped(style: str) -> str:
+    """Rules that hold within the picture alone: notebooks put pictures into their own page."""
+    return re.sub(r"(?<![\w.])\.(?=[a-zA-Z])", ".ppfunc .", style)
+
+
+def rect(kind: str, x: float, y: float, width: float, height: float, extra: str = "", inside: str = "") -> str:
+    """A rectangle of the class ``kind``."""
+    place = f'x="{number(x)}" y="{number(y)}" width="{number(width)}" height="{number(height)}"'
+    body = f'rect class="{kind}" {place} {extra}'.rstrip()
+    return f"<{body}>{inside}</rect>" if inside else f"<{body}/>"
+
+
+def line(x1: float, y1: float, x2: float, y2: float, kind: str = "tick") -> str:
+    """A line of the class ``kind``."""
+    return f'<line class="{kind}" x1="{number(x1)}" x2="{number(x2)}" y1="{number(y1)}" y2="{number(y2)}"/>'
+
+
+def text(kind: str, x: float, y: float, content: str) -> str:
+    """Text of the class ``kind``."""
+    return f'<text class="{kind}" x="{number(x)}" y="{number(y)}">{escaped(content)}</text>'
+
+
+def escaped(content: str) -> str:
+    """Text for XML, in which control characters have no form at all."""
+    return escape("".join(c if c.isprintable() else "?" for c in content), quote=False)
+
+
+def number(value: float) -> str:
+    """A number with at most two decimals, none where it is whole."""
+    return f"{float(value):.2f}".rstrip("0").rstrip(".")
+
+
+def amount(memory: float) -> str:
+    """Memory in whatever unit it has, activations or bytes: in short from ten thousand on."""
+    power = next((n for n in (4, 3, 2, 1) if memory >= 10.0 ** (3 * n)), 0) if memory >= 10_000 else 0
+    return f"{memory / 10.0 ** (3 * power):.3g} {'kMGT'[power - 1]}" if power else number(memory)
+
+
+def short(value: float) -> str:
+    """A number in whatever unit it has, seconds or multiples of a forward, in six digits."""
+    return f"{float(value):.6g}"
+
+
+def ticks(most: float, pixels: float, apart: float = 70) -> Iterator[float]:
+    """Round numbers from 0 to ``most``, at least so many pixels apart on so many."""
+    if most <= 0:
+        return
+    least = apart * most / pixels
+    power = 10.0 ** floor(log10(least))
+    step = next(power * k for k in (1, 2, 5, 10) if power * k >= least * 0.999)
+    for n in range(int(most / step * 1.000001) + 1):
+        yield n * step

@@ -1,0 +1,119 @@
+"""Draw schedules as points: how long ranks wait to the right, how much memory they need upwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ..overview import Overview, ScheduleFigures
+from .elements import line, number, page, short, text, ticks
+
+_LEFT, _RIGHT, _TOP, _BOTTOM = 76.0, 150.0, 84.0, 60.0
+_LINE, _LETTER, _RADIUS, _CLEAR = 14.0, 6.6, 5.0, 9.0  # pixels of a line of text, of a letter in it, of a point, beside it
+_TRIES, _LONGEST = 60, 60  # places for a label, and letters in a name
+_STYLE = """
+.point { fill: #3f72d0 } .twice { fill: #e5a62f } .over { fill-opacity: 0.35 } .lead { stroke: #b4bdcc }"""
+_DARK = """
+.point { fill: #5f8df0 } .twice { fill: #e5ad42 } .lead { stroke: #566277 }"""
+
+
+class _Point(NamedTuple):
+    """Schedules of equal figures, on the page."""
+
+    x: float
+    y: float
+    rows: list[ScheduleFigures]
+    label: str
+
+
+def to_scatter(overview: Overview, *, width: float | None = None) -> str:
+    """Return the picture of ``overview`` as the text of an SVG file: each schedule by its bubble and its peak of activations.
+
+    The nearer to the corner at the left below, the better. Schedules that hold parameters twice or more stand out by their colour.
+
+    Args:
+        width: of the picture, in pixels from 720 to 100000; by default 900.
+
+    Raises:
+        ValueError: a width out of range.
+    """
+    width = 900 if width is None else width
+    if not 720 <= width <= 100_000:
+        raise ValueError(f"width is {width!r}, expected a number of pixels from 720 to 100000")
+    height = _TOP + max(440.0, 24.0 * len(overview.rows)) + _BOTTOM
+    right, bottom = width - _RIGHT, height - _BOTTOM
+    most = [1.05 * max(values) or 1.0 for values in zip(*map(_figures, overview.rows), strict=True)]
+    points = _points(overview, [(right - _LEFT) / most[0], (bottom - _TOP) / most[1]], bottom)
+    elements = [*_axes(overview, most, right, bottom), *_labels(points, width), *_marks(overview, points)]
+    return page(f"schedules for {overview.ranks} ranks", width, height, _STYLE, _DARK, elements)
+
+
+def _figures(row: ScheduleFigures) -> tuple[float, float]:
+    return float(row.timeline.bubble), row.peak_activations
+
+
+def _points(overview: Overview, scale: list[float], bottom: float) -> list[_Point]:
+    """The points from top to bottom; those that lie on each other are one."""
+    found: dict[tuple[int, int], list[ScheduleFigures]] = {}
+    for row in overview.rows:
+        x, y = _figures(row)
+        found.setdefault((round(_LEFT + x * scale[0]), round(bottom - y * scale[1])), []).append(row)
+    return [_Point(x, y, rows, ", ".join(map(_name, rows))) for (x, y), rows in sorted(found.items(), key=lambda item: item[0][1])]
+
+
+def _name(row: ScheduleFigures) -> str:
+    name = row.name if len(row.name) <= _LONGEST else row.name[: _LONGEST - 2] + ".."
+    return name if row.parameters <= 1 else f"{name} ({number(row.parameters)} x parameters)"
+
+
+def _axes(overview: Overview, most: list[float], right: float, bottom: float) -> Iterator[str]:
+    yield text("ink h", _LEFT, 34, f"{overview.ranks} ranks, {overview.microbatches} microbatches")
+    pale = "" if overview.cap is None else f"; pale: over the cap of {short(overview.cap)}"
+    yield text("soft", _LEFT, 56, f"peak activations, in those of one microbatch in one rank's share of the model{pale}")
+    for value in ticks(most[0], right - _LEFT):
+        x = _LEFT + value / most[0] * (right - _LEFT)
+        yield line(x, _TOP, x, bottom + 5)
+        yield text("soft mid", x, bottom + 18, f"{short(100 * value)}%")
+    for value in ticks(most[1], bottom - _TOP, 40):
+        y = bottom - value / most[1] * (bottom - _TOP)
+        yield line(_LEFT - 5, y, right, y)
+        yield text("soft end", _LEFT - 10, y + 4, short(value))
+    yield text("soft end", right, bottom + 40, "bubble: share of the makespan in which ranks wait")
+
+
+def _marks(overview: Overview, points: list[_Point]) -> Iterator[str]:
+    for point in points:
+        kind = "twice" if any(row.parameters > 1 for row in point.rows) else "point"
+        kind += " over" if all(map(overview.exceeds, point.rows)) else ""
+        yield f'<circle class="{kind}" cx="{number(point.x)}" cy="{number(point.y)}" r="{number(_RADIUS)}"/>'
+
+
+def _labels(points: list[_Point], width: float) -> Iterator[str]:
+    """Each label at the nearest place where it covers no point and no other label, with a line to where it went."""
+    taken = [_Box(point.x - _CLEAR, point.y - _RADIUS, point.x + _CLEAR, point.y + _RADIUS) for point in points]
+    for point in points:
+        length = _LETTER * len(point.label)
+        boxes = [_Box(x, y - _LINE / 2, x + length, y + _LINE / 2) for x, y in _places(point, length)]
+        box = next((b for b in boxes if b.left > _LEFT and b.right < width and not any(map(b.covers, taken))), boxes[0])
+        taken.append(box)
+        yield text("ink", box.left, box.bottom - 3, point.label)
+        if abs(box.top + _LINE / 2 - point.y) >= _LINE / 2:
+            yield line(point.x, point.y, min(max(point.x, box.left), box.right), box.top + _LINE / 2, "lead")
+
+
+class _Box(NamedTuple):
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+    def covers(self, other: _Box) -> bool:
+        return self.left < other.right and other.left < self.right and self.top < other.bottom and other.top < self.bottom
+
+
+def _places(point: _Point, length: float) -> Iterator[tuple[float, float]]:
+    """Left end and middle of a label: right of its point, left, below and above, then ever farther away."""
+    for away in range(_TRIES):
+        for side in (1, -1) if away else (1,):
+            y = point.y + side * away * _LINE / 2
+            yield from ((x, y) for x in (point.x + _CLEAR, point.x - _CLEAR - length, point.x - length / 2))

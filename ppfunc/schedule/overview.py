@@ -1,0 +1,267 @@
+"""Compare schedules on paper, for one model and one number of ranks: time, bubble, memory, messages, distance to the bound."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from operator import add
+from typing import NamedTuple
+
+from .._lazy import late
+from ..parallel.counts import require_counts
+from .bounds import lower_bound
+from .builders import BUILDERS
+from .check import check
+from .config import find_builder
+from .costs import Costs, Number, portion
+from .instruction import Op
+from .schedule import Schedule
+from .simulate import Timeline, simulate
+from .table import show_table
+
+_SENT = ("communication", "bytes", "bandwidth")
+_HEAD = ("schedule", "makespan", "bubble", "of span", "peak", "messages", "held", "over bound")
+
+
+class ScheduleFigures(NamedTuple):
+    """The figures of one schedule.
+
+    Args:
+        name: of the schedule.
+        timeline: its run on paper, in the unit of the costs.
+        peak_activations: most on any rank, in those of one microbatch in one rank's share of the model.
+        messages: point-to-point messages in a step.
+        parameters: most on any rank, in one rank's share of the model: 2 where every rank holds two shares.
+        memory: most on any rank of activations and parameters together, in the unit of the costs.
+        bound: what no order of this placement beats (see :func:`ppfunc.schedule.lower_bound`), under the cap where the schedule
+            keeps it. None where the bounds do not hold: for several chains, and where pairs have costs of their own.
+    """
+
+    name: str
+    timeline: Timeline
+    peak_activations: float
+    messages: int
+    parameters: float
+    memory: Number
+    bound: Number | None
+
+    @property
+    def gap(self) -> float | None:
+        """The distance to the lower bound, as a share of it."""
+        return None if self.bound is None else float(self.timeline.makespan / self.bound - 1) if self.bound else 0.0
+
+
+@dataclass(frozen=True, repr=False)
+class Overview:
+    """Schedules side by side, the shortest first; ``str`` is a table.
+
+    Args:
+        ranks, microbatches: of all of them.
+        rows: the figures of each.
+        refused: name and reason of each schedule that these numbers do not allow.
+        cap: memory of a rank, in the unit of the costs; None for no limit.
+    """
+
+    ranks: int
+    microbatches: int
+    rows: tuple[ScheduleFigures, ...]
+    refused: tuple[tuple[str, str], ...] = ()
+    cap: Number | None = None
+
+    def __repr__(self) -> str:
+        shortest = f", shortest={self.rows[0].name!r}" if self.rows else ""
+        return f"Overview(ranks={self.ranks}, microbatches={self.microbatches}, schedules={len(self.rows)}{shortest})"
+
+    def __str__(self) -> str:
+        cells = [_HEAD, *map(self._cells, self.rows)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in cells]
+        over = ["", *("  over the cap" if self.exceeds(row) else "" for row in self.rows)]
+        return "\n".join([*map(add, lines, over), *(f"left out: {name}: {reason}" for name, reason in self.refused)])
+
+    _repr_pretty_ = show_table
+    _repr_svg_ = late("ppfunc.schedule.formats.scatter", "to_scatter")
+
+    def exceeds(self, row: ScheduleFigures) -> bool:
+        """Whether a schedule takes more memory than the cap."""
+        return self.cap is not None and row.memory > self.cap
+
+    @staticmethod
+    def _cells(row: ScheduleFigures) -> tuple[str, ...]:
+        time = row.timeline
+        shares = (f"{float(share):.1%}" for share in (time.bubble, time.span_bubble))
+        gap = "-" if row.gap is None else f"{row.gap:.1%}"
+        return (
+            row.name,
+            f"{float(time.makespan):.6g}",
+            *shares,
+            f"{row.peak_activations:.4g}",
+            str(row.messages),
+            f"{row.parameters:.4g}",
+            gap,
+        )
+
+
+def compare_schedules(
+    ranks: int,
+    microbatches: int,
+    schedules: Iterable[str | Schedule] | None = None,
+    costs: Costs | None = None,
+    *,
+    cap: Number | None = None,
+    chunks: int = 2,
+) -> Overview:
+    """Run schedules on paper for the same model, whatever the number of stages that each cuts it into.
+
+    Args:
+        ranks: number of ranks p.
+        microbatches: number of microbatches of a step.
+        schedules: names as of :func:`ppfunc.schedule.config.find_builder`, or schedules; by default all builders with a backward.
+        costs: one number for all is that of one rank's share of the model, a p-th of it; by default F = I = W = 1. A sequence is
+            for stages of the model, in order: a schedule with fewer stages joins neighbours, one with more cuts each in equal
+            parts, which send what the whole sends (those of the last stage what it receives). Replicas cost what their stage does.
+        cap: memory of a rank, in the unit of the costs, for schedules that are built for one.
+        chunks: stages per rank, of schedules where that is a choice.
+
+    Raises:
+        ValueError: a schedule for other numbers, an unknown name, schedules with and without backward, costs for a number of
+            stages that no schedule can have.
+
+    >>> print(compare_schedules(4, 8, ["1f1b", "zb_h1", "dualpipe"]))
+    schedule  makespan  bubble  of span  peak  messages  held  over bound
+    dualpipe        26    7.7%     7.7%     5        48     2           -
+    zb_h1           27   11.1%    11.1%     4        48     1        0.0%
+    1f1b            33   27.3%    27.3%     4        48     1       22.2%
+    """
+    require_counts(ranks=ranks, microbatches=microbatches, chunks=chunks)
+    costs = costs or Costs()
+    rows: list[ScheduleFigures] = []
+    refused = []
+    for item in BUILDERS if schedules is None else schedules:
+        name = _canonical(item) if isinstance(item, str) else item.name
+        try:
+            schedule = _built(name, ranks, microbatches, costs, cap, chunks) if isinstance(item, str) else _checked(item)
+            if schedules is not None or not schedule.forward_only:
+                rows.append(_figures(name, schedule, _stage_costs(costs, schedule), cap))
+        except ValueError as error:
+            if schedules is not None:
+                raise
+            refused.append((name, str(error)))
+    for row in rows:
+        _require_same(row.timeline.schedule, ranks, microbatches, rows[0].timeline.schedule)
+    if not rows:
+        raise ValueError(refused[0][1] if refused else "schedules: got none, expected at least one")
+    rows.sort(key=lambda row: row.timeline.makespan)
+    return Overview(ranks, microbatches, tuple(rows), tuple(refused), cap)
+
+
+def _canonical(name: str) -> str:
+    build = find_builder(name)
+    return next(known for known, builder in BUILDERS.items() if builder is build)
+
+
+def _built(name: str, ranks: int, microbatches: int, costs: Costs, cap: Number | None, chunks: int) -> Schedule:
+    """Build a schedule; one that is made for costs gets those of its stages."""
+    build = BUILDERS[name]
+    taken = inspect.signature(build).parameters
+    options = {"chunks": chunks} if "chunks" in taken else {}
+    schedule = build(ranks, microbatches, **options)
+    if "costs" in taken:
+        schedule = build(ranks, microbatches, cap=cap, costs=_stage_costs(costs, schedule), **options)
+    if schedule.microbatches == ranks * microbatches and ranks > 1:  # each rank has microbatches of its own
+        if microbatches % ranks:
+            raise ValueError(f"microbatches = {microbatches}, expected a multiple of the {ranks} ranks")
+        schedule = build(ranks, microbatches // ranks, **options)
+    return schedule
+
+
+def _checked(schedule: Schedule) -> Schedule:
+    check(schedule)
+    return schedule
+
+
+def _require_same(schedule: Schedule, ranks: int, microbatches: int, first: Schedule) -> None:
+    if (schedule.ranks, schedule.microbatches) != (ranks, microbatches):
+        found = f"{schedule.ranks} ranks and {schedule.microbatches} microbatches"
+        raise ValueError(f"{schedule.name} is for {found}, expected {ranks} and {microbatches}")
+    if schedule.forward_only != first.forward_only:
+        raise ValueError(f"of {schedule.name} and {first.name} one has a backward, the other has none: they do not do the same work")
+
+
+def _figures(name: str, schedule: Schedule, costs: Costs, cap: Number | None) -> ScheduleFigures:
+    timeline = simulate(schedule, costs)
+    held = [sum(costs.of("parameters", s) for s in schedule.stages_of(rank)) for rank in range(schedule.ranks)]
+    memory = max(map(add, timeline.peak_activations, held))
+    model = {schedule.model_stages[s]: s for s in range(schedule.stages)}
+    activation = sum(costs.of("activation", s) for s in model.values()) / schedule.ranks
+    size = {stage: costs.of("parameters", s) for stage, s in model.items()}
+    size = size if any(size.values()) else dict.fromkeys(size, 1)
+    parameters = max(sum(size[stage] for stage in schedule.model_stages_of(rank)) for rank in range(schedule.ranks))
+    return ScheduleFigures(
+        name=name,
+        timeline=timeline,
+        peak_activations=float(max(timeline.peak_activations) / activation) if activation else 0.0,
+        messages=_messages(schedule),
+        parameters=float(parameters * schedule.ranks / sum(size.values())),
+        memory=memory,
+        bound=_bound(schedule, costs, cap if cap is not None and memory <= cap else None),
+    )
+
+
+def _messages(schedule: Schedule) -> int:
+    walked = {stage: len(chain.microbatches) for chain in schedule.chains for stage in chain.stages}
+    return sum(walked[source] for source, _ in schedule.crossing_edges) * (1 if schedule.forward_only else 2)
+
+
+def _bound(schedule: Schedule, costs: Costs, cap: Number | None) -> Number | None:
+    paired = Op.OVERLAP_F_B in schedule.ops and costs.overlapped is not None
+    if len(schedule.chains) > 1 or paired or schedule.forward_only:
+        return None
+    # A whole backward that is shorter than its parts, or longer, is not what bounds every order.
+    parts = [(costs.of("backward_input", s), costs.of("backward_weight", s), costs.backward_of(s)) for s in range(schedule.stages)]
+    inputs = [min(i, whole) for i, _, whole in parts]
+    weights = [min(w, whole - i) for i, (_, w, whole) in zip(inputs, parts, strict=True)]
+    least = replace(costs, backward_input=inputs, backward_weight=weights)
+    return lower_bound(least, schedule.placement, schedule.microbatches, cap, "makespan").value
+
+
+def _stage_costs(costs: Costs, schedule: Schedule) -> Costs:
+    """The costs of every stage of ``schedule``, where those of the model are given (see :func:`compare_schedules`)."""
+    wanted = len(set(schedule.model_stages))
+    given = {field.name: value for field in fields(costs) if (value := getattr(costs, field.name)) is not None}
+    if not any(isinstance(value, Sequence | Mapping) for value in given.values()):
+        return costs.per_rank(schedule)
+    sizes = {len(value) for value in given.values() if isinstance(value, Sequence)} or {schedule.ranks}
+    if len(sizes) > 1:
+        raise ValueError(f"costs are given for {' and for '.join(map(str, sorted(sizes)))} stages, expected one number of stages")
+    (count,) = sizes
+    costs.fitting(count)
+    if wanted % count and count % wanted:
+        raise ValueError(
+            f"costs for {count} stages are not those of the {wanted} stages of {schedule.name}: expected a divisor or a multiple"
+        )
+    parts = {name: [costs.of(name, stage) for stage in range(count)] for name in given}
+    parts["kept"] = [a * share for a, share in zip(parts["activation"], parts.pop("weight_share"), strict=True)]
+    found = {name: _sent(values, wanted) if name in _SENT else _regrouped(values, wanted) for name, values in parts.items()}
+    found["weight_share"] = [min(1, k / a) if a else 0 for k, a in zip(found.pop("kept"), found["activation"], strict=True)]
+    return replace(costs, **found).of_stages(schedule.model_stages)
+
+
+def _regrouped(values: list[Number], wanted: int) -> list[Number]:
+    """The values of stages cut in equal parts, or summed over neighbours."""
+    if wanted >= len(values):
+        parts = wanted // len(values)
+        return [portion(value, 1, parts) for value in values for _ in range(parts)]
+    width = len(values) // wanted
+    return [sum(values[at : at + width]) for at in range(0, len(values), width)]
+
+
+def _sent(values: list[Number], wanted: int) -> list[Number]:
+    """The messages of stages that are cut or joined: that of the last of the joined, or of the whole, for the last what it receives."""
+    if wanted <= len(values):
+        width = len(values) // wanted
+        return values[width - 1 :: width]
+    parts = wanted // len(values)
+    inner = [*values[:-1], values[-2]] if len(values) > 1 else values
+    return [value for last, part in zip(values, inner, strict=True) for value in (*[part] * (parts - 1), last)]

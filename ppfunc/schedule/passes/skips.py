@@ -1,0 +1,39 @@
+"""Add skip connections to a schedule: values that travel further than to the next stage."""
+
+import reprlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..instruction import Op
+from ..schedule import Schedule
+from .remove import remove_communication
+
+
+def with_skips(schedule: Schedule, skips: Sequence[tuple[int, int]]) -> Schedule:
+    """The schedule with skip connections: what ``Output.skips`` carries from one stage to a later one.
+
+    Args:
+        schedule: any; its communication is placed anew if it has some.
+        skips: ``(source stage, destination stage)`` of each, stages of the model, the source before the destination.
+            The source returns ``Output(y, skips={destination: tree})``, the destination gets
+            ``Received(x, {source: tree})`` in the place of ``x``. Replicas have the same ones.
+
+    Raises:
+        ValueError: a stage does not exist, or the destination does not come after the source and its neighbour.
+
+    >>> from ppfunc import gpipe
+    >>> with_skips(gpipe(ranks=3, microbatches=2), [(0, 2)]).skips
+    ((0, 2),)
+    """
+    if not all(isinstance(edge, tuple | list) and len(edge) == 2 for edge in skips):
+        raise TypeError(f"skips: got {reprlib.repr(skips)} of type {type(skips).__name__}, expected a list of pairs (source, destination)")
+    places = {schedule.model_stages[stage]: place for place, stage in enumerate(schedule.chains[0].stages)}
+    for source, destination in skips:
+        if not {source, destination} <= places.keys() or places[destination] < places[source] + 2:
+            raise ValueError(
+                f"got a skip connection from stage {source} to stage {destination}; expected two stages of the model, "
+                f"the destination after the neighbour of the source"
+            )
+    edges = [(c.stages[places[a]], c.stages[places[b]]) for a, b in skips for c in schedule.chains]
+    bare = remove_communication(schedule) if schedule.ops & {Op.SEND_F, Op.RECV_F} else schedule
+    return replace(bare, skips=tuple(dict.fromkeys(edges)))

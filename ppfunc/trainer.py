@@ -1,0 +1,263 @@
+"""Make the training step of a pipeline, or of several over a mesh: gradients, their sums, and the update, all in one schedule."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, get_args
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from ppfunc.making import Stages, make_step, told_to_peers, unpacked
+from ppfunc.runtime import P2P, Axes, InProcess, Microbatches, StepSpec, Transport
+from ppfunc.runtime.arguments import LossWeights, RawArguments, Seed
+from ppfunc.runtime.results import StepResult
+from ppfunc.runtime.ties import TiedPlaces
+from ppfunc.schedule import Schedule, append_tail, forward_only, insert_unshards, reduce_early, remove_tail, remove_unshards
+from ppfunc.stage import Engine, Loss, Stage, graph
+from ppfunc.stage.layout import local
+from ppfunc.stage.tree import tree_leaves, tree_map
+
+from .training import LossScale, Optimizer, Precision, accepting_scale
+from .training.norms import require_norm_type
+from .training.update import Ground, Metrics as Metrics, OnNonfinite, Running, Shard, TrainState as TrainState, UpdateRule
+
+
+class Trainer:
+    """Trains a pipeline, or several over a mesh: made by :func:`train_step`. A context manager that closes its transport.
+
+    Args:
+        stages, loss_fn: of the model.
+        schedule: with the instructions that end a step of training.
+        transport: carries messages, and sums over the mesh.
+        engine: how a stage is differentiated.
+        ground: where and how parameters are updated.
+        accumulate: passes of the schedule in a step.
+    """
+
+    def __init__(
+        self, stages: Sequence[Stage | None], loss_fn: Loss, schedule: Schedule, transport: Transport, engine: Engine, ground: Ground,
+        accumulate: int,
+    ) -> None:  # fmt: skip
+        self.schedule, self.transport = schedule, transport
+        self._ground, self._rule, self._accumulate = ground, ground.rule, accumulate
+        reduce = self._rule.precision.reduce
+        sum_dtype = reduce if reduce in (torch.float32, torch.float64) else None
+        name = f"train_step {self._rule.text}, {accumulate} passes"
+        spec = StepSpec(name, frozenset({"loss"}), tied=ground.tied, sum_dtype=sum_dtype, update=ground.update())
+        self._step = make_step(stages, loss_fn, schedule, transport, engine, spec, self._steps, self._updated)
+        looking = ground._replace(rule=self._rule._replace(scale=None, clip=math.inf, on_nonfinite="skip"))
+        spec = StepSpec(f"evaluation of {name}", frozenset({"loss"}), tied=ground.tied, update=looking.update())
+        ahead = forward_only(remove_unshards(remove_tail(schedule)))
+        ahead = insert_unshards(ahead) if self._rule.shard == "params" else ahead
+        self._evaluate = make_step(stages, loss_fn, ahead, transport, engine, spec, self._passes, self._loss, training=False)
+
+    def __repr__(self) -> str:
+        return f"<trainer of {self._step!r}>"
+
+    def init(self, params: Mapping[int, Any]) -> TrainState:
+        """The state before the first step.
+
+        Args:
+            params: ``{stage: tree}`` of the stages of this process, tensors or DTensors. They are the state's afterwards.
+        """
+        precision, scale = self._rule.precision, self._rule.scale
+        masters = {s: precision.to_master(tree_map(torch.Tensor.detach, tree)) for s, tree in params.items()}
+        device = next((local(t).device for tree in masters.values() for t in tree_leaves(tree)), torch.device("cpu"))
+        kept = {s: self._ground.init(tree) for s, tree in masters.items()}
+        masters, optimizer = ({s: pair[n] for s, pair in kept.items()} for n in (0, 1))
+        step = torch.zeros((), dtype=torch.int64, device=device)
+        return TrainState(step, masters, optimizer, {} if scale is None else scale.init(device))
+
+    def step(
+        self, state: TrainState, inputs: Any, targets: Any = None, *, loss_weights: LossWeights = None, seed: Seed = None,
+        extras: Mapping[int, Any] | None = None,
+    ) -> tuple[TrainState, Metrics]:  # fmt: skip
+        """Run one step on the batch of this data rank.
+
+        Args:
+            inputs, targets, seed, extras: as of :func:`ppfunc.value_and_grad`, of ``accumulate`` times as many microbatches.
+                Random numbers depend on the place of a microbatch among those of all data ranks.
+            loss_weights: how much each microbatch counts, such as its number of tokens; divided by their sum over all data
+                ranks. All count the same where none are given. Every rank gives some or none does.
+
+        Returns:
+            The new state, and :class:`Metrics`. ``state`` stays as it is, unless the optimizer was given ``donate``.
+        """
+        after, metrics = self._step(state, [(inputs, targets)], [loss_weights], seed, extras)
+        return after, metrics[0]
+
+    def steps(self, state: TrainState, batches: Sequence[tuple[Any, Any]], *, seed: Seed = None) -> tuple[TrainState, list[Metrics]]:
+        """Run several steps, which end, or fail, together.
+
+        Equivalent to: ``for n, batch in enumerate(batches): state, metrics = step(state, *batch, seed=(seed[0], seed[1] + n))``,
+        to the bit. The ranks agree once. Where an update needs nothing of other stages (neither ``clip`` nor ``scale``, and
+        ``on_nonfinite="ignore"``), each stage is updated as soon as its gradients are there, and the next step begins on ranks that
+        are done with this one.
+
+        Args:
+            batches: inputs and targets of every step, all of one form.
+        """
+        if not batches:
+            raise ValueError("batches: got none, expected inputs and targets of at least one step")
+        return self._step(state, list(batches), [None] * len(batches), seed, None)
+
+    def evaluate(
+        self, state: TrainState, inputs: Any, targets: Any = None, *, loss_weights: LossWeights = None, seed: Seed = None,
+        extras: Mapping[int, Any] | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """The loss of a batch, of which this data rank has a part, on every rank; float64[]. Arguments as of :meth:`step`."""
+        return self._evaluate(state, inputs, targets, loss_weights, seed, extras)
+
+    def close(self) -> None:
+        """Close the transport."""
+        self.transport.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # -- one call --------------------------------------------------------------------------
+
+    def _steps(
+        self, state: TrainState, batches: Sequence[tuple[Any, Any]], weights: Sequence[LossWeights], seed: Seed, extras: Any
+    ) -> list[RawArguments]:
+        """The passes of several steps."""
+        made: list[RawArguments] = []
+        for n, ((inputs, targets), own) in enumerate(zip(batches, weights, strict=True)):
+            passes = self._passes(state, inputs, targets, own, seed if seed is None else (seed[0], seed[1] + n), extras)
+            if made:
+                made[0].carry.weights += passes[0].carry.weights
+            made += passes
+        return made
+
+    def _passes(
+        self, state: TrainState, inputs: Any, targets: Any, loss_weights: LossWeights, seed: Seed, extras: Mapping[int, Any] | None
+    ) -> list[RawArguments]:
+        """The passes of one step."""
+        if not isinstance(state, TrainState):
+            raise TypeError(f"state: got {reprlib.repr(state)}, expected what init or step of this trainer has returned")
+        if loss_weights is not None and not self._rule.needs_all:
+            raise ValueError(
+                "loss_weights: got some, whose sum over all data ranks is not known before the first stage is updated; "
+                "give train_step on_nonfinite='skip', or another clip"
+            )
+        count, precision, data = self._accumulate, self._rule.precision, self._ground.data
+        microbatches = count * self.schedule.microbatches
+        weights = [1 / (data.size * microbatches)] * microbatches if loss_weights is None else loss_weights
+        params = {s: self._ground.given(tree) for s, tree in state.params.items()}
+        cast = inputs.map(precision.to_compute) if isinstance(inputs, Microbatches) else precision.to_compute(inputs)
+        running = Running(state._replace(params=dict(state.params), optimizer=dict(state.optimizer)), [_sum_of(loss_weights)])
+        raw = RawArguments(
+            params, inputs if inputs is None else cast, targets, extras, None, weights, seed,
+            first=data.place * microbatches, scale=state.scale.get("scale"), carry=running,
+        )  # fmt: skip
+        return raw.passes(count, self.schedule.microbatches)
+
+    def _updated(self, result: StepResult, raw: list[RawArguments]) -> tuple[TrainState, list[Metrics]]:
+        run: Running = result.carry
+        for conclude in run.totals:
+            conclude()
+        return run.state, run.metrics
+
+    def _loss(self, result: StepResult, raw: list[RawArguments]) -> torch.Tensor:
+        return result.carry.metrics[0].loss
+
+
+def _sum_of(loss_weights: LossWeights) -> float | None:
+    return None if loss_weights is None else float(torch.as_tensor(loss_weights, dtype=torch.float64).sum())
+
+
+def train_step(
+    stages: Stages,
+    loss_fn: Loss,
+    schedule: Schedule,
+    optimizer: Optimizer,
+    mesh: DeviceMesh | None = None,
+    *,
+    axes: Axes | None = None,
+    transport: Transport | None = None,
+    engine: Engine = graph,
+    tied: TiedPlaces = None,
+    clip: float | None = None,
+    norm_type: float = 2.0,
+    scale: LossScale | None = None,
+    accumulate: int = 1,
+    shard: Shard = "none",
+    precision: Precision | None = None,
+    on_nonfinite: OnNonfinite = "skip",
+) -> Trainer:
+    """Make a trainer: ``init(params) -> state``, ``step(state, inputs, targets) -> (state, metrics)``, ``evaluate``.
+
+    Equivalent to, for one step::
+
+        loss, grads = value_and_grad(stages, loss_fn, schedule)(params, inputs, targets)    # over all data ranks
+        grads = clip_by_global_norm(clip)(grads)
+        params, optimizer_state = optimizer.update(grads, optimizer_state, params)
+
+    Args:
+        stages, loss_fn, engine, tied: as in :func:`value_and_grad`.
+        schedule: what every rank of a pipeline does; ``REDUCE_TIED``, ``REDUCE_GRAD`` and ``STEP`` are placed anew.
+        optimizer: of every stage. A chain that begins with :func:`clip_by_global_norm` clips by the norm of all stages.
+        mesh: the ranks that train together; one pipeline where there is none.
+        axes: the names of its axes.
+        transport: in the place of a mesh, carries the messages of one pipeline; ``InProcess()`` where neither is given.
+        clip: largest norm of all gradients together, which are made shorter where it is more.
+        norm_type: p of the norm, ``math.inf`` for the largest element.
+        scale: of the loss: :func:`dynamic_scale` or :func:`static_scale`.
+        accumulate: how many times the schedule runs in a step, each with a part of the batch; the gradients are those of
+            one schedule with as many times the microbatches, bit by bit.
+        shard: ``"optimizer"`` keeps, on each data rank, a part of the state of the optimizer, and updates that part of the
+            parameters, which are then gathered. ``"params"`` keeps a part of the parameters, too: each stage is gathered before it
+            computes and freed behind, at most two at a time. The same bits as ``"none"`` over two data ranks. What cannot be
+            cut evenly is whole on every rank.
+        precision: dtypes of computing, reducing and keeping parameters.
+        on_nonfinite: where loss or gradients are not finite: ``"skip"`` the update, ``"raise"`` on every rank (reads a number of
+            the device in every step), or ``"ignore"`` it.
+
+    Raises:
+        ScheduleError, ValueError, TypeError: as :func:`value_and_grad`; arguments that do not fit together.
+    """
+    if mesh is not None and transport is not None:
+        raise ValueError("got a mesh and a transport, expected one of the two; ppfunc.P2P(mesh=mesh, axes=axes) is a transport over a mesh")
+    if transport is None:
+        transport = InProcess() if mesh is None else P2P(mesh=mesh, axes=axes)
+    return _trainer(
+        stages, loss_fn, schedule, transport, optimizer, engine, tied, clip, norm_type, scale, accumulate, shard, precision, on_nonfinite
+    )
+
+
+@told_to_peers
+def _trainer(
+    stages: Stages, loss_fn: Loss, schedule: Schedule, transport: Transport, optimizer: Optimizer, engine: Engine, tied: TiedPlaces,
+    clip: float | None, norm_type: float, scale: LossScale | None, accumulate: int, shard: Shard, precision: Precision | None,
+    on_nonfinite: OnNonfinite,
+) -> Trainer:  # fmt: skip
+    """The trainer of these arguments; a mistake among them is told to the other ranks."""
+    stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied)
+    if not callable(getattr(optimizer, "init", None)) or not callable(getattr(optimizer, "update", None)):
+        raise TypeError(f"optimizer: got {reprlib.repr(optimizer)}, expected init and update, such as ppfunc.adamw(1e-3)")
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise ValueError(f"accumulate: got {accumulate!r}, expected a number of passes, at least 1")
+    for name, got, known in (("on_nonfinite", on_nonfinite, get_args(OnNonfinite)), ("shard", shard, get_args(Shard))):
+        if got not in known:
+            raise ValueError(f"{name}: got {got!r}, expected {' or '.join(map(repr, known))}")
+    if clip is not None and not clip >= 0:
+        raise ValueError(f"clip: got {clip}, expected a norm, at least 0")
+    require_norm_type(norm_type)
+    if (clipped := getattr(optimizer, "clipped", None)) is not None:
+        if clip is not None:
+            raise ValueError("clip: got one, and the optimizer clips, too; leave one of them out")
+        first, optimizer = clipped
+        clip, norm_type = first.max_norm, first.norm_type
+    limit = math.inf if clip is None else clip
+    rule = UpdateRule(accepting_scale(optimizer), limit, norm_type, scale, precision or Precision(), on_nonfinite, shard)
+    schedule = remove_unshards(remove_tail(schedule))
+    schedule = insert_unshards(schedule) if shard == "params" else schedule
+    schedule = reduce_early(append_tail(schedule, tied=bool(ties) or bool(schedule.replicas)))
+    return Trainer(stages, loss_fn, schedule, transport, engine, Ground.of(rule, schedule, ties, transport), accumulate)

@@ -1,0 +1,22 @@
+"""Private and unstable names of torch that training uses, each with its purpose.
+
+``tests/test_torch_names.py`` says which of them another torch than 2.13 has not.
+"""
+
+from __future__ import annotations
+
+import torch
+
+# Optimizers as single kernels over lists of tensors of one device and dtype, with ``grad_scale`` and ``found_inf``.
+fused_adamw = torch._fused_adamw_
+fused_sgd = torch._fused_sgd_
+
+# Arithmetic on lists of tensors in few kernels; those with ``into`` write into the first list.
+add_into_each = torch._foreach_add_
+copy_into_each = torch._foreach_copy_
+multiply_each = torch._foreach_mul
+multiply_into_each = torch._foreach_mul_
+norms_of_each = torch._foreach_norm
+
+# Change a loss scale and its count of good steps in place: ``(scale, good, found_inf, growth, backoff, interval)``.
+update_scale = torch._amp_update_scale_

@@ -1,0 +1,93 @@
+"""Norms of gradients, of which each rank has a part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf, isinf
+
+import torch
+from torch import Tensor
+
+from ..stage.signature import differentiable
+from ..stage.tree import tree_leaves
+from ._torch import norms_of_each
+from .protocols import Tree
+
+
+def leaf_sums(leaves: Sequence[Tensor], norm_type: float = 2.0, copies: Sequence[int] | Tensor | None = None) -> Tensor:
+    """The sum of ``|x|**p`` over each leaf, or for infinity its largest ``|x|``.
+
+    Args:
+        leaves: gradients of this rank. Those that are neither floating nor complex count as 0.
+        norm_type: p.
+        copies: how many ranks, or tied places, add the same leaf: each adds its share.
+
+    Returns:
+        float64[leaves], on the device of the first. Halves are squared in float32.
+    """
+    require_norm_type(norm_type)
+    trained = [n for n, leaf in enumerate(leaves) if differentiable(leaf.dtype) and leaf.numel()]
+    device = leaves[0].device if leaves else None
+    sums = torch.zeros(len(leaves), dtype=torch.float64, device=device)
+    for dtype in dict.fromkeys((leaves[n].dtype, leaves[n].device) for n in trained):
+        own = [n for n in trained if (leaves[n].dtype, leaves[n].device) == dtype]
+        found = torch.stack(_norms([leaves[n].detach() for n in own], norm_type)).to(sums)
+        if len(own) == len(leaves):
+            sums = found
+        else:
+            sums[torch.tensor(own, device=device)] = found
+    if isinf(norm_type):
+        return sums
+    sums = sums.square() if norm_type == 2 else sums.pow(norm_type)
+    return sums if copies is None else sums / torch.as_tensor(copies, dtype=torch.float64, device=device)
+
+
+def _norms(leaves: list[Tensor], norm_type: float) -> list[Tensor]:
+    """The norm of each leaf of one dtype, none of them empty, in float32 or wider."""
+    if leaves[0].dtype.is_complex:
+        leaves = [leaf.abs() for leaf in leaves]
+    wide = torch.promote_types(leaves[0].dtype, torch.float32)
+    if leaves[0].dtype != wide:
+        leaves = [leaf.to(wide) for leaf in leaves]
+    return list(norms_of_each(leaves, norm_type))
+
+
+def norm_sum(tree: Tree, norm_type: float = 2.0, copies: Sequence[int] | Tensor | None = None) -> Tensor:
+    """The part of a norm that the leaves of this rank make, float64[]: see :func:`leaf_sums`.
+
+    Ranks add these up, or for infinity take the largest, and then :func:`norm_of` gives the norm of all.
+    """
+    sums = leaf_sums(tree_leaves(tree), norm_type, copies)
+    if not len(sums):
+        return sums.sum()
+    return sums.max() if isinf(norm_type) else sums.sum()
+
+
+def norm_of(total: Tensor, norm_type: float = 2.0) -> Tensor:
+    """The norm, from the sum over all ranks of :func:`norm_sum`."""
+    if isinf(norm_type):
+        return total
+    return total.sqrt() if norm_type == 2 else total.pow(1 / norm_type)
+
+
+def global_norm(tree: Tree, norm_type: float = 2.0) -> Tensor:
+    """The norm of all leaves of a tree as of one vector, float64[].
+
+    >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor(4.0)}).item()
+    5.0
+    """
+    return norm_of(norm_sum(tree, norm_type), norm_type)
+
+
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor | None:
+    """The factor ``min(1, max_norm / (norm + 1e-6))`` of clipping, a tensor like ``norm``; None where nothing is clipped.
+
+    A norm that is not finite gives a factor of 0 or no number: such a step has to be skipped.
+    """
+    return None if max_norm == inf else (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def require_norm_type(norm_type: float) -> None:
+    """Raise ValueError for a p of which there is no norm."""
+    if not norm_type > 0:
+        raise ValueError(f"norm_type is {norm_type}, expected a number of more than 0, or infinity")

@@ -1,0 +1,148 @@
+"""Choose dtypes of computing, reducing and keeping parameters, and scale losses so that small gradients are not lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from math import isfinite
+
+import torch
+from torch import Tensor
+
+from ..stage.tree import tree_map
+from ._torch import update_scale
+from .protocols import Tree
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of a training step, None for those of the parameters as they are given.
+
+    Args:
+        compute: of parameters and inputs in the stages.
+        reduce: in which gradients are added up, over microbatches and over ranks.
+        master: of the parameters that are kept, and of their optimizer state.
+
+    Raises:
+        ValueError: a dtype that is not floating.
+
+    >>> Precision(compute=torch.bfloat16).to_compute({"w": torch.ones(2), "ids": torch.arange(2)})
+    {'w': tensor([1., 1.], dtype=torch.bfloat16), 'ids': tensor([0, 1])}
+    """
+
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    master: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            dtype = getattr(self, field.name)
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise ValueError(f"{field.name} is {dtype}, expected a floating dtype such as torch.bfloat16, or None")
+
+    def to_compute(self, tree: Tree) -> Tree:
+        """Floating leaves in ``compute``; complex, integer and boolean ones are returned as they are."""
+        return cast(tree, self.compute)
+
+    def to_reduce(self, tree: Tree) -> Tree:
+        """Likewise in ``reduce``."""
+        return cast(tree, self.reduce)
+
+    def to_master(self, tree: Tree) -> Tree:
+        """Likewise in ``master``."""
+        return cast(tree, self.master)
+
+    def reduced(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which gradients of a parameter of ``dtype`` are added up."""
+        return self.reduce if self.reduce is not None and dtype.is_floating_point else dtype
+
+
+def cast(tree: Tree, dtype: torch.dtype | None) -> Tree:
+    """A tree whose floating leaves have this dtype; a leaf that has it already is not copied."""
+    if dtype is None:
+        return tree
+    return tree_map(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, tree)
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """A factor of the loss, which gradients are divided by before the update; its state is a tree of tensors.
+
+    Args:
+        init: ``init(device) -> state``, a dictionary with ``scale``, float32[].
+        update: ``update(state, found_inf) -> state``, after a step whose gradients have overflowed where ``found_inf``,
+            float32[], is 1. The state that it is given stays as it is, and no value is read by the host.
+    """
+
+    init: Callable[[torch.device | str | None], dict[str, Tensor]]
+    update: Callable[[dict[str, Tensor], Tensor], dict[str, Tensor]]
+
+
+def static_scale(scale: float = 1.0) -> LossScale:
+    """Make a scale that never changes.
+
+    Raises:
+        ValueError: a number that is not positive and finite.
+    """
+    _require_positive(scale=scale)
+    return LossScale(lambda device: {"scale": torch.full((), scale, device=device)}, lambda state, found_inf: state)
+
+
+def dynamic_scale(init: float = 2.0**16, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000) -> LossScale:
+    """Make a scale that falls when gradients overflow, and rises after a number of steps in which none did.
+
+    Equivalent to::
+
+        if found_inf: scale, good = scale * backoff, 0
+        elif good + 1 == interval: scale, good = scale * growth if that is finite else scale, 0
+        else: good = good + 1
+
+    The scale stays above the smallest normal number. The state also has ``good``, int32[].
+
+    Args:
+        init: the first scale.
+        growth: factor after ``interval`` good steps, at least 1.
+        backoff: factor after an overflow, less than 1.
+        interval: good steps from one growth to the next.
+
+    Raises:
+        ValueError: numbers out of range.
+
+    References:
+        Micikevicius et al., Mixed Precision Training, 2018. The numbers are those of ``torch.amp.GradScaler``.
+
+    >>> scale = dynamic_scale(init=8.0, interval=1)
+    >>> state = scale.update(scale.init("cpu"), torch.tensor(1.0))
+    >>> state["scale"].item(), scale.update(state, torch.tensor(0.0))["scale"].item()
+    (4.0, 8.0)
+    """
+    _require_positive(init=init, growth=growth, backoff=backoff, interval=interval)
+    if growth < 1 or backoff >= 1:
+        raise ValueError(f"growth is {growth} and backoff {backoff}, expected growth of at least 1 and backoff of less than 1")
+
+    def first(device: torch.device | str | None) -> dict[str, Tensor]:
+        return {"scale": torch.full((), init, device=device), "good": torch.zeros((), dtype=torch.int32, device=device)}
+
+    @torch.no_grad()
+    def update(state: dict[str, Tensor], found_inf: Tensor) -> dict[str, Tensor]:
+        scale, good = state["scale"].clone(), state["good"].clone()
+        update_scale(scale, good, found_inf.to(scale.device, torch.float32), growth, backoff, interval)
+        return {"scale": scale.clamp_(min=torch.finfo(torch.float32).tiny), "good": good}
+
+    return LossScale(first, update)
+
+
+def _require_positive(**numbers: float) -> None:
+    for name, number in numbers.items():
+        if not (number > 0 and isfinite(number)):
+            raise ValueError(f"{name} is {number}, expected a finite number of more than 0")
+
+
+def overflow(*numbers: Tensor) -> Tensor:
+    """1 where any of these, such as the loss and the norm of the gradients, is not finite, else 0: float32[].
+
+    >>> overflow(torch.tensor(1.0), torch.tensor(float("nan")))
+    tensor(1.)
+    """
+    found = [~torch.isfinite(number) for number in numbers]
+    return torch.stack([one.to(found[0].device) for one in found]).any().to(torch.float32)

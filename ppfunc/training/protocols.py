@@ -1,0 +1,163 @@
+"""Define what an optimizer and a transform of gradients are: pairs of pure functions."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..stage._torch import version
+from ..stage.signature import differentiable
+from ..stage.tree import tree_leaves, tree_map
+
+Tree = Any
+Wait = Callable[[], None]
+"""Waits until a collective is done."""
+
+
+class ShardOf(NamedTuple):
+    """The place of a leaf in a whole: an axis of ranks cuts it, and each has the rows of its place.
+
+    Args:
+        shape: of the whole.
+        dim: the dimension that is cut, None where the leaf is the whole.
+        ranks: of the axis.
+        place: of this rank.
+    """
+
+    shape: tuple[int, ...]
+    dim: int | None = None
+    ranks: int = 1
+    place: int = 0
+
+
+class Update(Protocol):
+    """The second function of an :class:`Optimizer`."""
+
+    def __call__(
+        self,
+        grads: Tree,
+        state: Tree,
+        params: Tree,
+        *,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+        parts: Sequence[ShardOf] | None = None,
+    ) -> tuple[Tree, Tree]: ...
+
+
+class Ranks(Protocol):
+    """Collectives among some ranks, all of which call the same, in the same order; each returns at once.
+
+    Args:
+        size: how many ranks.
+        place: of this rank among them.
+    """
+
+    size: int
+    place: int
+
+    def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum") -> Wait:
+        """Replace a tensor by the sum, or the largest, of those of all ranks."""
+
+    def reduce_scatter(self, tensor: Tensor) -> tuple[Tensor, Wait]:
+        """This rank's part, [n], of the sum of tensors [size * n]."""
+
+    def all_gather(self, part: Tensor) -> tuple[Tensor, Wait]:
+        """The tensors [n] of all ranks one after the other, [size * n]."""
+
+
+class Transform(NamedTuple):
+    """A pair of functions that changes gradients, in the form of optax.
+
+    Args:
+        init: ``init(params) -> state``, a tree of tensors.
+        update: ``update(grads, state, params=params) -> (updates, state)``.
+    """
+
+    init: Callable[[Tree], Tree]
+    update: Callable[..., tuple[Tree, Tree]]
+
+
+class Clip(NamedTuple):
+    """Clipping by the norm of all gradients of the model: a :class:`Transform` whose arguments can be read.
+
+    Args:
+        init, update: as of a transform.
+        max_norm: largest norm that is let through.
+        norm_type: p of the norm.
+    """
+
+    init: Callable[[Tree], Tree]
+    update: Callable[..., tuple[Tree, Tree]]
+    max_norm: float
+    norm_type: float
+
+
+class Optimizer(NamedTuple):
+    """A pair of functions; any such pair serves as an optimizer.
+
+    Unlike in optax, ``update`` returns the new parameters, not differences to add to them: torch's fused
+    kernels make both in one pass. For the same reason it does not run under ``torch.func.vmap``.
+
+    Args:
+        init: ``init(params) -> state``, a tree of tensors in dictionaries, lists and tuples.
+        update: ``update(grads, state, params, *, grad_scale=None, found_inf=None, parts=None) -> (params, state)``, where
+            ``grads`` has the structure, shapes, dtypes and devices of ``params``. Leaves that are neither floating nor complex are
+            returned unchanged. The results carry no autograd graph. ``grad_scale`` float32[] divides the gradients
+            first; where ``found_inf`` float32[] is 1, nothing changes, and no value is read by the host to know it. Where the
+            leaves are shards, ``parts`` says of what, one per leaf: the fused kernels then give the bits of the whole.
+        clipped: the clipping and the optimizer that this is a chain of, None where there is none. Who updates the model
+            part by part clips by the norm of all parts, and takes the second alone.
+    """
+
+    init: Callable[[Tree], Tree]
+    update: Update
+    clipped: tuple[Clip, Optimizer] | None = None
+
+
+def accepting_scale(optimizer: Optimizer) -> Optimizer:
+    """An optimizer whose update takes ``grad_scale``, ``found_inf`` and ``parts``, made of one that may not.
+
+    It has to work element by element where ``parts`` are given, which it does not see. Equivalent to: divide the
+    gradients; update; where ``found_inf`` is 1, take the old parameters and state.
+    """
+    taken = inspect.signature(optimizer.update).parameters
+    if {"grad_scale", "found_inf", "parts"} <= taken.keys() or any(p.kind is p.VAR_KEYWORD for p in taken.values()):
+        return optimizer
+    plain: Callable[..., tuple[Tree, Tree]] = optimizer.update
+
+    @torch.no_grad()
+    def update(
+        grads: Tree,
+        state: Tree,
+        params: Tree,
+        *,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+        parts: Sequence[ShardOf] | None = None,
+    ) -> tuple[Tree, Tree]:
+        before = [(leaf, version(leaf)) for leaf in tree_leaves((params, state))] if found_inf is not None else []
+        new = plain(unscaled(grads, grad_scale), state, params)
+        if any(version(leaf) != count for leaf, count in before):
+            raise ValueError("the optimizer has written into its arguments, which are still needed where gradients overflow; take copies")
+        return selected(found_inf, (params, state), new)
+
+    return optimizer._replace(update=update)
+
+
+def unscaled(grads: Tree, grad_scale: Tensor | None) -> Tree:
+    """Gradients divided by the scale; the same tree where there is none."""
+    if grad_scale is None:
+        return grads
+    return tree_map(lambda g: g / grad_scale.to(g.device, g.dtype) if differentiable(g.dtype) else g, grads)
+
+
+def selected(found_inf: Tensor | None, old: Tree, new: Tree) -> Tree:
+    """``old`` where ``found_inf`` is 1, else ``new``, without reading it."""
+    if found_inf is None:
+        return new
+    return tree_map(lambda a, b: a if a is b else torch.where((found_inf > 0).to(a.device), a, b), old, new)

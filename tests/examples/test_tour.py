@@ -1,0 +1,92 @@
+"""The notebook runs from top to bottom, and what it shows is what its values show today."""
+
+from __future__ import annotations
+
+import ast
+import json
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any, NamedTuple
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+NOTEBOOK = Path(__file__).parents[2] / "examples" / "tour.ipynb"
+CELLS = [cell for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
+
+
+class Ran(NamedTuple):
+    """A cell that ran: what it printed, and the value that it ends with."""
+
+    cell: dict[str, Any]
+    printed: str
+    value: Any
+
+
+class Printer:
+    def __init__(self):
+        self.stack, self.parts = [0], []
+        self.text = self.parts.append
+
+
+def run(cell: dict[str, Any], names: dict[str, Any]) -> Ran:
+    """Run a cell as a notebook does."""
+    tree = ast.parse("".join(cell["source"]))
+    last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+    printed = StringIO()
+    with redirect_stdout(printed):
+        exec(compile(tree, str(NOTEBOOK), "exec"), names)
+        value = None if last is None else eval(compile(ast.Expression(last.value), str(NOTEBOOK), "eval"), names)
+    return Ran(cell, printed.getvalue(), value)
+
+
+@pytest.fixture(scope="module")
+def ran():
+    threads, names = torch.get_num_threads(), {}
+    yield [run(cell, names) for cell in CELLS]
+    torch.set_num_threads(threads)
+
+
+def shown(value: Any) -> dict[str, str]:
+    """The forms in which IPython shows a value."""
+    if value is None:
+        return {}
+    printer = Printer()
+    value._repr_pretty_(printer, False) if hasattr(value, "_repr_pretty_") else printer.text(repr(value))
+    picture = value._repr_svg_() if hasattr(value, "_repr_svg_") else None
+    return {"text/plain": "".join(printer.parts)} | ({} if picture is None else {"image/svg+xml": picture})
+
+
+def stored(cell: dict[str, Any], kind: str) -> list[dict[str, Any]]:
+    return [output for output in cell["outputs"] if output["output_type"] == kind]
+
+
+def test_every_cell_shows_what_is_stored(ran):
+    kinds = []
+    for cell, printed, value in ran:
+        forms = shown(value)
+        results = [output["data"] for output in stored(cell, "execute_result")]
+        assert [data.keys() for data in results] == ([forms.keys()] if forms else []), cell["source"]
+        assert bool(printed) == bool(stored(cell, "stream")), cell["source"]
+        assert not stored(cell, "error")
+        if "image/svg+xml" in forms:
+            old, new = (ElementTree.fromstring(text) for text in ("".join(results[0]["image/svg+xml"]), forms["image/svg+xml"]))
+            assert old.attrib == new.attrib and old[0].text == new[0].text
+        kinds.append(type(value).__name__)
+    assert {"Schedule", "Certificate", "Timeline", "Comparison", "Costs", "Tensor"} <= set(kinds)
+
+
+def test_what_does_not_depend_on_the_machine_is_stored_as_it_is(ran):
+    """Run it again (jupyter nbconvert --to notebook --execute --inplace examples/tour.ipynb) where a picture has changed."""
+    for cell, _, value in ran:
+        if type(value).__name__ in ("Schedule", "Certificate"):
+            (output,) = stored(cell, "execute_result")
+            assert {kind: "".join(text).strip() for kind, text in output["data"].items()} == {k: v.strip() for k, v in shown(value).items()}
+
+
+def test_it_reads_well_on_a_page():
+    assert NOTEBOOK.stat().st_size < 300_000
+    assert [cell["execution_count"] for cell in CELLS] == list(range(1, len(CELLS) + 1))
+    assert all(len(line.rstrip()) <= 120 for cell in CELLS for line in cell["source"])

@@ -1,0 +1,389 @@
+"""Pipelines whose stages are cut over the ranks of a second axis: as one process computes them, step after step."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, loss_parallel
+
+import ppfunc as pp
+from ppfunc.stage import StageError
+from tests.sharded_models import MODELS, B, D, T, W, full, largest_difference, random
+
+M = 4
+TOLERANCE = 1e-12
+SCHEDULES = {
+    "gpipe": lambda: pp.gpipe(2, M),
+    "1f1b": lambda: pp.one_f_one_b(2, M),
+    "interleaved": lambda: pp.interleaved_one_f_one_b(2, M, 2),
+    "zb-h1": lambda: pp.zb_h1(2, M),
+    "zbv": lambda: pp.zbv(2, M),
+}
+
+
+def squared(y, target):
+    return (y - target).square().mean()
+
+
+class Pipelines:
+    """A pipeline of so many stages cut over tensor ranks: in this process, or over processes, one pipeline per tensor rank."""
+
+    def __init__(self, size, pipe, schedule, kind):
+        self.mesh = init_device_mesh("cpu", (pipe, size // pipe), mesh_dim_names=("pp", "tp"))
+        self.tp, self.schedule = self.mesh["tp"], schedule
+        stages = sorted(set(schedule.model_stages))
+        self.model, self.count = MODELS[kind], len(stages)
+        self.transport = pp.InProcess() if pipe == 1 else pp.P2P(self.mesh["pp"].get_group(), timeout=60)
+        self.held = stages if pipe == 1 else sorted(schedule.model_stages_of(self.mesh.get_local_rank("pp")))
+        self.whole = {s: self.model.params(s) for s in stages}
+        placements = self.model.placements
+        self.params = pp.shard({s: self.whole[s] for s in self.held}, self.tp, lambda name, leaf: placements[name.partition(".")[2]])
+        cut = self.model.cut(self.tp)
+        self.cut_x = None if self.model.x is None else Shard(self.model.x)
+        stage = cut if self.cut_x is None else pp.with_layouts(cut, self.tp, inputs=self.cut_x, outputs=self.cut_x)
+        self.stages, self.reference = [stage] * self.count, [self.model.whole] * self.count
+
+    def lay(self, batch):
+        """A batch, cut as the activations are."""
+        return batch if self.cut_x is None else distribute_tensor(batch, self.tp, [self.cut_x])
+
+    def loss(self, y, target):
+        """The mean over what all ranks have."""
+        if self.cut_x is None:
+            return squared(y, target)
+        return pp.psum((y - target).square().sum(), self.tp) / (y.numel() * self.tp.size())
+
+    def own(self, tree):
+        return {s: tree[s] for s in self.held}
+
+
+def batch():
+    return random((M * B, T, D), 7), random((M * B, T, D), 8)
+
+
+def gradients(rank, size, pipe, name, kind):
+    """Losses, gradients and input gradients of two steps, as DTensors of the placements given."""
+    p = Pipelines(size, pipe, SCHEDULES[name](), kind)
+    x, target = batch()
+    want, (grads, gx) = pp.value_and_grad(p.reference, squared, p.schedule, argnums=(0, 1))(p.whole, x, target)
+    with p.transport:
+        step = pp.value_and_grad(p.stages, p.loss, p.schedule, p.transport, argnums=(0, 1))
+        for _ in range(2):
+            loss, (got, got_x) = step(p.params, p.lay(x), p.lay(target))
+            assert abs(loss - want) < TOLERANCE
+            assert all(got[s][n].placements == t.placements for s in p.held for n, t in p.params[s].items())
+            assert largest_difference(full(got), p.own(grads)) < TOLERANCE
+            if got_x is not None:
+                assert got_x.shape == x.shape and isinstance(got_x, DTensor) == (p.cut_x is not None)
+                assert largest_difference(full(got_x), gx) < TOLERANCE
+        assert step.cache_info().misses == 1
+        apart = pp.value_and_grad(p.stages, p.loss, p.schedule, p.transport, per_microbatch=True)
+        want_apart = pp.value_and_grad(p.reference, squared, p.schedule, per_microbatch=True)(p.whole, x, target)[1]
+        assert largest_difference(full(apart(p.params, p.lay(x), p.lay(target))[1]), p.own(want_apart)) < TOLERANCE
+        outputs = pp.evaluate(p.stages, None, p.schedule, p.transport, return_outputs=True)(p.params, p.lay(x))
+        if outputs is not None:
+            want_y = pp.evaluate(p.reference, None, p.schedule, return_outputs=True)(p.whole, x)
+            assert isinstance(outputs, DTensor) == (p.cut_x is not None)
+            assert largest_difference(full(outputs), want_y) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["rows and columns", "sequence", "heads"])
+def test_one_pipeline_per_process_over_two_tensor_ranks(two, kind):
+    for name in ("1f1b", "zb-h1"):
+        two(gradients, 1, name, kind)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_two_pipelines_of_two_ranks(four, name):
+    four(gradients, 2, name, "rows and columns", timeout=120)
+
+
+@pytest.mark.parametrize("kind", ["sequence", "heads"])
+def test_two_pipelines_with_activations_that_are_cut(four, kind):
+    four(gradients, 2, "1f1b", kind, timeout=120)
+
+
+def derivatives(rank, size, pipe, kind):
+    """Products with second derivatives, slopes, and gradients of samples."""
+    p = Pipelines(size, pipe, SCHEDULES["1f1b"](), kind)
+    x, target = batch()
+    along = {s: p.model.params(s + 10) for s in p.whole}
+    placements = p.model.placements
+    tangents = pp.shard(p.own(along), p.tp, lambda name, leaf: placements[name.partition(".")[2]])
+    make = {"hvp": pp.hvp, "gnvp": pp.gnvp, "jvp": pp.jvp}
+    with p.transport:
+        for which, transform in make.items():
+            want = transform(p.reference, squared, p.schedule)(p.whole, along, x, target)
+            got = transform(p.stages, p.loss, p.schedule, p.transport)(p.params, tangents, p.lay(x), p.lay(target))
+            if which == "jvp":
+                assert largest_difference(got, want) < TOLERANCE
+                continue
+            trees = got[1] if isinstance(got[1], tuple) else (got[1],)
+            wanted = want[1] if isinstance(want[1], tuple) else (want[1],)
+            assert largest_difference(got[0], want[0]) < TOLERANCE, which
+            for one, other in zip(trees, wanted, strict=True):
+                assert all(isinstance(t, DTensor) for s in one for t in one[s].values())
+                assert largest_difference(full(one), p.own(other)) < TOLERANCE, which
+        with pytest.raises((ValueError, pp.PipelineError), match=r"tangent of .*: got torch.float64\[4, 16\], expected .* S\(1\) over"):
+            pp.jvp(p.stages, p.loss, p.schedule, p.transport)(p.params, p.own(along), p.lay(x), p.lay(target))
+
+
+@pytest.mark.parametrize("kind", ["rows and columns", "sequence"])
+def test_hessian_vector_products_through_two_pipelines(four, kind):
+    four(derivatives, 2, kind, timeout=120)
+
+
+def samples(rank, size):
+    """Gradients of every sample, their norms over all ranks, and the sum of clipped ones."""
+    p = Pipelines(size, 1, SCHEDULES["1f1b"](), "rows and columns")
+    x, target = batch()
+    want, grads = pp.per_sample_grad(p.reference, squared, p.schedule, samples=B)(p.whole, x, target)
+    loss, got = pp.per_sample_grad(p.stages, p.loss, p.schedule, samples=B)(p.params, x, target)
+    assert abs(loss - want) < TOLERANCE and largest_difference(full(got), grads) < TOLERANCE
+    assert got[0]["a"].placements == (Shard(3),) and got[0]["c"].placements == (Replicate(),)
+    norms = pp.square_norms(got)
+    assert type(norms) is torch.Tensor and largest_difference(norms, pp.square_norms(grads)) < TOLERANCE
+    clipped, wanted = pp.clipped_sum(got, norms, 0.1), pp.clipped_sum(grads, norms, 0.1)
+    assert clipped[0]["a"].placements == (Shard(1),) and largest_difference(full(clipped), wanted) < TOLERANCE
+
+
+def test_gradients_of_samples(two):
+    two(samples)
+
+
+# -- modules, by torch's plans -------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(D), nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+PLANS = {
+    "columns and rows": ({"up": ColwiseParallel(), "down": RowwiseParallel()}, None),
+    "sequence": (
+        {"norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1)), "down": RowwiseParallel(output_layouts=Shard(1))},
+        Shard(1),
+    ),
+}
+
+
+def blocks(rank, size, pipe, name, which):
+    """Modules under torch's plan, through pipelines: DTensors outside, and traced through."""
+    plan, cut = PLANS[which]
+    torch.manual_seed(0)
+    schedule = SCHEDULES[name]()
+    modules = [Block().double() for _ in range(len(set(schedule.model_stages)))]
+    mesh = init_device_mesh("cpu", (pipe, size // pipe), mesh_dim_names=("pp", "tp"))
+    tp = mesh["tp"]
+    plain = [pp.stage_from_module(copy.deepcopy(m)) for m in modules]
+    made = [pp.parallelize(m, tp, plan, inputs=cut, outputs=cut) for m in modules]
+    transport = pp.InProcess() if pipe == 1 else pp.P2P(mesh["pp"].get_group(), timeout=60)
+    held = range(len(made)) if pipe == 1 else schedule.model_stages_of(mesh.get_local_rank("pp"))
+    params = {s: made[s].params for s in held}
+    x, target = batch()
+    lay = lambda t: t if cut is None else distribute_tensor(t, tp, [cut])  # noqa: E731
+    loss_fn = squared if cut is None else lambda y, t: pp.psum((y - t).square().sum(), tp) / (y.numel() * tp.size())
+    wanted, grads = pp.value_and_grad([p.fn for p in plain], squared, schedule)({s: p.params for s, p in enumerate(plain)}, x, target)
+    with transport:
+        for engine in (pp.graph, pp.eager):
+            step = pp.value_and_grad([m.fn for m in made], loss_fn, schedule, transport, engine=engine)
+            for _ in range(2):
+                loss, got = step(params, lay(x), lay(target))
+                assert abs(loss - wanted) < TOLERANCE
+                assert all(t.placements == params[s][n].placements for s in held for n, t in got[s].items())
+                assert largest_difference(full(got), {s: grads[s] for s in held}) < TOLERANCE
+        if pipe == 1:
+            with pytest.raises(StageError, match="uses DTensors, .* use the graph engine"):
+                pp.value_and_grad([m.fn for m in made], loss_fn, schedule, engine=pp.functional)(params, lay(x), lay(target))
+            with pytest.raises(StageError, match="uses DTensors, whose own functions torch.func cannot transform.* over ppfunc.psum"):
+                pp.hvp([m.fn for m in made], loss_fn, schedule)(params, params, lay(x), lay(target))
+
+
+@pytest.mark.parametrize("which", PLANS)
+def test_modules_under_a_plan(two, which):
+    two(blocks, 1, "1f1b", which)
+
+
+@pytest.mark.parametrize("which", PLANS)
+def test_modules_under_a_plan_through_two_pipelines(four, which):
+    four(blocks, 2, "zb-h1", which, timeout=120)
+
+
+def tokens(rank, size):
+    """An embedding and a head cut over the vocabulary, and the loss of torch that goes with them."""
+    tp = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))["tp"]
+    torch.manual_seed(0)
+    embed, head = nn.Embedding(10, D).double(), nn.Linear(D, 10).double()
+    plain = [pp.stage_from_module(copy.deepcopy(m)) for m in (embed, head)]
+    rows = pp.parallelize(embed, tp, RowwiseParallel(input_layouts=Replicate()))
+    columns = pp.parallelize(head, tp, ColwiseParallel(use_local_output=False))
+    ids, target = torch.randint(10, (M * B, T)), torch.randint(10, (M * B, T))
+    loss_fn = lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten())  # noqa: E731
+    schedule = pp.one_f_one_b(2, M)
+    want, grads = pp.value_and_grad([p.fn for p in plain], loss_fn, schedule)({s: p.params for s, p in enumerate(plain)}, ids, target)
+    with loss_parallel():
+        step = pp.value_and_grad([rows.fn, columns.fn], loss_fn, schedule)
+        loss, got = step({0: rows.params, 1: columns.params}, ids, target)
+    assert abs(loss - want) < TOLERANCE and largest_difference(full(got), grads) < TOLERANCE
+    outputs = pp.evaluate([rows.fn, columns.fn], None, schedule, return_outputs=True)({0: rows.params, 1: columns.params}, ids)
+    assert outputs.placements == (Shard(2),) and outputs.shape == (M * B, T, 10)
+
+
+def test_a_vocabulary_that_is_cut(two):
+    two(tokens)
+
+
+# -- what goes wrong -----------------------------------------------------------------------------------------------
+
+
+def refused(rank, size):
+    """Every way to differentiate wrongly is refused, by name of the stage, with the line."""
+    tp = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))["tp"]
+    schedule, x = pp.one_f_one_b(1, 2), torch.ones(4, D)
+    params = {0: torch.eye(D)}
+
+    def in_place(w, x):
+        y = x @ w
+        dist.all_reduce(y)
+        return y
+
+    stages = {
+        "all_reduce": lambda w, x: collectives.all_reduce(x @ w, "sum", tp),
+        "broadcast": lambda w, x: collectives.broadcast(x @ w, 0, tp),
+        "allreduce_": in_place,
+    }
+    for engine in (pp.graph, pp.functional, pp.eager):
+        for op, stage in stages.items():
+            step = pp.value_and_grad([stage], squared, schedule, engine=engine)
+            with pytest.raises(StageError, match=rf"^stage 0: .*{op}.*test_tensor_parallel.py:\d+.* Instead: use ppfunc.psum"):
+                step(params, x, x)
+
+
+def test_wrong_collectives_are_refused_by_every_engine(two):
+    two(refused)
+
+
+def otherwise(rank, size):
+    """Another placement on one rank, before anything hangs in a collective; the next step is right."""
+    p = Pipelines(size, 1, SCHEDULES["1f1b"](), "rows and columns")
+    x, target = batch()
+    step = pp.value_and_grad(p.stages, p.loss, p.schedule)
+    other = {
+        s: {n: t.redistribute(placements=[Shard(0)]) if rank and n == "c" else t for n, t in tree.items()} for s, tree in p.params.items()
+    }
+    with pytest.raises(pp.AgreementError, match=r"params\[0\]\['c'\] lies over the axis 'tp' in several ways: rank 0 has .* R over"):
+        step(other, x, target)
+    plain = {s: {n: t.to_local() if rank and n == "a" else t for n, t in tree.items()} for s, tree in p.params.items()}
+    with pytest.raises(pp.AgreementError, match=r"rank 0 has torch.float64 of \[4,16\] S\(1\) over tp=2; rank 1 has no DTensor"):
+        step(plain, x, target)
+    assert torch.isfinite(step(p.params, x, target)[0])
+
+
+def test_ranks_that_lay_a_leaf_out_in_two_ways_are_told(two):
+    two(otherwise)
+
+
+def boundaries(rank, size):
+    """A part is given to a stage that takes it for the whole, in this process and over a message."""
+    schedule = pp.one_f_one_b(2, 2)
+    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("pp", "tp"))
+    tp = mesh["tp"]
+    giving = pp.with_layouts(lambda w, x: x * w, tp, outputs=Shard(1))
+    taking = pp.with_layouts(lambda w, x: x * w, tp, inputs=Shard(0))
+    stage, x = mesh.get_local_rank("pp"), torch.ones(4, D)
+    with pp.P2P(mesh["pp"].get_group(), timeout=60) as transport:
+        for last, words in ((lambda w, x: x * w, "declares none that is cut"), (taking, r"stage 1 declares of \[4,4\] S\(0\) over tp=2")):
+            step = pp.value_and_grad([giving, last], squared, schedule, transport)
+            with pytest.raises((ValueError, pp.PipelineError), match=r"stage 0 gives float32\[2,4\] of \[2,8\] S\(1\) over tp=2.*" + words):
+                step({stage: torch.ones(D)}, x, x)
+
+
+def test_a_part_that_the_next_stage_takes_for_the_whole_is_refused(four):
+    four(boundaries)
+
+
+def asynchronous(rank, size):
+    """The result of a collective of torch, which has no memory of its own until it is read, over a message and back."""
+    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("pp", "tp"))
+    tp, stage = mesh["tp"], mesh.get_local_rank("pp")
+
+    def gathered(w, x):
+        return collectives.all_gather_single(x * w, 0, tp)
+
+    x, target, w = random((4, D), 1), random((8, D), 2), random((D,), 3)
+    with pp.P2P(mesh["pp"].get_group(), timeout=60) as transport:
+        for engine in (pp.graph, pp.eager):
+            step = pp.value_and_grad([gathered, lambda w, x: x * w], squared, pp.one_f_one_b(2, 2), transport, engine=engine)
+            inputs, targets = pp.microbatch(x, 2), pp.microbatch(target, 2)
+            _, grads = step({stage: w}, inputs, targets)
+            assert type(grads[stage]) is torch.Tensor and grads[stage].isfinite().all()
+
+
+def test_results_of_collectives_are_waited_for_before_they_leave(four):
+    four(asynchronous)
+
+
+def whole_weights(rank, size):
+    """No weight is gathered, so that none is kept whole, once for every microbatch."""
+    p = Pipelines(size, 1, SCHEDULES["1f1b"](), "sequence")
+    x, target = batch()
+    lowered = pp.value_and_grad(p.stages, p.loss, p.schedule).lower(p.params, p.lay(x), p.lay(target))
+    program = pp.graph(p.model.cut(p.tp), ({n: t.to_local() for n, t in p.params[0].items()}, p.lay(x).to_local()[:B]))
+    activations = B * T * D * 8
+    assert program.residual_bytes <= 6 * activations and "tp=2" in str(lowered.step.form.params[0])
+
+
+def test_residuals_have_no_weights(two):
+    two(whole_weights)
+
+
+def states(rank, size):
+    """A state that is cut comes back cut, and metrics that are DTensors as such."""
+    tp = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))["tp"]
+
+    def stage(w, x, state):
+        y = x * w
+        return pp.Output(
+            y,
+            state={"mean": state["mean"] + pp.psum(y.mean(0), tp).detach()},
+            metrics=DTensor.from_local(y.detach().sum(0), tp, [Shard(0)]),
+        )
+
+    state = {0: {"mean": distribute_tensor(torch.zeros(2 * D), tp, [Shard(0)])}}
+    step = pp.value_and_grad([stage], lambda y, t: y.sum(), pp.one_f_one_b(1, 2), has_aux=True, engine=pp.eager)
+    (_, aux), _ = step({0: torch.ones(D)}, torch.ones(4, D), torch.ones(4, D), state=state)
+    assert aux.state[0]["mean"].placements == (Shard(0),) and torch.equal(aux.state[0]["mean"].full_tensor(), torch.full((2 * D,), 4.0))
+    assert aux.metrics[0].placements == (Shard(1),) and aux.metrics[0].shape == (2, 2 * D)
+
+
+def test_states_and_metrics_that_are_cut(two):
+    two(states)
+
+
+def placements_change(rank, size):
+    """A program is made for a placement, and another one compiled where it changes, also where the parts have one shape."""
+    tp = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))["tp"]
+    step = pp.value_and_grad([lambda w, x: x * w.sum()], lambda y, t: y.sum(), pp.one_f_one_b(1, 1))
+    x, found = torch.ones(2, 2, dtype=W), []
+    for placement, shape in ((Shard(0), (4, 2)), (Shard(1), (2, 4)), (Replicate(), (2, 2)), (Shard(0), (4, 2))):
+        w = distribute_tensor(torch.ones(shape, dtype=W), tp, [placement])
+        found.append(step({0: w}, x, x)[1][0])
+        assert found[-1].placements == (placement,) and found[-1].shape == shape
+    assert step.cache_info().misses == 3
+
+
+def test_programs_are_kept_by_placement(two):
+    two(placements_change)

@@ -1,0 +1,168 @@
+"""Schedules side by side: one model in one unit, whatever the number of stages and replicas."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ElementTree
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, strategies as st
+
+from ppfunc.schedule import (
+    BUILDERS,
+    Costs,
+    ScheduleError,
+    compare_schedules,
+    dualpipev,
+    from_csv,
+    gpipe,
+    interleaved_one_f_one_b,
+    lower_bound,
+    one_f_one_b,
+    place_communication,
+    simulate,
+    to_scatter,
+    zbv,
+)
+from ppfunc.schedule.instruction import SENDS
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def test_all_builders_with_a_backward_are_compared_or_named_with_the_reason():
+    overview = compare_schedules(4, 6)
+    names = [row.name for row in overview.rows]
+    assert sorted([*names, *(name for name, _ in overview.refused)]) == sorted(name for name in BUILDERS if "inference" not in name)
+    assert dict(overview.refused) == {
+        "data_parallel": "microbatches = 6, expected a multiple of the 4 ranks",
+        "dualpipe": "microbatches = 6, expected an even number of at least 2 * ranks = 8: split the batch finer",
+        "dualpipev": "microbatches = 6, expected at least 2 * ranks = 8: split the batch finer",
+    }
+    times = [row.timeline.makespan for row in overview.rows]
+    assert times == sorted(times)
+    assert repr(overview) == f"Overview(ranks=4, microbatches=6, schedules=14, shortest={names[0]!r})"
+    assert str(overview).splitlines()[-1].startswith("left out: dualpipev: microbatches = 6")
+
+
+@given(st.integers(1, 4).map(lambda n: 2 * n), st.integers(1, 4).map(lambda n: 4 * n), st.integers(1, 3))
+def test_every_schedule_does_the_work_of_the_whole_model(ranks, microbatches, chunks):
+    costs = Costs(forward=3, backward_input=2, backward_weight=1, activation=5)
+    for row in compare_schedules(ranks, microbatches, costs=costs, chunks=chunks).rows:
+        busy = sum(row.timeline.makespan - idle for idle in row.timeline.idle)
+        assert busy == pytest.approx(ranks * microbatches * 6), row.name
+        assert row.timeline.schedule.microbatches == microbatches
+        assert row.peak_activations >= 1 - 1e-9, row.name
+        assert row.gap is None or row.gap >= -1e-9, row.name
+
+
+def test_copies_are_accounted_for():
+    rows = {row.name: row for row in compare_schedules(4, 8).rows}
+    assert {name: row.parameters for name, row in rows.items() if row.parameters != 1} == {"dualpipe": 2, "chimera": 2, "data_parallel": 4}
+    assert (rows["1f1b"].timeline.makespan, rows["1f1b"].peak_activations, rows["1f1b"].messages) == (33, 4, 48)
+    assert (rows["zbv"].timeline.makespan, rows["zbv"].peak_activations, rows["zbv"].messages) == (25.5, 4, 96)
+    assert (rows["dualpipe"].timeline.makespan, rows["dualpipe"].peak_activations, rows["dualpipe"].messages) == (26, 5, 48)
+    assert (rows["data_parallel"].timeline.makespan, rows["data_parallel"].peak_activations, rows["data_parallel"].messages) == (24, 4, 0)
+    assert rows["gpipe"].gap == pytest.approx(33 / 27 - 1) and rows["gpipe"].bound == 27
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_messages_are_those_that_are_placed(name):
+    (row,) = compare_schedules(4, 8, [name]).rows
+    schedule = row.timeline.schedule
+    lowered = schedule if schedule.lowered else place_communication(schedule)
+    assert row.messages == sum(i.op in SENDS for rank in range(4) for i in lowered.instructions(rank))
+
+
+def test_costs_per_stage_are_those_of_the_model():
+    times = {"forward": [1, 2, 3, 4], "backward": [2, 4, 6, 8], "communication": [1, 2, 3, 9]}
+    given = Costs(**times, activation=[4, 3, 2, 1], weight_share=0.5, parameters=[10, 20, 30, 40])
+    rows = {row.name: row for row in compare_schedules(2, 4, ["1f1b", "interleaved_1f1b", "dualpipe"], given).rows}
+    joined = Costs(forward=[3, 7], backward=[6, 14], activation=[7, 3], communication=[2, 9])
+    assert rows["1f1b"].timeline == simulate(one_f_one_b(2, 4), joined)
+    assert rows["interleaved_1f1b"].timeline == simulate(interleaved_one_f_one_b(2, 4), given)
+    both = Costs(forward=[3, 7] * 2, backward=[6, 14] * 2, backward_input=2, backward_weight=2, communication=[2, 9] * 2)
+    assert rows["dualpipe"].timeline.ends == simulate(rows["dualpipe"].timeline.schedule, both).ends
+    assert rows["1f1b"].parameters == pytest.approx(70 / 50) and rows["dualpipe"].parameters == 2
+    assert rows["1f1b"].peak_activations == pytest.approx(2 * 7 / 5)
+
+
+def test_a_stage_that_is_cut_is_cut_in_equal_parts():
+    given = Costs(forward=[3, 6], backward=[6, 12], communication=[1, 5])
+    (row,) = compare_schedules(2, 4, ["interleaved_1f1b"], given).rows
+    cut = Costs(forward=[1.5, 1.5, 3, 3], backward=[3, 3, 6, 6], communication=[1, 1, 1, 5], activation=0.5)
+    assert row.timeline.ends == simulate(row.timeline.schedule, cut).ends
+    (row,) = compare_schedules(2, 4, ["interleaved_1f1b"], Costs(forward=[1, 1]), chunks=3).rows
+    assert row.timeline.ends[0][0] == Fraction(1, 3)
+
+
+def test_schedules_themselves_are_taken_and_proved():
+    overview = compare_schedules(2, 8, [zbv(2, 8), gpipe(2, 8), "1f1b"])
+    assert [row.name for row in overview.rows] == ["zbv", "gpipe", "1f1b"]
+    with pytest.raises(ScheduleError, match="1B0"):
+        compare_schedules(2, 1, [from_csv("0F0,0B0\n1B0,1F0\n")])
+
+
+def test_bounds_hold_under_the_cap_and_are_left_out_where_they_do_not():
+    costs = Costs(forward=1, backward_input=1, backward_weight=1, weight_share=1)
+    overview = compare_schedules(4, 8, costs=costs, cap=4)
+    rows = {row.name: row for row in overview.rows}
+    assert rows["1f1b"].bound == lower_bound(costs, range(4), 8, 4, "makespan").value
+    assert rows["gpipe"].bound == lower_bound(costs, range(4), 8, None, "makespan").value
+    assert overview.exceeds(rows["gpipe"]) and not overview.exceeds(rows["1f1b"])
+    over = [row.name for row in overview.rows if max(row.timeline.peak_activations) > 4]
+    assert [line.split()[0] for line in str(overview).splitlines() if line.endswith("over the cap")] == over
+    assert rows["dualpipe"].bound is None and rows["chimera"].gap is None
+    (row,) = compare_schedules(4, 8, [dualpipev(4, 8)], Costs(overlapped=1.5)).rows
+    assert row.bound is None
+
+
+@given(st.sampled_from(["gpipe", "1f1b", "zb_h1", "zbv", "interleaved_1f1b"]), st.integers(0, 4), st.integers(0, 4), st.integers(0, 8))
+def test_no_whole_backward_beats_the_bound(name, inputs, weights, whole):
+    (row,) = compare_schedules(4, 8, [name], Costs(backward_input=inputs, backward_weight=weights, backward=whole)).rows
+    assert row.timeline.makespan >= row.bound - 1e-9
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedules": ["nope"]}, "unknown schedule 'nope'"),
+        ({"schedules": []}, "schedules: got none"),
+        ({"schedules": ["inference", "1f1b"]}, "of one_f_one_b and inference one has a backward, the other has none"),
+        ({"schedules": [gpipe(3, 8)]}, "gpipe is for 3 ranks and 8 microbatches, expected 4 and 8"),
+        ({"schedules": [gpipe(4, 7)]}, "gpipe is for 4 ranks and 7 microbatches, expected 4 and 8"),
+        ({"costs": Costs(forward=[1] * 7), "schedules": ["1f1b"]}, "costs for 7 stages are not those of the 4 stages of one_f_one_b"),
+        ({"costs": Costs(forward=[1] * 4, backward=[1] * 8)}, "costs are given for 4 and for 8 stages"),
+        ({"costs": Costs(forward={9: 1})}, "forward names stage 9"),
+        ({"schedules": ["data_parallel"], "microbatches": 7}, "microbatches = 7, expected a multiple of the 4 ranks"),
+    ],
+)
+def test_a_comparison_that_makes_no_sense_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        compare_schedules(**{"ranks": 4, "microbatches": 8} | options)
+
+
+def test_the_picture_has_a_point_and_a_name_for_each():
+    overview = compare_schedules(8, 32, cap=8)
+    root = ElementTree.fromstring(to_scatter(overview))
+    words = " ".join(text.text for text in root.iter(f"{SVG}text"))
+    for row in overview.rows:
+        assert row.name in words
+    assert "data_parallel (8 x parameters)" in words and "over the cap of 8" in words
+    points = {(c.get("cx"), c.get("cy")): c.get("class") for c in root.iter(f"{SVG}circle")}
+    assert len(points) == len({(row.timeline.bubble, row.peak_activations) for row in overview.rows})
+    assert sorted(set(points.values())) == ["point", "point over", "twice", "twice over"]
+    labels = {text.text: (float(text.get("x")), float(text.get("y"))) for text in root.iter(f"{SVG}text") if text.get("class") == "ink"}
+    boxes = [(x, y - 11, x + 6 * len(label), y) for label, (x, y) in labels.items()]
+    for n, (left, top, right, bottom) in enumerate(boxes):
+        assert not any(left < r and x < right and top < b and t < bottom for x, t, r, b in boxes[:n]), "labels cover each other"
+        assert left >= 0 and right <= float(root.get("width"))
+        assert not any(left < float(x) < right and top < float(y) < bottom for x, y in points), "a label covers a point"
+
+
+def test_the_picture_takes_a_width_and_any_name():
+    overview = compare_schedules(2, 2, [from_csv("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n", "<b>&\x1b[31m" + "x" * 500)])
+    root = ElementTree.fromstring(to_scatter(overview, width=1500))
+    assert root.get("width") == "1500"
+    assert "<b>&?[31m" in " ".join(text.text for text in root.iter(f"{SVG}text"))
+    with pytest.raises(ValueError, match="width is 10, expected a number of pixels from 720"):
+        to_scatter(overview, width=10)

@@ -1,0 +1,303 @@
+"""Collectives inside stages: transposes, derivatives of any order, every engine, and what is refused."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.func import grad, hessian, jvp, vmap
+
+import ppfunc as pp
+from ppfunc.stage import StageError, eager, functional, graph
+from ppfunc.stage.communication import fault_of
+from tests.sharded_models import MODELS, B, D, T, W, largest_difference, part, random
+
+TOLERANCE = 1e-12
+
+
+def axis_of(size):
+    return init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))["tp"]
+
+
+def summed(value):
+    """The sum of a number over all ranks."""
+    total = torch.tensor(float(value), dtype=W)
+    dist.all_reduce(total)
+    return float(total)
+
+
+# -- transposes ----------------------------------------------------------------------------------------------------
+
+# The collective, and whether what it is given, and what it gives, is the same on all ranks, and so counts once.
+MAPS = {
+    "psum": (lambda x, m: pp.psum(x, m), False, True),
+    "pvary": (lambda x, m: pp.pvary(x, m), True, False),
+    "all_gather": (lambda x, m: pp.all_gather(x, m), False, False),
+    "all_gather along the last axis": (lambda x, m: pp.all_gather(x, m, -1), False, False),
+    "all_gather for all alike": (lambda x, m: pp.all_gather(x, m, 1, replicated=True), False, True),
+    "psum_scatter": (lambda x, m: pp.psum_scatter(x, m), False, False),
+    "psum_scatter along another axis": (lambda x, m: pp.psum_scatter(x, m, 1), False, False),
+    "all_to_all": (lambda x, m: pp.all_to_all(x, m, 0, 1), False, False),
+    "all_to_all backwards": (lambda x, m: pp.all_to_all(x, m, 2, -3), False, False),
+    "all_to_all of one axis": (lambda x, m: pp.all_to_all(x, m, 1, 1), False, False),
+}
+
+
+def transposes(rank, size, dtype):
+    """``<y, A x>`` over all ranks is ``<A' y, x>``, and the same of ``A'``, which is the derivative of the derivative."""
+    mesh = axis_of(size)
+    dot = lambda a, b: torch.vdot(a.flatten().to(torch.complex128), b.flatten().to(torch.complex128)).real.item()  # noqa: E731
+    for name, (fn, same_x, same_y) in MAPS.items():
+        draw = lambda shape, seed, same: torch.randn(  # noqa: E731
+            shape, dtype=dtype, generator=torch.Generator().manual_seed(seed + (0 if same else rank))
+        )
+        x = draw((4, 6, 8), 0, same_x).transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+        y = fn(x, mesh)
+        cotangent = draw(y.shape, 10, same_y).requires_grad_()
+        (back,) = torch.autograd.grad(y, x, cotangent, create_graph=True)
+        again = draw(x.shape, 20, same_x)
+        (forth,) = torch.autograd.grad(back, cotangent, again)
+        assert torch.equal(forth, fn(again, mesh)), name
+        share = lambda same, value: summed(value / size if same else value)  # noqa: E731
+        left, right = share(same_y, dot(cotangent, y)), share(same_x, dot(back, x))
+        assert abs(left - right) < TOLERANCE * max(1, abs(left)), (name, left, right)
+
+
+@pytest.mark.parametrize("dtype", [W, torch.complex128])
+def test_each_is_the_transpose_of_the_other(two, dtype):
+    two(transposes, dtype)
+
+
+def test_transposes_of_four_ranks(four):
+    four(transposes_of_four)
+
+
+def transposes_of_four(rank, size):
+    mesh = axis_of(size)
+    x = random((8, 4, 8), rank).requires_grad_()
+    for fn in (lambda: pp.psum_scatter(x, mesh), lambda: pp.all_gather(x, mesh, 2), lambda: pp.all_to_all(x, mesh, 0, 2)):
+        y = fn()
+        g = random(tuple(y.shape), 10 + rank)
+        (back,) = torch.autograd.grad(y, x, g)
+        assert abs(summed((y * g).sum()) - summed((back * x).sum())) < 1e-10
+
+
+def values(rank, size):
+    """What each gives, beside what is computed of the tensors of all ranks."""
+    mesh = axis_of(size)
+    given = [torch.arange(24).reshape(2, 3, 4) + 100 * r for r in range(size)]
+    for dtype in (torch.int64, torch.float32, torch.complex64):
+        xs = [x.to(dtype) for x in given]
+        x = xs[rank]
+        assert torch.equal(pp.psum(x, mesh), sum(xs))
+        assert torch.equal(pp.pvary(x, mesh), x)
+        assert torch.equal(pp.all_gather(x, mesh, 1), torch.cat(xs, 1))
+        assert torch.equal(pp.psum_scatter(x, mesh, 2), sum(xs).chunk(size, 2)[rank])
+        assert torch.equal(pp.all_to_all(x, mesh, 0, 2), torch.cat([t.chunk(size, 0)[rank] for t in xs], 2))
+        assert torch.equal(pp.all_to_all(x, mesh, 2, 0), torch.cat([t.chunk(size, 2)[rank] for t in xs], 0))
+        assert torch.equal(pp.psum(x[0, 0, 0], mesh), sum(t[0, 0, 0] for t in xs))
+        assert pp.psum(x[:, :0], mesh).shape == (2, 0, 4) and pp.all_gather(x[:0], mesh).shape == (0, 3, 4)
+    assert torch.equal(pp.psum(xs[rank].conj(), mesh), sum(xs).conj())
+
+
+def test_values(two):
+    two(values)
+
+
+# -- derivatives ---------------------------------------------------------------------------------------------------
+
+
+def scalars(model, mesh, rank, size):
+    """A scalar of the whole stage, and of the stage cut, each of ``(params, x)``; and the parts of whole arguments."""
+    cut = model.cut(mesh)
+
+    def of_whole(p, x):
+        return model.whole(p, x).sin().sum()
+
+    def of_parts(p, x):
+        total = cut(p, x).sin().sum()
+        return total if model.y is None else pp.psum(total, mesh)
+
+    return of_whole, of_parts, lambda p, x: (model.parts(p, rank, size), part(x, model.x, rank, size))
+
+
+def inner(model, mesh, pairs):
+    """The inner product of whole trees, of the parts that a rank has."""
+    (p, x), (tp, tx) = pairs
+    terms = [((p[name] * tp[name]).sum(), model.placements[name].is_shard()) for name in p] + [((x * tx).sum(), model.x is not None)]
+    return sum(pp.psum(term, mesh) if mesh is not None and cut else term for term, cut in terms)
+
+
+def derivatives(rank, size, name):
+    model, mesh = MODELS[name], axis_of(size)
+    of_whole, of_parts, parts = scalars(model, mesh, rank, size)
+    primals, tangents = ((model.params(seed), random((B, T, D), seed)) for seed in (0, 5))
+    both = (0, 1)
+
+    def compare(what, transform):
+        """The same transform of both, whose results are trees like the arguments, or a number."""
+        want = transform(of_whole, primals, tangents, None)
+        got = transform(of_parts, parts(*primals), parts(*tangents), mesh)
+        want = parts(*want) if isinstance(want, tuple) else want
+        assert largest_difference(got, want) < TOLERANCE, (name, what, largest_difference(got, want))
+
+    compare("grad", lambda f, p, t, m: grad(f, both)(*p))
+    compare("jvp", lambda f, p, t, m: jvp(f, p, t)[1])
+    compare("forward over reverse", lambda f, p, t, m: jvp(grad(f, both), p, t)[1])
+    compare("reverse over forward", lambda f, p, t, m: grad(lambda *q: jvp(f, q, t)[1], both)(*p))
+    compare("reverse over reverse", lambda f, p, t, m: grad(lambda *q: inner(model, m, (grad(f, both)(*q), t)), both)(*p))
+    compare("forward over forward", lambda f, p, t, m: jvp(lambda *q: jvp(f, q, t)[1], p, t)[1])
+    third = lambda f, p, t, m: jvp(lambda *q: jvp(grad(f, both), q, t)[1], p, t)[1]  # noqa: E731
+    compare("third", third)
+
+    # Samples: the axis of the batch by itself, in another place than in front.
+    one = lambda f: lambda p, x: f(p, x[None])  # noqa: E731
+    along = primals[1].movedim(0, 1)
+    got = vmap(grad(one(of_parts), both), (None, 1))(parts(*primals)[0], part(along, None if model.x is None else 0, rank, size))
+    want = vmap(grad(one(of_whole), both), (None, 1))(primals[0], along)
+    axes = {n: p.dim + 1 if p.is_shard() else None for n, p in model.placements.items()}
+    want_parts = {n: part(t, axes[n], rank, size) for n, t in want[0].items()}, part(want[1], model.x, rank, size)
+    assert largest_difference(got, want_parts) < TOLERANCE
+    if model.x is None:
+        x = primals[1][:1]
+        p = parts(*primals)[0]
+        assert largest_difference(hessian(lambda x: of_parts(p, x))(x), hessian(lambda x: of_whole(primals[0], x))(x)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_derivatives_of_any_order_are_those_of_the_whole(two, name):
+    two(derivatives, name)
+
+
+# -- engines -------------------------------------------------------------------------------------------------------
+
+ENGINES = {
+    "graph": graph,
+    "remat full": graph(remat="full"),
+    "remat of all but collectives": graph(remat=lambda op: "c10d" not in str(op)),
+    "remat of collectives": graph(remat=lambda op: "c10d" in str(op)),
+    "functional": functional,
+    "eager": eager,
+}
+
+
+def engines(rank, size, name, which):
+    model, mesh = MODELS[name], axis_of(size)
+    engine = graph(compile=True) if which == "compiled" else ENGINES[which]
+    params, x, gy = model.params(0), random((B, T, D), 1), None
+    y, pull = torch.func.vjp(model.whole, params, x)
+    gy = random(tuple(y.shape), 2)
+    gparams, gx = pull(gy)
+    p, a = model.parts(params, rank, size), part(x, model.x, rank, size)
+    program = engine(model.cut(mesh), (p, a))
+    for whole in (True, False):
+        got, residuals = program.forward(p, a)
+        g = part(gy, model.y, rank, size)
+        if whole:
+            gp, ga = program.backward(residuals, g)
+        else:
+            ga, rest = program.backward_input(residuals, g)
+            gp = program.backward_weight(rest)
+        want = part(y, model.y, rank, size), model.parts(gparams, rank, size), part(gx, model.x, rank, size)
+        assert largest_difference((got, gp, ga), want) < TOLERANCE
+        assert type(got) is type(ga) is torch.Tensor
+    return [p.__doc__ for p in program.flat] if "remat" in which or which == "graph" else None
+
+
+@pytest.mark.parametrize("which", ENGINES)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_engine_gives_the_gradients_of_the_whole(two, name, which):
+    sources = two(engines, name, which)
+    called = [
+        [re.findall(r"(all_reduce|all_gather|reduce_scatter|all_to_all)\w* =", source) for source in found or ()] for found in sources
+    ]
+    assert called[0] == called[1]  # in the same order
+    if which == "remat of collectives" and name == "rows and columns":
+        forward = sources[0][0]
+        assert "wait_tensor" in forward and not re.search(r"return .*all_reduce", forward)  # nothing is kept before it has arrived
+
+
+@pytest.mark.compiler
+def test_compiled_programs_give_the_gradients_of_the_whole(two):
+    for name in ("rows and columns", "sequence"):
+        two(engines, name, "compiled", timeout=300)
+
+
+def test_the_weight_gradient_waits_for_nobody(two):
+    """The collective of the forward is in F, that of the input gradient in I, none in W."""
+    forward, _, inputs, weights = two(engines, "rows and columns", "graph")[0]
+    assert [source.count("all_reduce = ") + source.count("all_reduce_1 = ") for source in (forward, inputs, weights)] == [1, 1, 0]
+
+
+def kept(rank, size):
+    """A collective whose result one rank alone uses, and two that look alike on one rank alone: all run them."""
+    mesh = axis_of(size)
+
+    def stage(w, x):
+        y = pp.psum(x * w, mesh)
+        a, b = x * 2, (x * 2 if rank else x * 3)
+        return (y if rank else x) + pp.psum(a, mesh) + pp.psum(b, mesh)
+
+    program = graph(stage, (torch.ones(3), torch.ones(3)))
+    y, _ = program.forward(torch.ones(3), torch.ones(3))
+    assert torch.equal(y, torch.full((3,), (2.0 if rank else 1.0) + 4.0 + 5.0))
+
+
+def test_collectives_run_on_every_rank_whoever_uses_them(two):
+    two(kept)
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------
+
+
+def test_arguments_that_do_not_fit_are_named(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        grid = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+        mesh, x = grid["tp"], torch.ones(3, 2)
+        with pytest.raises(TypeError, match="psum: got int, expected a tensor"):
+            pp.psum(3, mesh)
+        with pytest.raises(TypeError, match="psum: got a tensor of booleans"):
+            pp.psum(x > 0, mesh)
+        with pytest.raises(TypeError, match="pvary: got str as the mesh, .* such as mesh"):
+            pp.pvary(x, "tp")
+        with pytest.raises(ValueError, match=r"all_gather: got a mesh with the axes \('dp', 'tp'\)"):
+            pp.all_gather(x, grid)
+        with pytest.raises(ValueError, match="all_gather: got the axis 2 of a tensor of shape"):
+            pp.all_gather(x, mesh, 2)
+        with pytest.raises(ValueError, match="all_gather: got the axis 0 of a tensor of shape"):
+            pp.all_gather(x.sum(), mesh)
+    finally:
+        dist.destroy_process_group()
+
+
+def indivisible(rank, size):
+    mesh = axis_of(size)
+    with pytest.raises(ValueError, match=r"psum_scatter: got the shape \[3, 2\], axis 0 of which 2 ranks do not divide"):
+        pp.psum_scatter(torch.ones(3, 2), mesh)
+    with pytest.raises(StageError, match=r"all_to_all: got the shape \[2, 3\], axis -1 of which 2 ranks do not divide.*params = "):
+        graph(lambda w, x: pp.all_to_all(x @ w, mesh, -1, 0), (torch.ones(2, 3), torch.ones(2, 2)))
+
+
+def test_axes_that_ranks_do_not_divide_are_named(two):
+    two(indivisible)
+
+
+def test_a_refusal_names_the_collective_to_use():
+    ops = torch.ops
+    needs = [torch.ones(2, requires_grad=True)]
+    for op, words in (
+        (ops._c10d_functional.all_reduce.default, "use ppfunc.psum"),
+        (ops._c10d_functional.broadcast.default, "zero on all ranks but one"),
+        (ops.c10d.allgather_.default, "writes in place.*use ppfunc.all_gather"),
+        (ops.c10d.reduce_scatter_.default, "use ppfunc.psum_scatter"),
+        (ops.c10d.alltoall_.default, "use ppfunc.all_to_all"),
+        (ops.c10d.send.default, "use ppfunc.psum, pvary"),
+    ):
+        fault = fault_of(op, needs, False)
+        assert fault is not None and re.search(words, ". ".join(fault)), (op, fault)
+        assert fault_of(op, [torch.ones(2)], False) is None and fault_of(op, [torch.ones(2)], True) is not None
+    assert fault_of(ops._c10d_functional.all_gather_into_tensor.default, needs, True) is None

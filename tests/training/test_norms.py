@@ -1,0 +1,115 @@
+"""Norms are those of one vector, however it is cut; clipping is torch's."""
+
+from math import inf
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from ppfunc.training import chain, clip_by_global_norm, clip_coefficient, global_norm, leaf_sums, norm_of, norm_sum, sgd
+
+NORMS = [2, 2.0, 1, 3, 0.5, 2.5, inf]
+
+
+def grads(dtype=torch.float64, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    shapes = [(4, 3), (), (0, 3), (1, 5), (7,)]
+    return [torch.randn(shape, generator=g, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("p", NORMS)
+@given(st.lists(st.integers(0, 2), min_size=5, max_size=5))
+def test_parts_combine_to_the_norm_of_the_whole(p, ranks):
+    leaves = grads()
+    whole = torch.cat([leaf.flatten() for leaf in leaves]).norm(p)
+    parts = torch.stack([norm_sum([leaf for leaf, r in zip(leaves, ranks, strict=True) if r == rank], p) for rank in range(3)])
+    got = norm_of(parts.max() if p == inf else parts.sum(), p)
+    torch.testing.assert_close(got, whole, rtol=1e-13, atol=0)
+    torch.testing.assert_close(global_norm(leaves, p), whole, rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("p", NORMS)
+def test_each_parameter_counts_once(p):
+    """Two ranks have the first leaf, three places the second."""
+    leaves = grads()
+    copies = [2, 3, 1, 1, 1]
+    parts = [norm_sum(leaves, p, copies), norm_sum(leaves[:1], p, copies[:1])] + [norm_sum(leaves[1:2], p, [3])] * 2
+    got = norm_of(torch.stack(parts).max() if p == inf else torch.stack(parts).sum(), p)
+    torch.testing.assert_close(got, global_norm(leaves, p), rtol=1e-13, atol=0)
+    assert torch.equal(norm_sum(leaves, p, torch.tensor(copies)), parts[0])
+
+
+@pytest.mark.parametrize("p", NORMS)
+def test_clipping_is_that_of_torch(p):
+    for max_norm in (0.0, 0.3, 1.0, 1e6, inf):
+        own = [torch.zeros_like(g, requires_grad=True) for g in grads()]
+        for parameter, g in zip(own, grads(), strict=True):
+            parameter.grad = g if g.numel() else None
+        norm = torch.nn.utils.clip_grad_norm_(own, max_norm, p)
+        clip = clip_by_global_norm(max_norm, p)
+        got, _ = clip.update(grads(), clip.init(own), own)
+        torch.testing.assert_close(global_norm(grads(), p), norm, rtol=1e-13, atol=0)
+        torch.testing.assert_close(
+            got, [g if parameter.grad is None else parameter.grad for parameter, g in zip(own, grads(), strict=True)], rtol=1e-13, atol=0
+        )
+
+
+def test_halves_are_squared_in_float32_and_large_sums_in_float64():
+    assert global_norm([torch.full((4,), 300.0, dtype=torch.float16)]).item() == 600
+    assert global_norm([torch.full((4,), 4e18)] * 64).item() == pytest.approx(6.4e19)
+    assert leaf_sums([torch.ones(2)]).dtype == torch.float64
+
+
+def test_leaves_of_other_kinds():
+    leaves = [torch.arange(5), torch.tensor([3 + 4j]), torch.tensor([True]), torch.ones(0), torch.tensor(12.0, dtype=torch.bfloat16)]
+    assert leaf_sums(leaves).tolist() == [0, 25, 0, 0, 144]
+    assert global_norm(leaves).item() == 13 and global_norm(leaves, inf).item() == 12 and global_norm(leaves, 1).item() == 17
+    assert global_norm([]).item() == global_norm([torch.ones(0)], inf).item() == global_norm({}, 3).item() == 0
+    clip = clip_by_global_norm(6.5)
+    got, _ = clip.update(leaves, (), leaves)
+    assert got[0] is leaves[0] and got[1].dtype == torch.complex64
+    torch.testing.assert_close(got[1], torch.tensor([1.5 + 2j]))
+
+
+@pytest.mark.parametrize("bad", [inf, -inf, float("nan")])
+def test_what_is_not_finite_shows_in_the_norm(bad):
+    leaves = [torch.ones(3), torch.tensor([1.0, bad])]
+    for p in NORMS:
+        assert not torch.isfinite(global_norm(leaves, p))
+    assert clip_coefficient(global_norm(leaves), inf) is None
+
+
+def test_arguments_that_make_no_sense():
+    for max_norm in (-1.0, float("nan")):
+        with pytest.raises(ValueError, match="max_norm is .*, expected a number of at least 0"):
+            clip_by_global_norm(max_norm)
+    for p in (0, -1, float("nan")):
+        with pytest.raises(ValueError, match="norm_type is .*, expected a number of more than 0"):
+            clip_by_global_norm(1.0, p)
+
+
+def test_a_chain_that_clips_can_be_taken_apart():
+    clip, ending = clip_by_global_norm(2.0, inf), sgd(0.1)
+    assert chain(clip, ending).clipped[0] is clip and chain(ending).clipped is None
+    grown = chain(clip, chain(clip_by_global_norm(1.0)), ending)
+    assert grown.clipped[0] is clip and grown.clipped[1].clipped is None
+    params = [torch.zeros(2)]
+    rest = chain(clip, ending).clipped[1]
+    assert (
+        rest.update([torch.ones(2)], rest.init(params), params)[0][0].tolist()
+        == ending.update([torch.ones(2)], ending.init(params), params)[0][0].tolist()
+    )
+
+
+@pytest.mark.parametrize(
+    ("parts", "error", "words"),
+    [
+        ((), ValueError, "got no part"),
+        ((sgd(0.1), sgd(0.1)), ValueError, "part 0 of 2 is an optimizer"),
+        ((chain(clip_by_global_norm(1.0)), clip_by_global_norm(1.0)), ValueError, "part 1 clips by the norm"),
+        ((3, sgd(0.1)), TypeError, "got int, expected an object with the functions init and update"),
+    ],
+)
+def test_chains_that_make_no_sense(parts, error, words):
+    with pytest.raises(error, match=words):
+        chain(*parts)
