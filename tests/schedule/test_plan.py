@@ -212,8 +212,6 @@ def test_arguments_are_refused():
         ((0, 2), {}, "ranks = 0"),
         ((2, 0), {}, "microbatches = 0"),
         ((2, 2, {"forward": 1}), {}, "expected a Costs"),
-        ((2, 2, Costs(forward=10**400)), {}, "add up to more than a float can hold"),
-        ((2, 2, Costs(forward=1e308)), {"chunks": 1}, "add up to more than a float can hold"),
         ((2, 2, Costs(forward=[])), {}, "given for 0 stages, expected a multiple of 2"),
         ((2, 2), {"effort": 0}, "effort is 0"),
         ((2, 2), {"placement": None}, "placement is None"),

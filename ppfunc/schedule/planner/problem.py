@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Sequence
 from itertools import pairwise
 from math import lcm
 from numbers import Rational, Real
-from sys import float_info
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from ...parallel.counts import require_counts
@@ -97,7 +95,7 @@ def problem_of(costs: Costs, placement: Sequence[int], microbatches: int, cap: C
     if objective not in get_args(Objective):
         raise ValueError(f"objective is {objective!r}, expected 'makespan' or 'span'")
     costs = require_costs(costs).fitting(len(place))
-    (forward, backward, weight, down, up), ticks = _times(costs, place, microbatches)
+    (forward, backward, weight, down, up), ticks = _times(costs, place)
     held, kept, caps = _memory(costs, place, microbatches, cap)
     problem = Problem(place, microbatches, forward, backward, weight, down, up, held, kept, caps, ticks, objective)
     for rank, mine in enumerate(problem.stages_by_rank):
@@ -135,15 +133,13 @@ def _exact(value: Number) -> Fraction:
     return Fraction(value if isinstance(value, Rational) else float(value))
 
 
-def _times(costs: Costs, place: tuple[int, ...], microbatches: int) -> tuple[list[tuple[Number, ...]], int]:
+def _times(costs: Costs, place: tuple[int, ...]) -> tuple[list[tuple[Number, ...]], int]:
     """Times of F, I and W and latencies down and up, per stage in ticks, and the number of ticks in one unit of time."""
     rows = [[costs.of(name, s) for s in range(len(place))] for name in ("forward", "backward_input", "backward_weight")]
     crosses = [a != b for a, b in pairwise(place)]
     rows.append([*(costs.message_of(s) if cross else 0 for s, cross in enumerate(crosses)), 0])
     rows.append([0, *(costs.message_of(s) if cross else 0 for s, cross in enumerate(crosses, start=1))])
     times: list[Number] = [time if isinstance(time, Rational) else float(time) for row in rows for time in row]
-    if not max(times) <= float_info.max / (len(times) * microbatches):
-        raise ValueError(f"a time is {reprlib.repr(max(times))}, and all of them add up to more than a float can hold: use a larger unit")
     if not all(isinstance(time, Rational) for time in times):
         return [tuple(map(float, row)) for row in rows], 1
     ticks = lcm(*(int(time.denominator) for time in times))
