@@ -61,10 +61,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 def _numbers(text: str) -> Any:
     """Read one number, or several apart by commas."""
-    try:
-        values = [number(part) for part in text.split(",")]
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    values = [number(part) for part in text.split(",")]
     return values if len(values) > 1 else values[0]
 
 
@@ -74,7 +71,7 @@ def _range(text: str) -> Any:
     try:
         return range(int(first), int(last) + 1) if dots else int(first)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"expected a whole number or a range such as 1..4, got {text!r}") from None
+        raise ValueError(f"expected a whole number or a range such as 1..4, got {text!r}") from None
 
 
 def _costs(arguments: argparse.Namespace) -> Costs:
