@@ -68,7 +68,10 @@ def _numbers(text: str) -> Any:
 def _range(text: str) -> Any:
     """Read a whole number or a range such as 1..4."""
     first, dots, last = text.partition("..")
-    return range(int(first), int(last) + 1) if dots else int(first)
+    try:
+        return range(int(first), int(last) + 1) if dots else int(first)
+    except ValueError:
+        raise ValueError(f"expected a whole number or a range such as 1..4, got {text!r}") from None
 
 
 def _costs(arguments: argparse.Namespace) -> Costs:
@@ -78,7 +81,10 @@ def _costs(arguments: argparse.Namespace) -> Costs:
         return Costs(**given)
     if given:
         raise ValueError(f"--costs {arguments.costs} and --{next(iter(given)).replace('_', '-')}: give the costs in one place")
-    read = json.loads(arguments.costs.read_text(encoding="utf-8"))
+    try:
+        read = json.loads(arguments.costs.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{arguments.costs} is no JSON: {error}") from None
     known = [field.name for field in fields(Costs)]
     unknown = sorted(set(read) - set(known)) if isinstance(read, dict) else [type(read).__name__]
     if unknown:
@@ -133,6 +139,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     out = arguments.out
     if out and out.suffix not in _WRITERS:
         raise ValueError(f"--out {out} ends in {out.suffix!r}, expected one of {', '.join(_WRITERS)}")
+    if out and not out.parent.is_dir():
+        raise ValueError(f"--out {out}: no directory {out.parent}, make it first")
     found = _planned(arguments)
     if out:
         out.write_text(_WRITERS[out.suffix](found.schedule), encoding="utf-8", newline="")

@@ -55,6 +55,8 @@ def test_costs_come_from_a_file_or_from_options(run, tmp_path):
     assert "give the costs in one place" in run("plan", *SMALL, "--costs", file, "--forward", 2)[2]
     file.write_text('{"forwards": 1}')
     assert "has 'forwards', expected an object with some of forward" in run("plan", *SMALL, "--costs", file)[2]
+    file.write_text("{")
+    assert f"{file} is no JSON" in run("plan", *SMALL, "--costs", file)[2]
     file.write_text("[1]")
     assert "has 'list', expected an object" in run("plan", *SMALL, "--costs", file)[2]
 
@@ -67,7 +69,10 @@ def test_costs_come_from_a_file_or_from_options(run, tmp_path):
         (("--placement", "v", "--chunks", 3), "but a V has 2"),
         (("--forward", "1,2,3"), "given for 3 stages, expected a multiple of 4"),
         (("--effort", 0), "effort is 0"),
-        (("--chunks", "two"), "invalid"),
+        (("--out", "/nowhere/at/all.csv"), "no directory /nowhere/at, make it first"),
+        (("--chunks", "two"), "expected a whole number or a range such as 1..4, got 'two'"),
+        (("--chunks", "1.."), "expected a whole number or a range such as 1..4, got '1..'"),
+        (("--forward", "1,,2"), "expected a number, got ''"),
         (("--costs", "/nowhere/at/all"), "No such file"),
     ],
 )

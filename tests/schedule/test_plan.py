@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from fractions import Fraction
 from operator import add
+from random import Random
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -166,6 +168,33 @@ def test_another_process_finds_the_same():
     assert digests == {f"{ours.schedule.digest}\n"}
 
 
+def test_exact_times_are_planned_exactly_in_any_unit():
+    whole, parts = (Costs(3 * u, 4 * u, 2 * u, communication=u, weight_share=1) for u in (1, Fraction(1, 7)))
+    for objective in ("span", "makespan"):
+        options = {"cap": 4, "placement": "v", "objective": objective, "effort": 0.05}
+        one, seventh = plan(3, 6, whole, **options), plan(3, 6, parts, **options)
+        assert one.schedule == seventh.schedule
+        assert (seventh.value, seventh.bound.value) == (Fraction(one.value, 7), Fraction(one.bound.value, 7))
+
+
+def test_of_many_microbatches_and_several_placements_none_is_shorter_than_its_bound(monkeypatch):
+    monkeypatch.setattr("ppfunc.schedule.planner.plan._LARGE", 300)
+    seen = []
+    options = {"cap": 3, "objective": "span", "effort": 0.02, "placement": "any", "chunks": range(1, 3)}
+    found = plan(3, 42, real(1), **options, progress=lambda *told: seen.append(told))
+    assert seen and all(value >= bound * (1 - 1e-9) for _, value, bound in seen)
+    assert found.schedule.microbatches == 42
+    assert found.value <= simulate(BUILDERS["zero_bubble"](3, 42, cap=3, costs=real(1)), real(1)).span
+
+
+def test_ranks_with_many_different_stages_are_planned_in_time():
+    draw = Random(1)
+    times = [[draw.uniform(0.5, 1.5) for _ in range(32)] for _ in range(3)]
+    start = time.process_time()
+    plan(4, 12, Costs(*times, weight_share=1), cap=22, placement="wave", chunks=8, objective="span", effort=0.1)
+    assert time.process_time() - start < 10
+
+
 def test_progress_is_told_and_can_stop_the_search():
     seen = []
 
@@ -182,7 +211,14 @@ def test_arguments_are_refused():
     for arguments, options, words in (
         ((0, 2), {}, "ranks = 0"),
         ((2, 0), {}, "microbatches = 0"),
+        ((2, 2, {"forward": 1}), {}, "expected a Costs"),
+        ((2, 2, Costs(forward=[])), {}, "given for 0 stages, expected a multiple of 2"),
         ((2, 2), {"effort": 0}, "effort is 0"),
+        ((2, 2), {"placement": None}, "placement is None"),
+        ((2, 2), {"chunks": 1.5}, "chunks = 1.5"),
+        ((2, 2), {"cap": "4"}, "cap is '4', expected a finite number above 0"),
+        ((2, 2), {"cap": float("nan")}, "cap is nan, expected a finite number above 0"),
+        ((2, 2), {"cap": True}, "cap is True, expected a finite number above 0"),
         ((2, 2), {"placement": "w"}, "placement is 'w'"),
         ((2, 2), {"placement": (0, 1, 2)}, "placement has 3 ranks, expected 2"),
         ((2, 2), {"placement": (0, 1), "chunks": 1}, "leave chunks out"),

@@ -24,7 +24,8 @@ Arc = tuple[int, int]
 _TICKS = 20_000
 _RATIOS = (1, 1.015, 1.03, 1.06, 1.1, 1.15, 1.2, 1.3, 1.45, 1.65, 2, 2.5, 3.5, 6)
 _NARROW, _WIDE, _TRIES = 4, 24, 8
-_WORK = 8  # operations replayed in the time in which one operation is laid in one layout
+_WORK = 8  # operations replayed in the time in which one operation is laid in one layout; 2 per chunk where that is more
+_EXACT = 12  # operations of one rank that are packed by trying all ways
 _NOISE = 0.25  # of a period, in the time by which layouts are ranked
 
 
@@ -61,6 +62,7 @@ def block_orders(p: Problem, d: Direction) -> Iterator[tuple[int, Order | None]]
     """
     shape, draw = _shape(p), Random(0)
     seen = set()
+    work = max(_WORK, 2 * max(map(len, shape.weights)))
 
     def attempt(ratio: float, width: int, noise: float) -> tuple[int, Order | None]:
         block = _block(p, shape, max(shape.work, round(shape.work * ratio)), width, noise, draw)
@@ -68,7 +70,7 @@ def block_orders(p: Problem, d: Direction) -> Iterator[tuple[int, Order | None]]
         key = tuple(map(tuple, order or ()))
         new = order is not None and key not in seen and fits(d, order)
         seen.add(key)
-        return width * len(shape.chain) * _WORK, order if new else None
+        return width * len(shape.chain) * work, order if new else None
 
     first, order = -1, None
     while order is None and first < len(_RATIOS) - 1:
@@ -112,10 +114,7 @@ def _block(p: Problem, shape: _Shape, period: int, width: int, noise: float, dra
         beam = []
         for _, start, _, layout, others in tries:
             arcs = _cut(layout.arcs[rank], start, ticks, period)
-            if (
-                _packs(tuple(sorted(length for _, length in arcs)), others)
-                and _held(p, shape, (*layout.starts, start)) <= period * p.cap[rank]
-            ):
+            if _packs(arcs, others) and _held(p, shape, (*layout.starts, start)) <= period * p.cap[rank]:
                 beam.append(_lay(layout, rank, arcs, others, start, ticks))
                 if len(beam) == width:
                     break
@@ -182,19 +181,23 @@ def _cut(arcs: tuple[Arc, ...], start: int, ticks: int, period: int) -> tuple[Ar
     return tuple(cut)
 
 
+def _packs(arcs: tuple[Arc, ...], items: tuple[int, ...]) -> bool:
+    """Whether items, ascending, are seen to fit into arcs; where they are many, not all ways are tried."""
+    return _packs_into(tuple(sorted(length for _, length in arcs)), items, len(items) <= _EXACT)
+
+
 @lru_cache(maxsize=200_000)
-def _packs(room: tuple[int, ...], items: tuple[int, ...]) -> bool:
-    """Whether items fit into arcs of these lengths; both ascending."""
+def _packs_into(room: tuple[int, ...], items: tuple[int, ...], exactly: bool) -> bool:
+    """Whether items fit into arcs of these lengths, both ascending; where not exactly, each goes where it fits best."""
     if not items:
         return True
     *rest, item = items
-    tried = set()
-    for at, length in enumerate(room):
-        if length >= item and length not in tried:
-            tried.add(length)
-            left = room[:at] + room[at + 1 :]
-            if _packs(tuple(sorted((*left, length - item))), tuple(rest)):
-                return True
+    fitting = sorted({length for length in room if length >= item})
+    for length in fitting if exactly else fitting[:1]:
+        at = room.index(length)
+        left = room[:at] + room[at + 1 :]
+        if _packs_into(tuple(sorted((*left, length - item))), tuple(rest), exactly):
+            return True
     return False
 
 
@@ -206,7 +209,7 @@ def _lay_weights(starts: dict[int, int], weights: list[tuple[int, int]], arcs: t
         others = tuple(sorted(t for _, t in waiting[number + 1 :]))
         for start in _starts(arcs, ends[code - 1], ticks, others, period):
             cut = _cut(arcs, start, ticks, period)
-            if _packs(tuple(sorted(length for _, length in cut)), others):
+            if _packs(cut, others):
                 starts[code], arcs = start, cut
                 break
 

@@ -64,14 +64,14 @@ def _shapes(
     ranks: int, costs: Costs, placement: Style | Sequence[int], chunks: int | Sequence[int] | None, layers: int | None
 ) -> dict[str, Placement]:
     """The placements by name."""
-    if not isinstance(placement, str):
+    if isinstance(placement, Sequence) and not isinstance(placement, str):
         place = explicit(placement)
         if max(place) + 1 != ranks:
             raise ValueError(f"placement has {max(place) + 1} ranks, expected {ranks}")
         if chunks is not None:
             raise ValueError(f"chunks is {chunks!r}, but the placement is given rank by rank: leave chunks out")
         return {"explicit": place}
-    if placement not in ("loop", "v", "wave", "any"):
+    if not isinstance(placement, str) or placement not in ("loop", "v", "wave", "any"):
         raise ValueError(f"placement is {placement!r}, expected 'loop', 'v', 'wave', 'any' or the rank of every stage")
     counts = _chunk_counts(ranks, costs, placement, chunks, layers)
     shapes: dict[str, Placement] = {}
@@ -88,18 +88,18 @@ def _chunk_counts(ranks: int, costs: Costs, placement: str, chunks: int | Sequen
     sizes = {len(value) for field in fields(costs) if isinstance(value := getattr(costs, field.name), Sequence)}
     named = any(isinstance(getattr(costs, field.name), Mapping) for field in fields(costs))
     if placement == "v":
-        if chunks not in (None, 2):
+        if chunks not in (None, 2) and (not isinstance(chunks, Sequence) or list(chunks) != [2]):
             raise ValueError(f"chunks is {chunks!r}, but a V has 2: leave chunks out, or use placement='wave'")
         return [2]
     if chunks is None and sizes and layers is None:
         stages = max(sizes)
-        if stages % ranks:
+        if not stages or stages % ranks:
             raise ValueError(f"costs are given for {stages} stages, expected a multiple of {ranks} ranks; or pass layers={stages}")
         return [stages // ranks]
     if chunks is None:
         counts = {"loop": [1], "wave": [2], "any": [1, 2, 3, 4]}[placement]
     else:
-        counts = [chunks] if isinstance(chunks, int) else list(chunks)
+        counts = list(chunks) if isinstance(chunks, Sequence) and not isinstance(chunks, str) else [chunks]
     if not counts:
         raise ValueError("chunks names no number, expected one or several, such as range(1, 5)")
     for v in counts:

@@ -28,7 +28,7 @@ from ..simulate import Timeline, simulate
 from .blocks import block_orders
 from .orders import Order, directions, evaluate, schedule_of
 from .placements import Candidate, Style, candidates
-from .problem import Cap, Objective, Problem, problem_of
+from .problem import Cap, Objective, Problem, portion, problem_of, require_costs
 from .repeat import extend, fewer_microbatches
 from .search import Search
 from .starts import builder_orders, one_by_one
@@ -36,9 +36,9 @@ from .starts import builder_orders, one_by_one
 Progress = Callable[[float, Number, Number], bool | None]
 """``progress(share of the effort, best value, its bound)``; the search stops where it returns True."""
 
-_OPERATIONS, _REPLAYS = 850_000, 200
+_OPERATIONS, _REPLAYS = 1_000_000, 200
 _LARGE = 100_000
-_SEVERAL = 1.4  # times the effort, where several placements share it
+_SEVERAL = 1.2  # times the effort, where several placements share it
 
 
 @dataclass(frozen=True, repr=False)
@@ -133,7 +133,7 @@ def plan(
     >>> plan(ranks=4, microbatches=8, costs=Costs(weight_share=1), cap=4, placement="loop", objective="span")
     Plan(loop of 1, span 27, bound 27 (work, rank 0), optimal, bubble 0.1111, memory 4)
     """
-    costs = costs or Costs()
+    costs = Costs() if costs is None else require_costs(costs)
     if isinstance(effort, bool) or not isinstance(effort, Real) or not 0 < effort < inf:
         raise ValueError(f"effort is {effort!r}, expected a finite number above 0")
     _require_parts(costs)
@@ -143,7 +143,8 @@ def plan(
         attempts: list[_Attempt] = []
         stop = _reporter(attempts, effort, progress)
         attempts += [_Attempt.of(*entry, cap, effort, stop) for entry in _fitting(found, microbatches, cap, objective)]
-        return _best(attempts, effort).plan()
+        best, sure = _best(attempts, effort).plan(), min(attempts, key=lambda attempt: attempt.given_value)
+        return best if best.value <= sure.given_value else sure.plan()
 
 
 def _require_parts(costs: Costs) -> None:
@@ -196,9 +197,18 @@ class _Attempt(NamedTuple):
         return cls(candidate, p, bound, given, _search(short, bound_of(short), _given(short, candidate.costs, cap), effort, stop))
 
     @property
+    def given_value(self) -> Number:
+        """The value of the shortest given order, in the unit of the costs."""
+        return self.problem.time_of(self.given[0][0])
+
+    @property
     def value(self) -> Number:
-        """The best value so far, in the unit of the costs."""
-        return self.problem.time_of(min(self.search.best.value, self.given[0][0]))
+        """The best value so far; where the search is of fewer microbatches, as if the others took no longer than their work."""
+        p, searched = self.problem, self.search.problem.microbatches
+        if self.search.best.value == inf:
+            return self.given_value
+        more = portion(max(p.work), p.microbatches - searched, p.microbatches) if searched < p.microbatches else 0
+        return min(self.given_value, p.time_of(self.search.best.value + more))
 
     def plan(self) -> Plan:
         """The plan of the best order."""
@@ -258,7 +268,7 @@ def _best(attempts: list[_Attempt], effort: float) -> _Attempt:
     for _ in range(rounds):
         least = inf
         for attempt in attempts:
-            if attempt.bound.value < least and attempt.value > attempt.bound.value:
+            if attempt.bound.value < least and attempt.given_value > attempt.bound.value:
                 attempt.search.advance(effort * _operations(attempt.search.problem) / rounds / len(attempts))
             least = min(least, attempt.value)
         attempts = sorted(attempts, key=lambda attempt: attempt.value)[: (len(attempts) + 1) // 2]

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from itertools import pairwise
 from math import lcm
 from numbers import Rational, Real
-from typing import Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from ...parallel.counts import require_counts
 from ...parallel.placement import explicit
 from ..costs import Costs, Number
+
+if TYPE_CHECKING:
+    from fractions import Fraction
 
 Objective = Literal["makespan", "span"]
 Cap = Number | Sequence[Number] | None
@@ -91,9 +94,8 @@ def problem_of(costs: Costs, placement: Sequence[int], microbatches: int, cap: C
     require_counts(microbatches=microbatches)
     if objective not in get_args(Objective):
         raise ValueError(f"objective is {objective!r}, expected 'makespan' or 'span'")
-    costs = costs.fitting(len(place))
-    times, ticks = _times(costs, place)
-    forward, backward, weight, down, up = times
+    costs = require_costs(costs).fitting(len(place))
+    (forward, backward, weight, down, up), ticks = _times(costs, place)
     held, kept, caps = _memory(costs, place, microbatches, cap)
     problem = Problem(place, microbatches, forward, backward, weight, down, up, held, kept, caps, ticks, objective)
     for rank, mine in enumerate(problem.stages_by_rank):
@@ -110,14 +112,25 @@ def _on(rank: int, cap: Cap) -> Number:
     return cap[rank] if isinstance(cap, Sequence) else cap
 
 
+def require_costs(costs: object) -> Costs:
+    """Return what is passed as costs after checking that it is one."""
+    if not isinstance(costs, Costs):
+        raise ValueError(f"costs is {costs!r}, expected a Costs, such as Costs(forward=1, backward_input=1, backward_weight=1)")
+    return costs
+
+
 def portion(value: Number, part: int, of: int) -> Number:
     """``value * part / of``, exact where ``value`` is."""
+    if not isinstance(value, Rational):
+        return float(value) * part / of
+    share = _exact(value) * part / of
+    return int(share) if share.denominator == 1 else share
+
+
+def _exact(value: Number) -> Fraction:
     from fractions import Fraction  # here, because most uses of schedules need none and it loads slowly
 
-    if isinstance(value, float):
-        return value * part / of
-    share = Fraction(value) * part / of
-    return int(share) if share.denominator == 1 else share
+    return Fraction(value if isinstance(value, Rational) else float(value))
 
 
 def _times(costs: Costs, place: tuple[int, ...]) -> tuple[list[tuple[Number, ...]], int]:
@@ -126,34 +139,33 @@ def _times(costs: Costs, place: tuple[int, ...]) -> tuple[list[tuple[Number, ...
     crosses = [a != b for a, b in pairwise(place)]
     rows.append([*(costs.message_of(s) if cross else 0 for s, cross in enumerate(crosses)), 0])
     rows.append([0, *(costs.message_of(s) if cross else 0 for s, cross in enumerate(crosses, start=1))])
-    if not all(isinstance(time, Rational) for row in rows for time in row):
+    times: list[Number] = [time if isinstance(time, Rational) else float(time) for row in rows for time in row]
+    if not all(isinstance(time, Rational) for time in times):
         return [tuple(map(float, row)) for row in rows], 1
-    ticks = lcm(*(int(time.denominator) for row in rows for time in row))
+    ticks = lcm(*(int(time.denominator) for time in times))
     return [tuple(int(time * ticks) for time in row) for row in rows], ticks
 
 
 def _memory(costs: Costs, place: tuple[int, ...], microbatches: int, cap: Cap) -> list[tuple[int, ...]]:
     """Activations, their shares and the caps of the ranks in a common whole unit."""
-    from fractions import Fraction  # here, because most uses of schedules need none and it loads slowly
-
     stages, ranks = range(len(place)), max(place) + 1
-    held = [Fraction(costs.of("activation", s)) for s in stages]
-    kept = [size * Fraction(costs.of("weight_share", s)) for s, size in enumerate(held)]
+    held = [_exact(costs.of("activation", s)) for s in stages]
+    kept = [size * _exact(costs.of("weight_share", s)) for s, size in enumerate(held)]
     unit = lcm(*(size.denominator for size in (*held, *kept)))
     if cap is None:
         free = [microbatches * sum(size for s, size in enumerate(held) if place[s] == rank) for rank in range(ranks)]
     else:
-        free = [Fraction(limit) for limit in _limits(cap, ranks)]
+        free = [_exact(limit) for limit in _limits(cap, ranks)]
         for stage in stages:
-            free[place[stage]] -= Fraction(costs.of("parameters", stage))
+            free[place[stage]] -= _exact(costs.of("parameters", stage))
     return [tuple(int(size * unit // 1) for size in sizes) for sizes in (held, kept, free)]
 
 
 def _limits(cap: Cap, ranks: int) -> Sequence[Number]:
-    limits = cap if isinstance(cap, Sequence) else [cap] * ranks
+    limits = cap if isinstance(cap, Sequence) and not isinstance(cap, str) else [cap] * ranks
     if len(limits) != ranks:
         raise ValueError(f"cap has {len(limits)} numbers, expected {ranks}, one per rank")
     for limit in limits:
-        if not isinstance(limit, (Real, float)) or isinstance(limit, bool) or not 0 < float(limit) < float("inf"):
+        if not isinstance(limit, Real) or isinstance(limit, bool) or limit <= 0 or not limit < float("inf"):
             raise ValueError(f"cap is {limit!r}, expected a finite number above 0, or None for no limit")
     return limits
