@@ -132,11 +132,14 @@ class Cut(NamedTuple):
     """How a parameter lies.
 
     Args:
+        part: the dimension of which each data rank adds its part to the norm, None where the first adds the whole: the same for
+            every way to shard, so that the norm has the same bits.
         dim: the dimension that is cut over the data ranks, None where each has the whole.
         layout: as stages are given it: over the ranks of the model axis; None for a plain tensor.
         kept: as each data rank keeps its part.
     """
 
+    part: int | None
     dim: int | None
     layout: MeshLayout | None
     kept: MeshLayout | None
@@ -186,20 +189,21 @@ class Ground(NamedTuple):
 
     def _cut(self, leaf: Tensor) -> Cut:
         own = layout_of(leaf)
-        if self.rule.shard == "none" or self.mesh is None or self.axes.data is None or not differentiable(leaf.dtype):
-            return Cut(None, own, own)
+        if self.mesh is None or self.axes.data is None or not differentiable(leaf.dtype):
+            return Cut(None, None, own, own)
         axis = (self.mesh.mesh_dim_names or ()).index(self.axes.data)
         if own is not None and self.axes.data in own.axes:  # of a state
             placements = list(placements_of(own.placements))
             cut = placements.pop(axis)
             model = MeshLayout.of(self.mesh[self.axes.model], placements, own.shape) if self.axes.model and placements else None
-            return Cut(cut.dim if isinstance(cut, dtensor.Shard) else None, model, own)
+            dim = cut.dim if isinstance(cut, dtensor.Shard) else None
+            return Cut(dim, dim, model, own)
         placements = [dtensor.Replicate()] * (self.mesh.ndim - 1) if own is None else list(placements_of(own.placements))
         dim = shard_dim(local(leaf).shape, self.data.size, {p.dim for p in placements if isinstance(p, dtensor.Shard)})
-        if dim is None:
-            return Cut(None, own, own)
+        if dim is None or self.rule.shard == "none":
+            return Cut(dim, None, own, own)
         placements.insert(axis, dtensor.Shard(dim))
-        return Cut(dim, own, MeshLayout.of(self.mesh, placements, leaf.shape))
+        return Cut(dim, dim, own, MeshLayout.of(self.mesh, placements, leaf.shape))
 
     def own(self, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The parts of leaves that this data rank updates."""
@@ -279,14 +283,16 @@ def _receive(ground: Ground, run: Running, stage: int) -> None:
         numbers, pending = run.pending.pop(stage)
         run.gradients[stage] = dict(zip(numbers, pending.wait(), strict=True))
     cuts, again = ground.cuts(tree_leaves(run.state.params[stage])), _further_places(ground, run, stage)
-    counted = [g for n, g in sorted(run.gradients[stage].items()) if n not in again and _counts(ground, cuts[n])]
-    run.shares.append(leaf_sums(counted, ground.rule.norm_type).to(run.state.step.device))
+    counted = [(n, g) for n, g in sorted(run.gradients[stage].items()) if n not in again and _counts(ground, cuts[n])]
+    dims = tuple(cuts[n].part if cuts[n].dim is None else None for n, _ in counted)
+    parts = shard([g for _, g in counted], dims, ground.data.size, ground.data.place)
+    run.shares.append(leaf_sums(parts, ground.rule.norm_type).to(run.state.step.device))
 
 
 def _counts(ground: Ground, cut: Cut) -> bool:
     """Whether this rank adds a leaf to the norm: the first of those that hold the same."""
     whole = cut.layout is None or not cut.layout.sharded
-    return not (ground.data.place and cut.dim is None) and not (ground.model.place and whole)
+    return not (ground.data.place and cut.part is None) and not (ground.model.place and whole)
 
 
 def _further_places(ground: Ground, run: Running, stage: int) -> set[int]:
