@@ -123,7 +123,7 @@ class P2P(Control):
         return torch.cat(shared).sum(0)
 
     def fail(self, failure: Failure) -> BaseException:
-        if isinstance(_lost(-1, failure.cause), LinkError):  # in a collective of a stage: who is gone, or why, is about to be told
+        if _lost(-1, failure.cause) is not failure.cause:  # in a collective of a stage: who is gone, or why, is about to be told
             self.links.await_failure()
         try:
             return super().fail(failure)
