@@ -125,11 +125,12 @@ def _residual_bytes(compiled: CompiledStep, raw: RawArguments) -> tuple[tuple[in
 
 def _bytes_beside(tensors: Iterable[Any], own: set[int]) -> int:
     """The bytes of tensors, each storage once, without those in ``own``."""
-    storages = {}
+    storages: dict[int, int] = {}
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(
                 f"the engine keeps a {type(tensor).__name__} for a backward, whose bytes cannot be known; measure with ppfunc.graph"
             )
-        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        address, size = tensor.untyped_storage().data_ptr(), storages.get(tensor.untyped_storage().data_ptr(), 0)
+        storages[address] = min(tensor.untyped_storage().nbytes(), size + tensor.numel() * tensor.itemsize)  # a part of a batch is no batch
     return sum(size for address, size in storages.items() if address not in own)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, get_args
 
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ppfunc.making import Stages, make_step, told_to_peers, unpacked
 from ppfunc.runtime import P2P, Axes, InProcess, Microbatches, StepSpec, Transport
-from ppfunc.runtime.arguments import LossWeights, RawArguments, Seed
+from ppfunc.runtime.arguments import LossWeights, RawArguments, Seed, read_loss_weights
 from ppfunc.runtime.results import StepResult
 from ppfunc.runtime.ties import TiedPlaces
 from ppfunc.schedule import Schedule, append_tail, forward_only, insert_unshards, reduce_early, remove_tail, remove_unshards
@@ -21,7 +22,7 @@ from ppfunc.stage import Engine, Loss, Stage, graph
 from ppfunc.stage.layout import local
 from ppfunc.stage.tree import tree_leaves, tree_map
 
-from .training import LossScale, Optimizer, Precision, accepting_scale
+from .training import Clip, LossScale, Optimizer, Precision, Transform, accepting_scale
 from .training.norms import require_norm_type
 from .training.update import Ground, Metrics as Metrics, OnNonfinite, Running, Shard, TrainState as TrainState, UpdateRule
 
@@ -36,13 +37,14 @@ class Trainer:
         engine: how a stage is differentiated.
         ground: where and how parameters are updated.
         accumulate: passes of the schedule in a step.
+        owned: whether to close the transport.
     """
 
     def __init__(
         self, stages: Sequence[Stage | None], loss_fn: Loss, schedule: Schedule, transport: Transport, engine: Engine, ground: Ground,
-        accumulate: int,
+        accumulate: int, owned: bool,
     ) -> None:  # fmt: skip
-        self.schedule, self.transport = schedule, transport
+        self.schedule, self.transport, self._owned = schedule, transport, owned
         self._ground, self._rule, self._accumulate = ground, ground.rule, accumulate
         reduce = self._rule.precision.reduce
         sum_dtype = reduce if reduce in (torch.float32, torch.float64) else None
@@ -65,8 +67,9 @@ class Trainer:
             params: ``{stage: tree}`` of the stages of this process, tensors or DTensors. They are the state's afterwards.
         """
         precision, scale = self._rule.precision, self._rule.scale
-        masters = {s: precision.to_master(tree_map(torch.Tensor.detach, tree)) for s, tree in params.items()}
-        device = next((local(t).device for tree in masters.values() for t in tree_leaves(tree)), torch.device("cpu"))
+        taken: set[int] = set()
+        masters = {s: precision.to_master(tree_map(partial(_own, taken), tree)) for s, tree in params.items()}
+        device = next((local(t).device for tree in masters.values() for t in tree_leaves(tree)), self._device())
         kept = {s: self._ground.init(tree) for s, tree in masters.items()}
         masters, optimizer = ({s: pair[n] for s, pair in kept.items()} for n in (0, 1))
         step = torch.zeros((), dtype=torch.int64, device=device)
@@ -112,9 +115,15 @@ class Trainer:
         """The loss of a batch, of which this data rank has a part, on every rank; float64[]. Arguments as of :meth:`step`."""
         return self._evaluate(state, inputs, targets, loss_weights, seed, extras)
 
+    def _device(self) -> torch.device:
+        """Where a rank without parameters keeps its numbers."""
+        cuda = isinstance(self.transport, P2P) and self.transport.backend == "nccl"
+        return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+
     def close(self) -> None:
-        """Close the transport."""
-        self.transport.close()
+        """Close the transport, if it was made for the trainer."""
+        if self._owned:
+            self.transport.close()
 
     def __enter__(self) -> Self:
         return self
@@ -130,10 +139,11 @@ class Trainer:
         """The passes of several steps."""
         made: list[RawArguments] = []
         for n, ((inputs, targets), own) in enumerate(zip(batches, weights, strict=True)):
-            passes = self._passes(state, inputs, targets, own, seed if seed is None else (seed[0], seed[1] + n), extras)
+            passes = self._passes(state, inputs, targets, own, (seed[0], seed[1] + n) if n and seed else seed, extras)
             if made:
                 made[0].carry.weights += passes[0].carry.weights
             made += passes
+        made[0] = made[0]._replace(common=f"{len(batches)} steps, {'equal' if weights[0] is None else 'own'} weights")
         return made
 
     def _passes(
@@ -150,9 +160,13 @@ class Trainer:
         count, precision, data = self._accumulate, self._rule.precision, self._ground.data
         microbatches = count * self.schedule.microbatches
         weights = [1 / (data.size * microbatches)] * microbatches if loss_weights is None else loss_weights
+        own = read_loss_weights(loss_weights, microbatches)
         params = {s: self._ground.given(tree) for s, tree in state.params.items()}
         cast = inputs.map(precision.to_compute) if isinstance(inputs, Microbatches) else precision.to_compute(inputs)
-        running = Running(state._replace(params=dict(state.params), optimizer=dict(state.optimizer)), [_sum_of(loss_weights)])
+        running = Running(
+            state._replace(params=dict(state.params), optimizer=dict(state.optimizer)),
+            [None if own is None else float(own.sum())],
+        )
         raw = RawArguments(
             params, inputs if inputs is None else cast, targets, extras, None, weights, seed,
             first=data.place * microbatches, scale=state.scale.get("scale"), carry=running,
@@ -161,16 +175,20 @@ class Trainer:
 
     def _updated(self, result: StepResult, raw: list[RawArguments]) -> tuple[TrainState, list[Metrics]]:
         run: Running = result.carry
-        for conclude in run.totals:
-            conclude()
         return run.state, run.metrics
 
     def _loss(self, result: StepResult, raw: list[RawArguments]) -> torch.Tensor:
         return result.carry.metrics[0].loss
 
 
-def _sum_of(loss_weights: LossWeights) -> float | None:
-    return None if loss_weights is None else float(torch.as_tensor(loss_weights, dtype=torch.float64).sum())
+def _own(taken: set[int], leaf: torch.Tensor) -> torch.Tensor:
+    """A leaf without history, in memory that no leaf before it has: each is updated by itself, perhaps in place."""
+    leaf = leaf.detach()
+    storage = local(leaf).untyped_storage().data_ptr()
+    if storage in taken:
+        leaf = leaf.clone()
+    taken.add(storage)
+    return leaf
 
 
 def train_step(
@@ -197,7 +215,7 @@ def train_step(
     Equivalent to, for one step::
 
         loss, grads = value_and_grad(stages, loss_fn, schedule)(params, inputs, targets)    # over all data ranks
-        grads = clip_by_global_norm(clip)(grads)
+        grads, _ = clip_by_global_norm(clip).update(grads, ())
         params, optimizer_state = optimizer.update(grads, optimizer_state, params)
 
     Args:
@@ -225,10 +243,25 @@ def train_step(
     """
     if mesh is not None and transport is not None:
         raise ValueError("got a mesh and a transport, expected one of the two; ppfunc.P2P(mesh=mesh, axes=axes) is a transport over a mesh")
+    owned = transport is None
     if transport is None:
         transport = InProcess() if mesh is None else P2P(mesh=mesh, axes=axes)
     return _trainer(
-        stages, loss_fn, schedule, transport, optimizer, engine, tied, clip, norm_type, scale, accumulate, shard, precision, on_nonfinite
+        stages,
+        loss_fn,
+        schedule,
+        transport,
+        optimizer,
+        engine,
+        tied,
+        clip,
+        norm_type,
+        scale,
+        accumulate,
+        shard,
+        precision,
+        on_nonfinite,
+        owned,
     )
 
 
@@ -236,10 +269,16 @@ def train_step(
 def _trainer(
     stages: Stages, loss_fn: Loss, schedule: Schedule, transport: Transport, optimizer: Optimizer, engine: Engine, tied: TiedPlaces,
     clip: float | None, norm_type: float, scale: LossScale | None, accumulate: int, shard: Shard, precision: Precision | None,
-    on_nonfinite: OnNonfinite,
+    on_nonfinite: OnNonfinite, owned: bool,
 ) -> Trainer:  # fmt: skip
     """The trainer of these arguments; a mistake among them is told to the other ranks."""
     stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied)
+    if isinstance(optimizer, Transform | Clip):
+        raise TypeError("optimizer: got a transform of gradients, expected an optimizer, such as ppfunc.from_updates(transform)")
+    for name, value, kind in (("scale", scale, LossScale), ("precision", precision, Precision), ("clip", clip, (int, float))):
+        if value is not None and not isinstance(value, kind):
+            wanted = "a number" if isinstance(kind, tuple) else kind.__name__
+            raise TypeError(f"{name}: got {reprlib.repr(value)} of type {type(value).__name__}, expected {wanted}")
     if not callable(getattr(optimizer, "init", None)) or not callable(getattr(optimizer, "update", None)):
         raise TypeError(f"optimizer: got {reprlib.repr(optimizer)}, expected init and update, such as ppfunc.adamw(1e-3)")
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
@@ -260,4 +299,4 @@ def _trainer(
     schedule = remove_unshards(remove_tail(schedule))
     schedule = insert_unshards(schedule) if shard == "params" else schedule
     schedule = reduce_early(append_tail(schedule, tied=bool(ties) or bool(schedule.replicas)))
-    return Trainer(stages, loss_fn, schedule, transport, engine, Ground.of(rule, schedule, ties, transport), accumulate)
+    return Trainer(stages, loss_fn, schedule, transport, engine, Ground.of(rule, schedule, ties, transport), accumulate, owned)

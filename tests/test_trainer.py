@@ -149,7 +149,7 @@ def test_what_is_not_finite_raises_or_is_ignored_where_asked():
     bad = x / 0
     with (
         pp.train_step(stages, squared, pp.zb_h1(4, 4), pp.sgd(1e-2), on_nonfinite="raise") as trainer,
-        pytest.raises(pp.PipelineError, match=r"FloatingPointError: the loss is nan, the norm of the gradients nan; nothing was updated"),
+        pytest.raises(pp.PipelineError, match=r"FloatingPointError: the loss is nan, the norm of the gradients nan"),
     ):
         trainer.step(trainer.init(params), bad, y)
     with pp.train_step(stages, squared, pp.zb_h1(4, 4), pp.sgd(1e-2), on_nonfinite="ignore") as trainer:
@@ -258,6 +258,43 @@ def test_a_parameter_of_several_places_counts_once_in_the_norm(build):
         measured = nn.utils.clip_grad_norm_([table, *layers], 0.1)
         assert (loss, norm) == pytest.approx((whole.item(), measured.item()), rel=TOLERANCE)
         optimizer.step()
+
+
+def test_an_optimizer_makes_parameters_of_the_same_form():
+    stages, params, x, y = problem(2)
+    with pytest.raises(TypeError, match="optimizer: got a transform of gradients, expected an optimizer"):
+        pp.train_step(stages, squared, pp.one_f_one_b(2, 4), pp.clip_by_global_norm(1.0))
+    shrinking = pp.sgd(1e-2)._replace(update=lambda grads, state, params: ({name: p.sum(0) for name, p in params.items()}, state))
+    with (
+        pp.train_step(stages, squared, pp.one_f_one_b(2, 4), shrinking, on_nonfinite="ignore") as trainer,
+        pytest.raises(pp.PipelineError, match=r"has made torch.float64\[6\] of the parameter torch.float64\[6, 6\] of stage"),
+    ):
+        trainer.step(trainer.init(params), x, y)
+
+
+def test_small_gradients_survive_a_scale_in_half_precision():
+    def stage(p, x):
+        return x * p["w"]
+
+    params, x = {0: {"w": torch.ones(4)}}, torch.full((4, 4), 1.0)
+    loss = lambda y, t: (y.float() * t).sum()  # noqa: E731
+    options = {"precision": pp.Precision(compute=torch.float16, master=torch.float32), "scale": pp.static_scale(2.0**14)}
+    with pp.train_step([stage], loss, pp.gpipe(1, 2), pp.sgd(1.0), **options) as trainer:
+        state, metrics = trainer.step(trainer.init(params), x, torch.full((4, 4), 1e-6))
+    assert metrics.grad_norm > 0
+    assert torch.allclose(1 - state.params[0]["w"], torch.full((4,), 2e-6), rtol=0.1)
+
+
+def test_stages_that_share_memory_are_updated_once_each():
+    stages, params, x, y = problem(2)
+    shared, apart = {0: params[0], 1: params[0]}, {0: copy_of(params[0]), 1: copy_of(params[0])}
+    tied = {"w": [(0, "w"), (1, "w")]}
+    found = [
+        train(pp.train_step(stages, squared, pp.one_f_one_b(2, 4), pp.sgd(0.1, donate=True), tied=tied), own, x, y, steps=2)
+        for own in (shared, apart)
+    ]
+    assert found[0][1] == found[1][1]
+    assert same_bits(found[0][0].params, found[1][0].params)
 
 
 # -- a mesh ------------------------------------------------------------------------------------
@@ -490,3 +527,55 @@ def clipped_differently(rank, size):
 
 def test_all_ranks_train_in_one_way(four):
     four(clipped_differently)
+
+
+def calls_apart(rank, size, kind):
+    """Data ranks that call for other steps; or gradients of which those of one stage alone are no numbers."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    _, params, x, y = problem(2)
+    pipe, data = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
+
+    def stage(p, x):
+        return torch.tanh(x @ p["w"]) + (0 * torch.sqrt(p["w"].sum() * 0) if kind == "nan" and pipe == 1 else 0)
+
+    options = {"axes": pp.Axes("pp", "dp"), "norm_type": math.inf, "engine": pp.functional}
+    with pp.train_step([stage] * 2, squared, pp.one_f_one_b(2, 4), pp.sgd(1e-2), mesh, **options) as trainer:
+        own = {pipe: {"w": params[pipe]["w"].float() if kind == "dtype" and data else params[pipe]["w"]}}
+        state = trainer.init(own)
+        if kind == "nan":
+            after, metrics = trainer.step(state, x, y)
+            return metrics.skipped.item(), same_bits(after.params, state.params)
+        with pytest.raises(pp.AgreementError, match="disagree"):
+            if kind == "weights":
+                trainer.step(state, x, y, loss_weights=[1, 2, 3, 4] if data else None)
+            elif kind == "steps":
+                trainer.steps(state, [(x, y)] * (2 + data))
+            else:
+                trainer.step(state, x.to(own[pipe]["w"].dtype), y.to(own[pipe]["w"].dtype))
+    return None
+
+
+@pytest.mark.parametrize("kind", ["weights", "steps", "dtype"])
+def test_data_ranks_that_call_apart_are_told_so(four, kind):
+    four(calls_apart, kind)
+
+
+def test_a_gradient_of_one_stage_that_is_no_number_skips_the_update_under_every_norm(four):
+    assert four(calls_apart, "nan") == [(1.0, True)] * 4
+
+
+def evaluating(rank, size):
+    """Pipelines of one rank each: one evaluates where the other trains."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
+    stages, params, x, y = problem(1)
+    with pp.train_step(stages, squared, pp.gpipe(1, 4), pp.sgd(1e-2), mesh, axes=pp.Axes("pp", "dp"), shard="params") as trainer:
+        state = trainer.init(params)
+        with pytest.raises(ValueError, match="got parts over the axis 'dp', expected whole parameters"):
+            trainer.init(state.params)
+        trainer.step(state, x, y)
+        with pytest.raises(pp.AgreementError, match="train_step"):
+            trainer.evaluate(state, x, y) if rank else trainer.step(state, x, y)
+
+
+def test_pipelines_of_one_rank_agree_too(two):
+    two(evaluating)

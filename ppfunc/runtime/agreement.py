@@ -21,8 +21,9 @@ from ppfunc.stage.tree import tree_structure
 from .arguments import StepArguments, StepForm
 from .cache import keep
 from .errors import AgreementError
+from .inprocess import InProcess
 from .lower import LoweredStep, StepSpec
-from .meshes import LaidOut, require_same_layouts
+from .meshes import laid_out, require_same_layouts
 from .stage_programs import autocast
 from .ties import links_of_shared, require_same_forms, shared_forms
 from .transport import ControlTransport, Link, LossPart, Transport
@@ -90,7 +91,7 @@ class Agreement:
                 f"{self.source} says {known}, rank {self._ranks[0]} does not; every rank must call the same step function in the same order"
             )
         if self._transport.generation != self.generation:
-            self._meet()
+            self._meet(arguments)
         with self._lock:
             if (name, autocast()) in self._agreed:
                 self._agreed.move_to_end((name, autocast()))
@@ -106,7 +107,7 @@ class Agreement:
         if not self._transport.compares_layouts:
             require_same_layouts(form)
         elif agreed is None:  # on all ranks, which meet here before anything is traced; later, when they are ready
-            self._transport.require_same(str(LaidOut.of(form)), "peers")
+            self._transport.require_same(str(laid_out(form)), "peers")
         return Negotiation(self._schedule, self._transport) if agreed is None else Replay(agreed)
 
     def conclude(self, name: str, lowered: LoweredStep, exchange: Negotiation | Replay) -> Agreed:
@@ -121,15 +122,16 @@ class Agreement:
 
     def _terms(self, arguments: StepArguments) -> tuple[str, str]:
         """Terms that all ranks have to agree on, and those that run the same batch; nobody compares them where one process has all."""
-        if len(self._ranks) == self._schedule.ranks:
+        if isinstance(self._transport, InProcess):
             return "", ""
-        return f"step function {self._number} ({self._spec.name}); autocast {autocast() or 'off'}", call_terms(self._schedule, arguments)
+        common = f"step function {self._number} ({self._spec.name}); autocast {autocast() or 'off'}"
+        return f"{common}; {arguments.common}" if arguments.common else common, call_terms(self._schedule, arguments)
 
     def _has_run(self, name: str) -> str:
         """Whether the ranks have agreed on this form of the batch before, which all of them have or none."""
         return "yes" if self.generation == self._transport.generation and (name, autocast()) in self._agreed else "no"
 
-    def _meet(self) -> None:
+    def _meet(self, arguments: StepArguments) -> None:
         """Compare with the peers what must be the same everywhere, and connect."""
         with self._lock:
             self._agreed.clear()
@@ -137,6 +139,7 @@ class Agreement:
         tied = f", tied {', '.join(f'{name}: {places}' for name, places in self._spec.tied)}" if self._spec.tied else ""
         facts = f"{versions}, schedule {self._schedule.name[:60]} ({self._schedule.digest}){tied}"
         self._transport.require_same(facts)
+        self._transport.require_same("; ".join(f"params[{s}] {form}" for s, form in arguments.form.params.items()), "data")
         self._transport.connect(links_of(self._schedule, self._spec))
         self.generation = self._transport.generation
 

@@ -33,6 +33,7 @@ class RawArguments(NamedTuple):
         first: the number of the first microbatch, of which random numbers depend.
         scale: what the cotangents of the loss are multiplied by, a tensor of one element.
         carry: belongs to the update of a step that has one.
+        common: what all ranks that train together have to agree on, beside the call.
     """
 
     params: Mapping[int, Any]
@@ -46,6 +47,7 @@ class RawArguments(NamedTuple):
     first: int = 0
     scale: torch.Tensor | None = None
     carry: Any = None
+    common: str = ""
 
     def passes(self, count: int, microbatches: int) -> list[RawArguments]:
         """The arguments of several passes of the schedule, each with a part of the batch, which add up their gradients."""
@@ -128,7 +130,7 @@ class StepArguments(NamedTuple):
         extras: likewise, by stage of the model.
         loss_weights: weight of every microbatch, float64[m]; None for ``1/m`` each.
         seed: ``(seed, step)``, or None.
-        ends, first, scale, carry: as given.
+        ends, first, scale, carry, common: as given.
         form: of all of them.
         trees: the form of every tree, by its name.
     """
@@ -146,6 +148,7 @@ class StepArguments(NamedTuple):
     first: int = 0
     scale: torch.Tensor | None = None
     carry: Any = None
+    common: str = ""
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -226,7 +229,9 @@ def read_arguments(
         form = _form(trees, stages, m, params, inputs)
     weights = read_loss_weights(raw.loss_weights, m)
     seed = _read_seed(raw.seed)
-    return StepArguments(params, states, inputs, targets, further, weights, seed, form, trees, raw.ends, raw.first, raw.scale, raw.carry)
+    return StepArguments(
+        params, states, inputs, targets, further, weights, seed, form, trees, raw.ends, raw.first, raw.scale, raw.carry, raw.common
+    )
 
 
 def read_loss_weights(weights: LossWeights, microbatches: int) -> torch.Tensor | None:

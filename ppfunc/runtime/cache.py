@@ -8,7 +8,8 @@ from ppfunc.stage import Outline
 
 from .arguments import StepArguments
 from .compile import CompiledStep
-from .meshes import LaidOut
+from .grid import LaidOut
+from .meshes import laid_out
 from .stage_programs import autocast, modes
 from .transport import LossPart, Mode
 
@@ -41,7 +42,7 @@ class Entry(NamedTuple):
     def of(cls, compiled: CompiledStep, parts: dict[int, LossPart]) -> Self:
         """The entry of a step compiled in the present modes."""
         outlines = {id(low.outline): low.outline for low in compiled.lowered.stages.values()}.values()
-        return cls(compiled, tuple((outline, modes(outline)) for outline in outlines), parts, LaidOut.of(compiled.lowered.form))
+        return cls(compiled, tuple((outline, modes(outline)) for outline in outlines), parts, laid_out(compiled.lowered.form))
 
     def holds(self) -> bool:
         """Whether every module that ran in it is in the mode in which it was traced."""

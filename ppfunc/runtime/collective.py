@@ -16,17 +16,31 @@ Among = Literal["data", "model", "world"]
 """The ranks that hold the same parameters and run other batches; the parts of the same stage; all that train together."""
 
 
+def _call(wait: Wait) -> None:
+    wait()
+
+
 class Collective:
     """Sums and gathers among some ranks. Every one of them calls the same operations, in the same order.
 
     Args:
         size: how many ranks.
         place: of this rank among them.
+        guard: calls what waits for an operation, and makes of its errors those of the transport.
     """
 
-    def __init__(self, size: int = 1, place: int = 0) -> None:
+    def __init__(self, size: int = 1, place: int = 0, guard: Callable[[Wait], None] = _call) -> None:
         self.size, self.place = size, place
         self.group: Any = None  # until the transport has connected, and again after a failure
+        self._guard = guard
+        self._running: dict[int, tuple[Any, ...]] = {}  # works and their tensors; whoever keeps a Wait keeps none of them
+        self._begun = 0
+
+    def let_go(self) -> Any:
+        """Forget the communicator and all that is under way, so that peers which wait for it raise; returns it."""
+        group, self.group = self.group, None
+        self._running.clear()
+        return group
 
     def all_reduce(self, tensor: torch.Tensor, op: Literal["sum", "max"] = "sum") -> Wait:
         """Replace a contiguous tensor by the sum, or the largest, of those of all ranks."""
@@ -47,13 +61,16 @@ class Collective:
         return whole, self._begin(_torch.all_gather, whole, part)
 
     def _begin(self, operation: Callable[..., Any], *args: Any) -> Wait:
-        work = operation(self.group, *args)
-        return lambda: _finish(work, args)
+        self._begun += 1
+        number = self._begun
+        self._running[number] = operation(self.group, *args), args  # the tensors live until then
 
+        def wait() -> None:
+            work, _ = self._running[number]
+            self._guard(work.wait)
+            del self._running[number]
 
-def _finish(work: Any, args: tuple[Any, ...]) -> None:
-    """Wait; the tensors live until then."""
-    work.wait()
+        return wait
 
 
 def _nothing() -> None:

@@ -17,9 +17,9 @@ import torch
 from ppfunc.stage import LeafSignature
 
 from .errors import AgreementError, FailureRecord, LinkError
-from .grid import Grid
+from .grid import Grid, LaidOut
 from .interrupts import hold_interrupts
-from .meshes import LaidOut, require_alike
+from .meshes import require_alike
 from .transport import Failure, LossPart, Mode
 
 _TREE, _KEY, _TEXT = "tree", "key", "text"  # channels; a tree over some of the ranks has one with its name
@@ -151,6 +151,7 @@ class Control:
         self._world = Tree.over(everyone, links.rank, _TREE)
         self._replica = self._world if self.grid.replica == everyone else Tree.over(self.grid.replica, links.rank, "replica")
         self._model = Tree.over(self.grid.model, links.rank, "model") if len(self.grid.model) > 1 else None
+        self._data = Tree.over(self.grid.data, links.rank, "data")
         self._line = self._replica if self.line == self.grid.replica else Tree.over(self.line, links.rank, "line")
         self._running = threading.Lock()
         self._interrupts: list[BaseException] = []  # of the last step's end
@@ -255,13 +256,13 @@ class Control:
         texts = self._gather_texts(self._line, text)
         return [texts[rank] for rank in self.line]
 
-    def require_same(self, facts: str, among: Literal["world", "peers"] = "world") -> bool:
-        tree = self._world if among == "world" else self._replica
+    def require_same(self, facts: str, among: Literal["world", "peers", "data"] = "world") -> bool:
+        tree = {"world": self._world, "peers": self._replica, "data": self._data}[among]
         if among == "peers" and tree is self._line:
             return False
         for rank, text in sorted(self._gather_texts(tree, json.dumps([self.rank, facts])).items()):
             place, theirs = json.loads(text)
-            if theirs != facts and (among == "world" or place == self.rank):
+            if theirs != facts and (among != "peers" or place == self.rank):
                 here, there = _differences(facts, theirs)
                 raise AgreementError(
                     f"the ranks disagree: rank {self.links.rank} has {here}; rank {rank} has {there}; every rank must be given the same"

@@ -9,7 +9,7 @@ import torch
 from .buffers import Buffers
 from .collective import Among, Collective
 from .errors import AgreementError, PipelineError
-from .meshes import LaidOut
+from .grid import LaidOut
 from .transport import Call, Failure, Link, LossPart, Mode, Transfer
 
 
@@ -41,7 +41,7 @@ class InProcess:
     def recv_text(self, peer: int) -> str:
         raise AssertionError("ranks of one process need no texts")
 
-    def require_same(self, facts: str, among: Literal["world", "peers"] = "world") -> bool:
+    def require_same(self, facts: str, among: Literal["world", "peers", "data"] = "world") -> bool:
         return False
 
     def begin(self, call: str, key: str | None, source: int, common: str = "") -> str:

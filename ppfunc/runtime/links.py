@@ -302,6 +302,7 @@ class SocketLinks:
             if channel == "watch":
                 for generation, (committed, failure) in self._decided.items():
                     self._tell(peer, "decided", generation, committed, failure)
+                self._changed.notify_all()
         _ring(self._wake)
 
     def _listen_to(self, stream: Connection) -> None:
@@ -345,12 +346,18 @@ class SocketLinks:
     # -- the end ---------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End all connections, so that peers that wait raise at once. Idempotent."""
+        """End all connections, so that peers that wait raise at once; after a failure, once those below have been told. Idempotent."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._have_been_told(), _PATIENCE)
         self._closed = True
         with suppress(OSError):
             self._note.send(b".")
         if self._thread is not threading.current_thread():
             self._thread.join(_PATIENCE)
+
+    def _have_been_told(self) -> bool:
+        """Whether the ranks below have heard of a failure: one that has not come yet would only see that this one is gone."""
+        return not self._decided or all(c in self._gone or self._streams[c, "watch"].socket is not None for c in self._children)
 
     def _let_go(self, greeting: Mapping[int, socket.socket]) -> None:
         for stream in list(self._streams.values()):

@@ -36,6 +36,7 @@ class ParameterUpdate(NamedTuple):
         join: once in a program, ``join(buffers, weighted losses by stage of the schedule)``: between its last REDUCE_GRAD and its
             first STEP, or in the end.
         step: at STEP, ``step(buffers, stage of the model)``; puts new parameters into ``buffers.params`` for a further pass.
+        finish: after the last pass, before the step ends on all ranks, ``finish(buffers)``.
         unshard: at UNSHARD, ``unshard(buffers, stage of the model)`` puts whole parameters into ``buffers.params``, and this rank's
             shards of them into ``buffers.shards``; None where parameters are whole.
         together: whether every STEP comes after ``join``; else each comes where the schedule has it, and ``join`` in the end.
@@ -44,6 +45,7 @@ class ParameterUpdate(NamedTuple):
     reduce: Callable[[Buffers, int, dict[int, torch.Tensor]], None]
     join: Callable[[Buffers, dict[int, torch.Tensor]], None]
     step: Callable[[Buffers, int], None]
+    finish: Callable[[Buffers], None]
     together: bool
     unshard: Callable[[Buffers, int], None] | None = None
 

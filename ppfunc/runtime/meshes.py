@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from hashlib import sha256
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,27 +14,13 @@ from ppfunc.stage import LeafSignature, Signature
 
 from .arguments import StepForm
 from .errors import AgreementError
+from .grid import LaidOut
 
 
-class LaidOut(NamedTuple):
-    """How the DTensors among the arguments of a step lie over meshes.
-
-    Args:
-        leaves: dtype and layout, by the name of the leaf.
-        digest: of all of them, equal where they are; empty where there are none.
-    """
-
-    leaves: Mapping[str, str]
-    digest: str
-
-    @classmethod
-    def of(cls, form: StepForm) -> LaidOut:
-        """That of the arguments of this form."""
-        leaves = {name: f"{leaf.dtype} {leaf.layout}" for name, leaf in _leaves(form) if leaf.layout is not None}
-        return cls(leaves, sha256(repr(leaves).encode()).hexdigest()[:16] if leaves else "")
-
-    def __str__(self) -> str:
-        return "; ".join(f"{name}: {leaf}" for name, leaf in self.leaves.items()) or "no DTensors"
+def laid_out(form: StepForm) -> LaidOut:
+    """How the arguments of this form lie."""
+    leaves = {name: f"{leaf.dtype} {leaf.layout}" for name, leaf in _leaves(form) if leaf.layout is not None}
+    return LaidOut(leaves, sha256(repr(leaves).encode()).hexdigest()[:16] if leaves else "")
 
 
 def require_alike(told: Mapping[int, Mapping[str, str]], axis: str) -> None:
@@ -60,7 +45,7 @@ def require_same_layouts(form: StepForm) -> None:
     Raises:
         AgreementError: another rank lays a tensor out otherwise; on every rank of that axis.
     """
-    mine = json.dumps(LaidOut.of(form).leaves)
+    mine = json.dumps(laid_out(form).leaves)
     for mesh in {leaf.layout.mesh: None for _, leaf in _leaves(form) if leaf.layout is not None}:
         for axis in range(mesh.ndim if mesh is not None else 0):
             assert mesh is not None

@@ -167,7 +167,21 @@ class P2P(Control):
 
     def collective(self, among: Among) -> Collective:
         members = self._members(among)
-        return self._collectives.setdefault(among, Collective(len(members), members.index(self.links.rank)))
+        place = members.index(self.links.rank)
+        made = Collective(len(members), place, partial(self._guarded, members[(place + 1) % len(members)]))
+        return self._collectives.setdefault(among, made)
+
+    def _guarded(self, peer: int, wait: Callable[[], None]) -> None:
+        """Wait for a collective, in which this rank may wait for any other: for one that is late, ``suspect`` finds which."""
+        self.links.waiting_on = peer
+        try:
+            wait()
+        except RuntimeError as error:
+            lost = _lost(peer, error)
+            if isinstance(lost, LinkError) and lost.kind == "late":
+                raise lost from error
+            raise  # the connection has ended: who is gone, or why, is about to be told
+        self.links.waiting_on = None
 
     def _members(self, among: Among) -> tuple[int, ...]:
         return {"data": self.grid.data, "model": self.grid.model, "world": tuple(range(self.grid.size))}[among]
@@ -287,11 +301,15 @@ class P2P(Control):
     def _disconnect(self) -> None:
         """End every communicator: peers that wait on one raise at once. The next step makes new ones."""
         self._pending.clear()
-        channels: list[Any] = [*self._channels.values(), *self._collectives.values()]
-        for channel in channels:
+        for channel in self._channels.values():
             group, channel.group = channel.group, None
-            if self.backend == "nccl" and group is not None:
-                group.abort()
+            self._abort(group)
+        for collective in self._collectives.values():
+            self._abort(collective.let_go())
+
+    def _abort(self, group: Any) -> None:
+        if self.backend == "nccl" and group is not None:
+            group.abort()
 
 
 def _let_go(error: BaseException | None) -> None:

@@ -133,6 +133,8 @@ class StepFunction(Generic[P, R]):
                 for part in passes:
                     buffers = execute(compiled, fill(compiled.lowered, part, buffers))
                 assert buffers is not None
+                if self.spec.update is not None:
+                    self.spec.update.finish(buffers)
                 parts = entry.parts if self.spec.update is None else {}  # an update has them, and sums them over all pipelines
                 losses = losses_of(compiled.lowered, buffers) if parts else {}
                 result = collect(compiled.lowered, arguments, buffers)

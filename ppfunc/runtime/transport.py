@@ -11,7 +11,7 @@ from ppfunc.stage import LeafSignature
 
 from .buffers import Buffers, Tag
 from .collective import Among, Collective
-from .meshes import LaidOut
+from .grid import LaidOut
 
 LONGEST = 2000  # characters of a message of somebody else's that travel
 
@@ -145,12 +145,13 @@ class ControlTransport(Protocol):
         """The text of every process of the pipeline, by rank. Collective."""
         ...
 
-    def require_same(self, facts: str, among: Literal["world", "peers"] = "world") -> bool:
+    def require_same(self, facts: str, among: Literal["world", "peers", "data"] = "world") -> bool:
         """Raise AgreementError on every rank where one has other facts. Collective.
 
         Args:
             facts: terms separated by ``"; "``.
-            among: all ranks that train together, or those that have this rank's place in other pipelines on the same batch.
+            among: all ranks that train together; those that hold the same parameters, for other batches; or those that have this
+                rank's place in other pipelines on the same batch.
 
         Returns:
             Whether there may be others.

@@ -168,7 +168,8 @@ def _fused(kernel: Kernel, names: tuple[str, ...], lr: LearningRate, donate: boo
     ) -> tuple[Tree, dict[str, Tree]]:
         nonlocal last
         states = {name: state[name] for name in names}
-        plan, leaves = last, None if last is None else leaves_of(last, (params, grads, *states.values()))
+        plan = last  # read once: another thread may set it
+        leaves = None if plan is None else leaves_of(plan, (params, grads, *states.values()))
         if plan is None or leaves is None:
             plan, leaves = plan_of(params, grads, states)
             last = plan

@@ -125,6 +125,8 @@ def accepting_scale(optimizer: Optimizer) -> Optimizer:
     It has to work element by element where ``parts`` are given, which it does not see. Equivalent to: divide the
     gradients; update; where ``found_inf`` is 1, take the old parameters and state.
     """
+    if not isinstance(optimizer, Optimizer):
+        optimizer = Optimizer(optimizer.init, optimizer.update)
     taken = inspect.signature(optimizer.update).parameters
     if {"grad_scale", "found_inf", "parts"} <= taken.keys() or any(p.kind is p.VAR_KEYWORD for p in taken.values()):
         return optimizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from math import inf, isinf
+from math import inf, isinf, nan
 from typing import Any, Literal, NamedTuple
 
 import optree
@@ -225,11 +225,13 @@ class Ground(NamedTuple):
     def update(self) -> ParameterUpdate:
         """The update of a step whose ``carry`` is :class:`Running`."""
         unshard = partial(_unshard, self) if self.rule.shard == "params" else None
-        return ParameterUpdate(partial(_reduce, self), partial(_join, self), partial(_step, self), self.rule.needs_all, unshard)
+        return ParameterUpdate(partial(_reduce, self), partial(_join, self), partial(_step, self), _finish, self.rule.needs_all, unshard)
 
     def init(self, params: Tree) -> tuple[Tree, Tree]:
         """The parameters of a stage as they are kept, and the state of the optimizer for them."""
         leaves, treedef = tree_flatten(params)
+        if any(self.axes.data in layout.axes for layout in map(layout_of, leaves) if layout is not None):
+            raise ValueError(f"params: got parts over the axis {self.axes.data!r}, expected whole parameters, which init cuts itself")
         cuts = self.cuts(leaves)
         parts = shard(tuple(map(local, leaves)), tuple(cut.dim for cut in cuts), self.data.size, self.data.place)
         state = self.rule.optimizer.init(treedef.unflatten(parts))
@@ -316,7 +318,8 @@ def _join(ground: Ground, buffers: Buffers, losses: dict[int, Tensor]) -> None:
     own = [part.sum().to(shares) for part in losses.values()] if ground.model.place == 0 else []
     weighs = weight is not None and ground.model.place == 0 and 0 in ground.ranks
     loss = torch.stack([shares[0], *own]).sum()
-    total = torch.stack([shares[0] if isinf(p) else shares.sum(), loss, shares.new_tensor(weight if weighs else 0.0)])
+    bad = (~shares.isfinite()).any().to(shares)  # the largest of several numbers need not be NaN where one is
+    total = torch.stack([shares[0] if isinf(p) else shares.sum(), loss, shares.new_tensor(weight if weighs else 0.0), bad])
     largest = shares.amax() if isinf(p) else None
     waits = [ground.world.all_reduce(total), *([] if largest is None else [ground.world.all_reduce(largest, "max")])]
 
@@ -338,14 +341,15 @@ def _join(ground: Ground, buffers: Buffers, losses: dict[int, Tensor]) -> None:
 def _conclude(rule: UpdateRule, run: Running, total: Tensor, weighted: bool, loss_scale: Tensor | None) -> None:
     """Conclude from the sums over all ranks whether the update is made, and by what gradients are divided."""
     norm, loss, weight = norm_of(total[0], rule.norm_type), total[1], total[2]
+    norm = torch.where(total[3] > 0, torch.full_like(norm, nan), norm)
     scale = norm.new_ones(()) if loss_scale is None else loss_scale.to(norm)
     divisor = scale
     if weighted:
         loss, divisor = loss / weight, divisor * weight
-    norm = norm / divisor
+    norm = norm / divisor.abs()
     found = overflow(loss, norm)
     if rule.on_nonfinite == "raise" and bool(found):
-        raise FloatingPointError(f"the loss is {loss.item():g}, the norm of the gradients {norm.item():g}; nothing was updated")
+        raise FloatingPointError(f"the loss is {loss.item():g}, the norm of the gradients {norm.item():g}")
     clipped = clip_coefficient(norm, rule.clip)
     divisor = divisor if clipped is None else divisor / clipped
     run.divisor = None if loss_scale is None and not weighted and clipped is None else divisor
@@ -363,20 +367,45 @@ def _step(ground: Ground, buffers: Buffers, stage: int) -> None:
     leaves, treedef = tree_flatten(run.state.params[stage])
     dims, gradients, optimizer = ground.dims(leaves), run.gradients.pop(stage), run.state.optimizer[stage]
     own = ground.own(leaves)
+    gradients = {n: g.to(own[n].dtype) for n, g in gradients.items()}  # before they are divided, which would lose small ones
     if run.divisor is not None:  # not by the fused kernels, which divide by a float32
-        scaled = multiply_each(list(gradients.values()), run.divisor.reciprocal())  # tied stages may share some
-        gradients = dict(zip(gradients, scaled, strict=True))
-    filled = [gradients[n].to(p.dtype) if n in gradients else torch.zeros_like(p) for n, p in enumerate(own)]
+        gradients = _divided(gradients, run.divisor)
+    filled = [gradients[n] if n in gradients else torch.zeros_like(p) for n, p in enumerate(own)]
     found = run.found if rule.on_nonfinite == "skip" else None
     new, after = rule.optimizer.update(
         treedef.unflatten(filled), tree_map(local, optimizer), treedef.unflatten(own), found_inf=found, parts=ground.parts(own, dims)
     )
     parts = tree_leaves(new)
+    _require_alike(stage, own, parts)
     run.state.optimizer[stage] = tree_map(lambda old, part: distributed(part, layout_of(old)), optimizer, after)
     if not ground.shards_params:
         parts = list(gather(parts, dims, ground.data).wait())
         buffers.params[stage] = tuple(tree_leaves(rule.precision.to_compute(treedef.unflatten(parts))))
     run.state.params[stage] = treedef.unflatten(map(distributed, parts, map(layout_of, leaves)))
+
+
+def _require_alike(stage: int, old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
+    """Raise ValueError where the optimizer has made parameters of another form."""
+    before, after = ([f"{t.dtype}{list(t.shape)}" for t in leaves] for leaves in (old, new))
+    if before != after:
+        one, other = next(((a, b) for a, b in zip(before, after, strict=False) if a != b), (len(before), len(after)))
+        raise ValueError(f"the optimizer has made {other} of the parameter {one} of stage {stage}; expected the same shape and dtype")
+
+
+def _divided(gradients: dict[int, Tensor], divisor: Tensor) -> dict[int, Tensor]:
+    """New gradients: tied stages may share some."""
+    made: dict[int, Tensor] = {}
+    for device in {g.device for g in gradients.values()}:
+        own = {n: g for n, g in gradients.items() if g.device == device}
+        made |= zip(own, multiply_each(list(own.values()), divisor.reciprocal().to(device)), strict=True)
+    return made
+
+
+def _finish(buffers: Buffers) -> None:
+    """Wait for the sums that are still under way."""
+    run: Running = buffers.carry
+    while run.totals:
+        run.totals.pop(0)()
 
 
 def _unshard(ground: Ground, buffers: Buffers, stage: int) -> None:

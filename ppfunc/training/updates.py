@@ -113,6 +113,12 @@ def chain(*parts: Any) -> Any:
     if late:
         raise ValueError(f"part {late[0]} clips by the norm of all gradients: expected it first, before they are changed")
     *transforms, last = parts
+    if isinstance(last, Clip) and not transforms:
+        return last
+    if isinstance(parts[0], Clip) and not isinstance(last, Optimizer):
+        raise ValueError("got clipping by the norm of all gradients without an optimizer: expected both in one chain")
+    if transforms and getattr(last, "clipped", None) is not None:
+        raise ValueError("the optimizer clips by the norm of all gradients: expected that first, before they are changed, in one chain")
     optimizer = last if isinstance(last, Optimizer) else None
     runs = [_update_of(part) for part in (transforms if optimizer else parts)]
 

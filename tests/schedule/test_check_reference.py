@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import chain
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import assume, given, strategies as st
 
 from ppfunc.schedule import (
     BUILDERS,
@@ -330,6 +330,7 @@ def test_passes_keep_what_is_right_and_raise_nothing_else(schedule, seed, change
 def test_no_instruction_of_a_complete_schedule_can_be_left_out(schedule, data):
     rank, step, place = data.draw(st.sampled_from(flat(schedule)))
     op = schedule.programs[rank][step][place].op
+    assume(op is not Op.REDUCE_TIED or schedule.replicas)  # in which stages something is tied, no schedule says
     without = with_steps(schedule, rank, lambda p: p[step].pop(place))
     assert not is_accepted(without), op
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from ppfunc.training import chain, clip_by_global_norm, clip_coefficient, global_norm, leaf_sums, norm_of, norm_sum, sgd
+from ppfunc.training import Transform, chain, clip_by_global_norm, clip_coefficient, global_norm, leaf_sums, norm_of, norm_sum, sgd
 
 NORMS = [2, 2.0, 1, 3, 0.5, 2.5, inf]
 
@@ -91,8 +91,7 @@ def test_arguments_that_make_no_sense():
 def test_a_chain_that_clips_can_be_taken_apart():
     clip, ending = clip_by_global_norm(2.0, inf), sgd(0.1)
     assert chain(clip, ending).clipped[0] is clip and chain(ending).clipped is None
-    grown = chain(clip, chain(clip_by_global_norm(1.0)), ending)
-    assert grown.clipped[0] is clip and grown.clipped[1].clipped is None
+    assert chain(chain(clip), ending).clipped[0] is clip
     params = [torch.zeros(2)]
     rest = chain(clip, ending).clipped[1]
     assert (
@@ -107,6 +106,9 @@ def test_a_chain_that_clips_can_be_taken_apart():
         ((), ValueError, "got no part"),
         ((sgd(0.1), sgd(0.1)), ValueError, "part 0 of 2 is an optimizer"),
         ((chain(clip_by_global_norm(1.0)), clip_by_global_norm(1.0)), ValueError, "part 1 clips by the norm"),
+        ((clip_by_global_norm(2.0), chain(clip_by_global_norm(1.0)), sgd(0.1)), ValueError, "part 1 clips by the norm"),
+        ((Transform(None, None), chain(clip_by_global_norm(1.0), sgd(0.1))), ValueError, "the optimizer clips by the norm"),
+        ((clip_by_global_norm(1.0), Transform(None, None)), ValueError, "without an optimizer"),
         ((3, sgd(0.1)), TypeError, "got int, expected an object with the functions init and update"),
     ],
 )
