@@ -162,4 +162,5 @@ def _figures(found: Plan) -> dict[str, Any]:
         "span_bubble": timeline.span_bubble,
         "peak_activations": list(timeline.peak_activations),
         "placement": list(found.schedule.placement),
+        **({} if found.partition is None else {"boundaries": list(found.partition.boundaries)}),
     }

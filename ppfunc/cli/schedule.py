@@ -92,7 +92,7 @@ def _add_show(commands: Any) -> None:
     show.add_argument("--for", dest="target", choices=("torch",), help="a csv that torch.distributed.pipelining's runtime runs")
     show.add_argument("--lowered", action="store_true", help="with communication; csv without it holds compute only")
     show.add_argument("--width", type=count, metavar="N", help="pixels of an svg, or the most columns of a grid")
-    show.add_argument("--out", metavar="FILE", type=Path, help="write there instead of to standard output")
+    show.add_argument("--out", metavar="FILE", type=Path, help="write there, as --format says, or its suffix: .txt, .csv or .svg")
     show.set_defaults(func=_show)
 
 
@@ -131,7 +131,7 @@ def _section(text: str, title: str) -> list[str]:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    form = arguments.format or ("grid" if arguments.target is None else "csv")
+    form = arguments.format or ("csv" if arguments.target else _form_of(arguments.out))
     costs = read_costs(arguments)
     if arguments.target is not None and form != "csv":
         raise ValueError(f"--for {arguments.target} is a csv: leave --format {form} out")
@@ -157,6 +157,19 @@ def _show(arguments: argparse.Namespace) -> int:
         text += compare(found, simulate(schedule, found.costs())).summary + "\n"
     write(text, arguments.out)
     return 0
+
+
+def _form_of(out: Path | None) -> str:
+    """The format that the suffix of a file says, a grid where there is none.
+
+    Raises:
+        ValueError: the suffix of another kind of file.
+    """
+    suffix = "" if out is None else out.suffix
+    known = {"": "grid", ".txt": "grid", ".csv": "csv", ".svg": "svg"}
+    if suffix not in known:
+        raise ValueError(f"--out {out}: its suffix says no format, give --format, one of {', '.join(FORMATS)}")
+    return known[suffix]
 
 
 def _lowered(schedule: Schedule) -> Schedule:

@@ -52,6 +52,12 @@ class Split:
     at: tuple[str, ...]
     _source: Source = field(repr=False)
 
+    def __repr__(self) -> str:
+        sizes = ", ".join(str(sum(t.numel() for t in tree.values())) for _, tree in sorted(self.params.items()))
+        cuts = f", cut at {', '.join(self.at)}" if self.at else ""
+        tied = f", tied {', '.join(self.tied)}" if self.tied else ""
+        return f"<split of {type(self.model).__name__} into {len(self.stages)} stages{cuts}; parameters {sizes}{tied}>"
+
     @property
     def model(self) -> nn.Module:
         """The model that was split."""
@@ -89,8 +95,9 @@ class Split:
             state: ``{stage: tree}`` in the form of ``self.state``.
 
         Raises:
-            ValueError: places of a tied parameter differ, or a tensor of the model has no values.
+            ValueError: places of a tied parameter differ, a stage has other names, or a tensor of the model has no values.
         """
+        self._require_form(params, state)
         put_back(self._source.model if model is None else model, join(params, state, self.tied))
 
     def state_dict(self, params: Params, state: Params | None = None) -> dict[str, Tensor]:
@@ -106,9 +113,23 @@ class Split:
         Raises:
             ValueError: places of a tied parameter differ; or stages with a state are given without it.
         """
+        self._require_form(params, state)
         if missing := [stage for stage in params if stage in self.state and stage not in (state or {})]:
             raise ValueError(f"state: got none for stage {missing[0]}, which has one; give what the last step returned, or split.state")
         return state_dict(self._source, join(params, state, self.tied), whole=set(params) == set(range(len(self.stages))))
+
+    def _require_form(self, params: Params, state: Params | None) -> None:
+        """Raise TypeError or ValueError for something else than stages with their names."""
+        for kind, trees, own in (("params", params, self.params), ("state", state or {}, self.state)):
+            if not isinstance(trees, Mapping) or not all(isinstance(tree, Mapping) for tree in trees.values()):
+                raise TypeError(f"{kind}: got {type(trees).__name__}, expected {{stage: {{name: tensor}}}}, such as split.{kind}")
+            for stage, tree in trees.items():
+                if stage not in range(len(self.stages)):
+                    raise ValueError(f"{kind}: got the stage {stage!r}, the split has {len(self.stages)}")
+                if odd := tree.keys() ^ own[stage].keys() if stage in own else None:
+                    name = min(odd, key=str)
+                    what = "lacks" if name in own[stage] else "does not know"
+                    raise ValueError(f"{kind}[{stage}] {what} {name!r}; give all names of split.{kind}[{stage}]")
 
 
 def split(

@@ -93,3 +93,10 @@ def test_ctrl_c_returns_the_best_so_far():
         out, err = process.communicate(timeout=30)
     assert (process.returncode, err) == (0, b"")
     assert json.loads(out)["gap"] > 0
+
+
+def test_layers_are_told(run):
+    _, line, _ = run("plan", "--ranks", 2, "--microbatches", 4, "--layers", 7, "--effort", 0.05)
+    assert ", layers 4 3; " in line
+    _, out, _ = run("plan", "--ranks", 2, "--microbatches", 4, "--layers", 7, "--effort", 0.05, "--json")
+    assert json.loads(out)["boundaries"] == [0, 4, 7]

@@ -528,3 +528,13 @@ def test_a_wrong_file_is_shown_or_refused(run, tmp_path):
         for form in ("grid", "svg", "trace", "json"):
             code, out, err = run("show", tmp_path / "broken.csv", "--format", form)
             assert (code, err) == (0, "") and form == "grid" and out if code == 0 else code == 1 and err and not out, (what, form)
+
+
+def test_a_picture_is_written_as_its_suffix_says(run, tmp_path):
+    shape = ("1f1b", "--ranks", 2, "--microbatches", 2)
+    for suffix, begin in ((".svg", "<svg"), (".csv", "0F0"), (".txt", "rank 0"), ("", "rank 0")):
+        file = tmp_path / f"picture{suffix}"
+        assert run("show", *shape, "--out", file)[0] == 0
+        assert file.read_text().startswith(begin)
+    code, _, err = run("show", *shape, "--out", tmp_path / "picture.png")
+    assert code and "its suffix says no format, give --format, one of grid, csv" in err

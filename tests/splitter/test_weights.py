@@ -192,3 +192,18 @@ def test_a_state_is_not_forgotten():
         empty = m.BatchNorms().double()
     with pytest.raises(ValueError, match="a.weight of the model is on the device meta"):
         parts.put_back(parts.params, empty)
+
+
+def test_a_split_is_shown_short_and_takes_back_its_own_names_only():
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+    split = pp.split(model, torch.zeros(2, 4), at=["2"])
+    assert repr(split) == "<split of Sequential into 2 stages, cut at 2; parameters 40, 40>"
+    for call in (split.put_back, split.state_dict):
+        with pytest.raises(TypeError, match=r"params: got NoneType, expected \{stage: \{name: tensor\}\}, such as split.params"):
+            call(None)
+        with pytest.raises(ValueError, match=r"params: got the stage 9, the split has 2"):
+            call({9: {}})
+        with pytest.raises(ValueError, match=r"params\[0\] lacks '0.bias'; give all names of split.params\[0\]"):
+            call({0: {}})
+        with pytest.raises(ValueError, match=r"params\[0\] does not know 'x'"):
+            call({0: split.params[0] | {"x": torch.zeros(1)}})

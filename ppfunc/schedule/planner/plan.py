@@ -81,6 +81,7 @@ class Plan:
             f"{self.objective} {float(self.value):.6g}, "
             f"bound {float(self.bound.value):.6g} ({self.bound.name}, rank {self.bound.rank}), {proof}, "
             f"bubble {float(bubble):.4f}, memory {float(max(self.memory)):g}"
+            + ("" if self.partition is None else f", layers {' '.join(map(str, self.partition.sizes))}")
         )
 
     @property
