@@ -143,7 +143,7 @@ class Trainer:
             if made:
                 made[0].carry.weights += passes[0].carry.weights
             made += passes
-        made[0] = made[0]._replace(common=f"{len(batches)} steps, {'equal' if weights[0] is None else 'own'} weights")
+        made[0] = made[0]._replace(common=f"{len(batches)} steps, {made[0].common}")
         return made
 
     def _passes(
@@ -168,8 +168,8 @@ class Trainer:
             [None if own is None else float(own.sum())],
         )
         raw = RawArguments(
-            params, inputs if inputs is None else cast, targets, extras, None, weights, seed,
-            first=data.place * microbatches, scale=state.scale.get("scale"), carry=running,
+            params, cast, targets, extras, None, weights, seed, first=data.place * microbatches,
+            scale=state.scale.get("scale"), carry=running, common="equal weights" if own is None else "own weights",
         )  # fmt: skip
         return raw.passes(count, self.schedule.microbatches)
 
@@ -243,6 +243,8 @@ def train_step(
     """
     if mesh is not None and transport is not None:
         raise ValueError("got a mesh and a transport, expected one of the two; ppfunc.P2P(mesh=mesh, axes=axes) is a transport over a mesh")
+    if axes is not None and mesh is None:
+        raise ValueError(f"axes: got {axes}, and no mesh that has them; give the mesh, too")
     owned = transport is None
     if transport is None:
         transport = InProcess() if mesh is None else P2P(mesh=mesh, axes=axes)

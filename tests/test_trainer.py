@@ -260,6 +260,12 @@ def test_a_parameter_of_several_places_counts_once_in_the_norm(build):
         optimizer.step()
 
 
+def test_axes_without_a_mesh_are_refused():
+    stages, *_ = problem(2)
+    with pytest.raises(ValueError, match="axes: got .*, and no mesh that has them"):
+        pp.train_step(stages, squared, pp.one_f_one_b(2, 4), pp.sgd(1e-2), axes=pp.Axes("pp", "dp"))
+
+
 def test_an_optimizer_makes_parameters_of_the_same_form():
     stages, params, x, y = problem(2)
     with pytest.raises(TypeError, match="optimizer: got a transform of gradients, expected an optimizer"):
@@ -546,8 +552,9 @@ def calls_apart(rank, size, kind):
             after, metrics = trainer.step(state, x, y)
             return metrics.skipped.item(), same_bits(after.params, state.params)
         with pytest.raises(pp.AgreementError, match="disagree"):
-            if kind == "weights":
-                trainer.step(state, x, y, loss_weights=[1, 2, 3, 4] if data else None)
+            if kind in ("weights", "evaluation"):
+                call = trainer.step if kind == "weights" else trainer.evaluate
+                call(state, x, y, loss_weights=[1, 2, 3, 4] if data else None)
             elif kind == "steps":
                 trainer.steps(state, [(x, y)] * (2 + data))
             else:
@@ -555,7 +562,7 @@ def calls_apart(rank, size, kind):
     return None
 
 
-@pytest.mark.parametrize("kind", ["weights", "steps", "dtype"])
+@pytest.mark.parametrize("kind", ["weights", "evaluation", "steps", "dtype"])
 def test_data_ranks_that_call_apart_are_told_so(four, kind):
     four(calls_apart, kind)
 
