@@ -18,7 +18,7 @@ from ..schedule.formats.json import to_json
 from ..schedule.formats.svg import to_svg
 from ..schedule.planner.plan import Plan, plan
 from ..schedule.schedule import Schedule
-from .number import number
+from .number import number, numbers
 
 _WRITERS: dict[str, Callable[[Schedule], str]] = {".csv": to_csv, ".json": to_json, ".svg": to_svg}
 _BAR = 30
@@ -49,7 +49,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         ("communication", "latency of a message; default 0"),
         ("weight-share", "share of an activation that is held from the input to the weight gradient; default 0"),
     ):
-        parser.add_argument(f"--{name}", type=_numbers, metavar="X[,X...]", help=f"{meaning}; one number, or one per stage")
+        parser.add_argument(f"--{name}", type=numbers, metavar="X[,X...]", help=f"{meaning}; one number, or one per stage")
     parser.add_argument("--costs", metavar="FILE", type=Path, help="JSON object with arguments of Costs, instead of these options")
     parser.add_argument("--layers", type=int, metavar="N", help="costs are those of N layers, which are also cut into stages")
     parser.add_argument("--cap", type=number, metavar="K", help="memory of a rank, in the unit of an activation; default: no limit")
@@ -57,12 +57,6 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chunks", type=_range, metavar="V|V..V", help="stages per rank, one number or a range; default 1..4 for any")
     parser.add_argument("--objective", choices=("makespan", "span"), default="makespan", help="what is to be short; default: makespan")
     parser.add_argument("--effort", type=number, metavar="N", default=1, help="how long to search; default 1, some seconds")
-
-
-def _numbers(text: str) -> Any:
-    """Read one number, or several apart by commas."""
-    values = [number(part) for part in text.split(",")]
-    return values if len(values) > 1 else values[0]
 
 
 def _range(text: str) -> Any:

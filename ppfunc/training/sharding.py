@@ -104,7 +104,7 @@ def gather(shards: Sequence[Tensor], dims: Dims, ranks: Ranks, *, most: int = MO
         whole = list(shards)
         for bucket, flat in zip(buckets, flats, strict=True):
             for n in (place.leaf for place in bucket.places):
-                whole[n] = shards[n].new_empty(_whole(shards[n].shape, dims[n], ranks.size))
+                whole[n] = shards[n].new_empty(whole_shape(shards[n].shape, dims[n], ranks.size))
             into = [_split(whole[place.leaf], dims[place.leaf], ranks.size) for place in bucket.places]
             copy_into_each(into, _split_views(bucket, flat, dims, ranks.size))
         return tuple(whole)
@@ -156,7 +156,8 @@ def _cut(dims: Dims) -> list[int]:
     return [n for n, dim in enumerate(dims) if dim is not None]
 
 
-def _whole(shape: Sequence[int], dim: int | None, ranks: int) -> tuple[int, ...]:
+def whole_shape(shape: Sequence[int], dim: int | None, ranks: int) -> tuple[int, ...]:
+    """The shape of what a tensor of this shape is one of so many equal parts of."""
     return tuple(size * ranks if d == dim else size for d, size in enumerate(shape))
 
 

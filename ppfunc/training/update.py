@@ -29,7 +29,7 @@ from ._torch import multiply_each
 from .norms import clip_coefficient, leaf_sums, norm_of
 from .precision import LossScale, Precision, overflow
 from .protocols import Optimizer, ShardOf, Tree
-from .sharding import Dims, Pending, gather, parts_of, reduce_shards, shard, shard_dim
+from .sharding import Dims, Pending, gather, parts_of, reduce_shards, shard, shard_dim, whole_shape
 
 OnNonfinite = Literal["skip", "raise", "ignore"]
 Shard = Literal["none", "optimizer", "params"]
@@ -219,7 +219,7 @@ class Ground(NamedTuple):
         """Where the parts that this data rank updates lie in their wholes; None where all are whole."""
         if all(dim is None for dim in dims):
             return None
-        wholes = [LeafSignature(_whole(t, dim, self.data.size), t.dtype, False) for t, dim in zip(own, dims, strict=True)]
+        wholes = [LeafSignature(whole_shape(t.shape, dim, self.data.size), t.dtype, False) for t, dim in zip(own, dims, strict=True)]
         return parts_of(wholes, dims, self.data.size, self.data.place)
 
     def update(self) -> ParameterUpdate:
@@ -258,14 +258,9 @@ class Ground(NamedTuple):
         part = self.rule.precision.to_compute(local(leaf))
         if cut.dim is None:
             return distributed(part, cut.layout)
-        bare = torch.empty(_whole(part, cut.dim, self.data.size), dtype=part.dtype, device=part.device)
+        bare = torch.empty(whole_shape(part.shape, cut.dim, self.data.size), dtype=part.dtype, device=part.device)
         bare.untyped_storage().resize_(0)
         return distributed(bare, cut.layout)
-
-
-def _whole(part: Tensor, dim: int | None, ranks: int) -> tuple[int, ...]:
-    """The shape of what a tensor is one of so many equal parts of."""
-    return tuple(size * ranks if d == dim else size for d, size in enumerate(part.shape))
 
 
 def _reduce(ground: Ground, buffers: Buffers, stage: int, gradients: dict[int, Tensor]) -> None:
