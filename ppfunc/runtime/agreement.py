@@ -18,12 +18,14 @@ from ppfunc.schedule import Schedule
 from ppfunc.stage import LeafSignature, Signature
 from ppfunc.stage.tree import tree_structure
 
-from .arguments import StepArguments, StepForm
+from .arguments import StepArguments
 from .cache import keep
 from .errors import AgreementError
+from .form import StepForm
 from .inprocess import InProcess
-from .lower import LoweredStep, StepSpec
+from .lowered import LoweredStep
 from .meshes import laid_out, require_same_layouts
+from .spec import StepSpec
 from .stage_programs import autocast
 from .ties import links_of_shared, require_same_forms, shared_forms
 from .transport import ControlTransport, Link, LossPart, Transport

@@ -17,16 +17,19 @@ from ppfunc.stage import Engine, Loss, Stage
 
 from .agreement import Agreement, Began, batch_name, rows_of
 from .analysis import Lowered
-from .arguments import RawArguments, StepArguments, StepForm, read_arguments
+from .arguments import RawArguments, StepArguments, read_arguments
 from .buffers import Buffers
 from .cache import CACHE_SIZE, RETRACES, CacheInfo, Entry, Last, keep, warn_of_retraces
 from .compile import CompiledStep, compile_step
 from .execute import StepFailed, describe_inputs, execute, fill
+from .form import StepForm
 from .functorch import transforming
-from .lower import Exchange, LoweredStep, StepSpec, lower
+from .lower import Exchange, lower
+from .lowered import LoweredStep
 from .record import Recorder, gather
 from .results import StepResult, collect
 from .rng import preserve_rng
+from .spec import StepSpec
 from .stage_programs import autocast, forget
 from .tail import losses_of
 from .ties import require_declared
