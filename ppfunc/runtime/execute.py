@@ -52,7 +52,7 @@ def fill(lowered: LoweredStep, arguments: StepArguments, before: Buffers | None 
             were not complete.
 
     Raises:
-        ValueError: a stage draws random numbers, and there is no seed.
+        ValueError: a stage draws random numbers, and there is no seed; a loss in float16 is to be scaled.
     """
     if arguments.seed is None and lowered.drawing:
         raise ValueError(f"stage {lowered.drawing[0]} draws random numbers; pass seed=(seed, step) to the step, two integers")
@@ -62,6 +62,7 @@ def fill(lowered: LoweredStep, arguments: StepArguments, before: Buffers | None 
     buffers.bare = arguments.params
     if before is not None:
         buffers.params, buffers.state, buffers.scale, buffers.carry = before.params, before.state, before.scale, before.carry
+        buffers.kept_before = [*before.kept_before, before.kept] if "aux" in lowered.spec.wants else []
         if not before.ends:
             buffers.gradients = before.gradients
             buffers.losses = {stage: [losses] for stage, losses in losses_of(lowered, before).items()}
@@ -80,12 +81,21 @@ def fill(lowered: LoweredStep, arguments: StepArguments, before: Buffers | None 
             if stage in lowered.losses:
                 weights = buffers.weights[stage] = weights_of(lowered, arguments, stage)
                 if buffers.scale is not None:
+                    _require_scalable(lowered, stage)
                     weights = tuple([weight * buffers.scale.to(weight.device, weight.dtype) for weight in weights])
                 shape = lowered.losses[stage].leaf.shape[1:]
                 buffers.cotangents.update(((stage, m), (weights[m].expand(shape),)) for m in chain.microbatches)
             if stage == chain.stages[0]:
                 buffers.values.update((Tag("F", BATCH, stage, m), tuple(arguments.inputs[m])) for m in chain.microbatches)
     return buffers
+
+
+def _require_scalable(lowered: LoweredStep, stage: int) -> None:
+    if lowered.losses[stage].leaf.dtype == torch.float16:
+        raise ValueError(
+            f"the loss of stage {lowered.schedule.model_stages[stage]} is float16, in which a scaled loss overflows; compute it in "
+            "float32, as loss_fn(y.float(), target) does, or leave out the scale"
+        )
 
 
 def weights_of(lowered: LoweredStep, arguments: StepArguments, stage: int) -> tuple[torch.Tensor, ...]:
@@ -96,9 +106,11 @@ def weights_of(lowered: LoweredStep, arguments: StepArguments, stage: int) -> tu
     device, dtype = lowered.form.devices[lowered.schedule.model_stages[stage]], lowered.losses[stage].leaf.dtype
     if arguments.loss_weights is not None:
         given = values(weights)  # of all rows, under a transform
-        if bool(((given != 0) & (given.to(dtype) == 0)).any()):
+        narrow = given.to(dtype)
+        if bool((((given != 0) & (narrow == 0)) | (given.isfinite() & ~narrow.isfinite())).any()):
             raise ValueError(
-                f"loss_weights: got {given.tolist()}, of which some become 0 in {dtype}, the dtype of the loss; compute the loss in float32"
+                f"loss_weights: got {given.tolist()}, of which some become 0 or infinite in {dtype}, the dtype of the loss; "
+                "compute the loss in float32"
             )
     return weights.to(device, dtype).unbind()
 
