@@ -20,6 +20,7 @@ from ppfunc.runtime.ties import Tied, TiedPlaces
 from ppfunc.schedule import Schedule, append_tail, forward_only, insert_unshards, reduce_early, remove_tail, remove_unshards
 from ppfunc.stage import Engine, Loss, Stage, graph
 from ppfunc.stage.layout import local
+from ppfunc.stage.signature import flatten
 from ppfunc.stage.tree import tree_leaves, tree_map
 
 from .training import Clip, LossScale, Optimizer, Precision, Transform, accepting_scale
@@ -79,6 +80,9 @@ class Trainer:
         stages = self._ranks.stages
         _require_trees("params", params, stages)
         _require_trees("state", state or {}, [s for s in stages if s in (state or {})])
+        for name, trees in (("params", params), ("state", state or {})):
+            for s, tree in trees.items():
+                flatten(tree, f"{name}[{s}]")  # raises for leaves that are no tensors
         rule, taken = self._rule, set[int]()
         masters = {s: rule.precision.to_master(tree_map(partial(_own, taken), tree)) for s, tree in params.items()}
         device = next((local(t).device for tree in masters.values() for t in tree_leaves(tree)), self._device())
@@ -312,6 +316,10 @@ def train_step(
     Raises:
         ScheduleError, ValueError, TypeError: as :func:`value_and_grad`; arguments that do not fit together.
     """
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh: got {shown(mesh)}, expected a DeviceMesh, such as torch's init_device_mesh makes")
+    if axes is not None and not isinstance(axes, Axes):
+        raise TypeError(f"axes: got {shown(axes)}, expected ppfunc.Axes('pp', data='dp')")
     if mesh is not None and transport is not None:
         raise ValueError("got a mesh and a transport, expected one of the two; ppfunc.P2P(mesh=mesh, axes=axes) is a transport over a mesh")
     if axes is not None and mesh is None:

@@ -1,5 +1,7 @@
 """Execute the calls of a compiled step, with buffers made for this step alone."""
 
+from functools import lru_cache
+
 import torch
 
 from ppfunc.schedule import Op, parts_of
@@ -104,15 +106,26 @@ def weights_of(lowered: LoweredStep, arguments: StepArguments, stage: int) -> tu
     if weights is None:
         weights = torch.full((m,), 1 / m, dtype=torch.float64)
     device, dtype = lowered.form.devices[lowered.schedule.model_stages[stage]], lowered.losses[stage].leaf.dtype
+    narrow = weights.to(device, dtype)
     if arguments.loss_weights is not None:
         given = values(weights)  # of all rows, under a transform
-        narrow = given.to(dtype)
-        if bool((((given != 0) & (narrow == 0)) | (given.isfinite() & ~narrow.isfinite())).any()):
-            raise ValueError(
-                f"loss_weights: got {given.tolist()}, of which some become 0 or infinite in {dtype}, the dtype of the loss; "
-                "compute the loss in float32"
-            )
-    return weights.to(device, dtype).unbind()
+        if given.device.type == "cpu":
+            _require_representable(tuple(given.flatten().tolist()), dtype)
+        else:  # where nothing may be read, they make no number
+            narrow = torch.where(((weights != 0) & (narrow == 0)).to(device), torch.nan, narrow)
+    return narrow.unbind()
+
+
+@lru_cache(maxsize=64)
+def _require_representable(weights: tuple[float, ...], dtype: torch.dtype) -> None:
+    """Raise ValueError for weights that the dtype of a loss does not know."""
+    given = torch.tensor(weights, dtype=torch.float64)
+    narrow = given.to(dtype)
+    if bool((((given != 0) & (narrow == 0)) | (given.isfinite() & ~narrow.isfinite())).any()):
+        raise ValueError(
+            f"loss_weights: got {list(weights)}, of which some become 0 or infinite in {dtype}, the dtype of the loss; "
+            "compute the loss in float32"
+        )
 
 
 def describe_inputs(failure: Failure, lowered: LoweredStep) -> str:

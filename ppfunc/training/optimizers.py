@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ..stage.tree import tree_leaves
 from ._torch import fused_adamw, fused_sgd
@@ -203,6 +204,8 @@ def _fused(kernel: Kernel, names: tuple[str, ...], lr: LearningRate, donate: boo
             plan, leaves = plan_of(params, grads, states)
             last = plan
         new, own = owned(plan, (params, *states.values()), (leaves[0], *leaves[2:]), donate)
+        if donate:  # the kernels do not count that they write
+            increment_version([leaf for column in own for leaf in column])
         # The kernels write unscaled gradients over those that they are given.
         gradients = gradients_of(plan, leaves[1], copy=grad_scale is not None and not donate)
         whole = None if parts is None else as_columns([parts[n] for n in plan.trained], [leaves[0][n].dtype for n in plan.trained])

@@ -19,7 +19,7 @@ from ..runtime.lower import ParameterUpdate
 from ..runtime.nonfinite import NotFinite
 from ..runtime.ties import leaf_number
 from ..stage import Signature
-from ..stage._torch import version
+from ..stage._torch import versions
 from ..stage.layout import distributed, layout_of, local
 from ..stage.tree import tree_flatten, tree_leaves, tree_map, tree_paths
 from ._torch import multiply_each
@@ -181,7 +181,7 @@ def _join(rule: UpdateRule, ranks: TrainingRanks, buffers: Buffers, losses: dict
     run.shares.clear()
     own = [part.sum().to(shares) for part in losses.values()] if ranks.model.place == 0 else []
     loss = torch.stack([shares[0], *own]).sum()
-    bad = (~shares.isfinite()).any().to(shares)  # the largest of several numbers need not be NaN where one is
+    bad = shares.isnan().any().to(shares)  # the largest of several numbers need not be NaN where one is
     total = torch.stack([shares[0] if isinf(p) else shares.sum(), loss, bad])
     largest = shares.amax() if isinf(p) else None
     waits = [ranks.world.all_reduce(total), *([] if largest is None else [ranks.world.all_reduce(largest, "max")])]
@@ -247,11 +247,13 @@ def _optimized(
 ) -> tuple[Tree, Tree]:
     """What the optimizer makes of gradients, its state and parameters; notes which of them it has written into."""
     _, state, params = given
-    before = [(leaf, version(leaf)) for leaf in tree_leaves((state, params))]
+    leaves = tree_leaves((state, params))
+    before = versions(leaves)
     try:
         made = rule.optimizer.update(*given, found_inf=run.found if rule.on_nonfinite == "skip" else None, parts=parts)
     finally:
-        run.written += [leaf for leaf, count in before if version(leaf) != count]
+        if (after := versions(leaves)) != before:
+            run.written += [leaf for leaf, one, other in zip(leaves, before, after, strict=True) if one != other]
     if not isinstance(made, tuple) or len(made) != 2:
         raise TypeError(f"the optimizer has returned {reprlib.repr(made)} for stage {stage}, expected (parameters, state)")
     for name, old, new in (("parameter", params, made[0]), ("state", state, made[1])):

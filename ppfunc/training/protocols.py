@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..stage._torch import version
+from ..stage._torch import versions
 from ..stage.signature import differentiable
 from ..stage.tree import tree_leaves, tree_map
 
@@ -157,11 +157,12 @@ def accepting_scale(optimizer: Optimizer) -> Optimizer:
         found_inf: Tensor | None = None,
         parts: Sequence[ShardOf] | None = None,
     ) -> tuple[Tree, Tree]:
-        before = [(leaf, version(leaf)) for leaf in tree_leaves((params, state))] if found_inf is not None else []
+        leaves = tree_leaves((params, state)) if found_inf is not None else []
+        before = versions(leaves)
         known = {"found_inf": found_inf, "parts": parts}
         known = known if any_keyword else {name: value for name, value in known.items() if name in taken}
         new = plain(unscaled(grads, grad_scale), state, params, **known)
-        if any(version(leaf) != count for leaf, count in before):
+        if versions(leaves) != before:
             raise ValueError(
                 "the optimizer has written into its arguments, which are still needed where gradients overflow; take copies, or let "
                 "its update take grad_scale, found_inf and parts by name, and change nothing where found_inf is 1"
