@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, get_args
@@ -17,7 +17,7 @@ from ppfunc.runtime import P2P, Axes, InProcess, Microbatches, StepSpec, Transpo
 from ppfunc.runtime.arguments import LossWeights, RawArguments, Seed, read_loss_weights
 from ppfunc.runtime.results import StepResult
 from ppfunc.runtime.ties import Tied, TiedPlaces
-from ppfunc.schedule import Schedule, append_tail, forward_only, insert_unshards, reduce_early, remove_tail, remove_unshards
+from ppfunc.schedule import Schedule, Timeline, append_tail, forward_only, insert_unshards, reduce_early, remove_tail, remove_unshards
 from ppfunc.stage import Engine, Loss, Stage, graph
 from ppfunc.stage.layout import local
 from ppfunc.stage.signature import flatten
@@ -112,7 +112,7 @@ class Trainer:
         Raises:
             PipelineError, AgreementError, StageError, ValueError, TypeError: as :func:`ppfunc.value_and_grad`. Nothing is updated.
         """
-        after, metrics = self._run(state, [(inputs, targets)], [loss_weights], seed, extras)
+        after, metrics = self._run(self._step, state, [(inputs, targets)], [loss_weights], seed, extras)
         return after, metrics[0]
 
     def steps(self, state: TrainState, batches: Sequence[tuple[Any, Any]], *, seed: Seed = None) -> tuple[TrainState, list[Metrics]]:
@@ -129,7 +129,19 @@ class Trainer:
         Raises:
             As :meth:`step`.
         """
-        return self._run(state, batches, None, seed, None)
+        return self._run(self._step, state, batches, None, seed, None)
+
+    def record(
+        self, state: TrainState, inputs: Any, targets: Any = None, *, loss_weights: LossWeights = None, seed: Seed = None,
+        extras: Mapping[int, Any] | None = None,
+    ) -> tuple[tuple[TrainState, Metrics], Timeline]:  # fmt: skip
+        """Run one step and measure it. Arguments as of :meth:`step`.
+
+        Returns:
+            What :meth:`step` returns, and the timeline of the last pass of the schedule, of all ranks of this pipeline, in seconds.
+        """
+        (after, metrics), timeline = self._run(self._step.record, state, [(inputs, targets)], [loss_weights], seed, extras)
+        return (after, metrics[0]), timeline
 
     def evaluate(
         self, state: TrainState, inputs: Any, targets: Any = None, *, loss_weights: LossWeights = None, seed: Seed = None,
@@ -156,12 +168,12 @@ class Trainer:
 
     # -- one call --------------------------------------------------------------------------
 
-    def _run(self, state: TrainState, *call: Any) -> tuple[TrainState, list[Metrics]]:
+    def _run(self, run: Callable[..., Any], state: TrainState, *call: Any) -> Any:
         """Run several steps; give up a state that was updated in place."""
         written: list[torch.Tensor] = []
         reason = "it was updated in place by a step that has failed since"
         try:
-            made = self._step(state, *call, written)
+            made = run(state, *call, written)
             reason = "it was given up to a step by donate=True"
             return made
         finally:

@@ -19,7 +19,7 @@ from .collective import Collective
 from .compile import CompiledStep, bind
 from .execute import StepFailed, fill
 from .gradients import LeafGradients
-from .lower import LoweredStage
+from .lowered import LoweredStage
 from .ties import leaf_names
 from .transport import Failure, Transport
 

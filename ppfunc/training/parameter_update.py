@@ -15,8 +15,8 @@ from torch import Tensor
 from ..runtime.arguments import StepArguments
 from ..runtime.buffers import Buffers, Leaves
 from ..runtime.collective import Wait
-from ..runtime.lower import ParameterUpdate
 from ..runtime.nonfinite import NotFinite
+from ..runtime.spec import ParameterUpdate
 from ..runtime.ties import leaf_number
 from ..stage import Signature
 from ..stage._torch import versions
