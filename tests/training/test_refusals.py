@@ -656,7 +656,7 @@ def disagreeing(rank, size, kind):
     began = time.monotonic()
     with pp.train_step(stages, squared, pp.gpipe(1, 4), optimizer, mesh, axes=pp.Axes("pp", "dp"), **options) as trainer:
         if kind == "parameters":
-            params, text = {0: {"w": params[0]["w"] + rank}}, "the parameters of stage 0 have the checksum"
+            params, text = {0: {"w": params[0]["w"] + rank}}, "the parameters of stage 0 with the checksum"
         state = trainer.init(params)
         if kind == "scale of the state":
             state, text = state._replace(scale={**state.scale, "scale": state.scale["scale"] * (1 + rank)}), "with the scale"
@@ -664,7 +664,7 @@ def disagreeing(rank, size, kind):
             state, text = state._replace(step=state.step + rank), "state of step [01]"
         elif kind == "moments":
             moments = {**state.optimizer[0], "mean": tree_map(lambda t: t + rank, state.optimizer[0]["mean"])}
-            state, text = state._replace(optimizer={0: moments}), "the optimizer state of stage 0 have the checksum"
+            state, text = state._replace(optimizer={0: moments}), "the optimizer state of stage 0 with the checksum"
         elif kind == "state of stages":
             return refuse_state(trainer, params)
         with pytest.raises(pp.AgreementError, match=text):
