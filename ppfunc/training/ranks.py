@@ -140,16 +140,22 @@ class TrainingRanks(NamedTuple):
         parts = shard(tuple(map(local, leaves)), tuple(cut.dim for cut in cuts), self.data.size, self.data.place)
         state = optimizer.init(treedef.unflatten(parts))
         flatten(state, f"optimizer.init({name})")  # raises for leaves that are no tensors
-        shapes, layouts = [t.shape for t in parts], [cut.kept for cut in cuts]
+        layouts = [cut.kept for cut in cuts]
+        trained = [n for n, leaf in enumerate(parts) if differentiable(leaf.dtype)]
+        bare = treedef.unflatten(leaf if differentiable(leaf.dtype) else None for leaf in parts)
+        forms = [(treedef, range(len(parts))), (tree_structure(bare), trained)]  # of trees like the parameters, or those of them that train
 
-        def is_like(node: Any) -> bool:
-            return tree_structure(node) == treedef and [t.shape for t in tree_leaves(node)] == shapes
+        def numbers_of(node: Any) -> Sequence[int] | None:
+            structure, shapes = tree_structure(node), [t.shape for t in tree_leaves(node)]
+            return next((own for form, own in forms if form == structure and shapes == [parts[n].shape for n in own]), None)
 
         def laid(node: Any) -> Any:
-            return treedef.unflatten(map(distributed, tree_leaves(node), layouts)) if is_like(node) else node
+            numbers = numbers_of(node)
+            made = () if numbers is None else (distributed(t, layouts[n]) for t, n in zip(tree_leaves(node), numbers, strict=True))
+            return node if numbers is None else tree_structure(node).unflatten(made)
 
         kept = treedef.unflatten(map(distributed, parts, layouts)) if self.shards_params else params
-        return kept, optree.tree_map(laid, state, is_leaf=is_like, namespace=NAMESPACE)
+        return kept, optree.tree_map(laid, state, is_leaf=lambda node: numbers_of(node) is not None, namespace=NAMESPACE)
 
     def given(self, params: Tree, precision: Precision) -> Tree:
         """The parameters of a stage as a step is given them: without memory where they are gathered in it."""

@@ -25,7 +25,7 @@ def start_facts(options: Sequence[str], ranks: TrainingRanks, state: TrainState)
     scale = ", ".join(f"{name} {value.item():g}" for name, value in sorted(state.scale.items()))
     common = [*options, f"state of step {int(state.step)}{f' with the scale {scale}' if scale else ''}"]
     trees = [(f"{name} of stage {s}", tree) for s in ranks.stages for name, tree in _trees(state, s)] if ranks.data.size > 1 else []
-    held = [f"the {name} have the checksum {_checksum([t for t in tree_leaves(tree) if ranks.is_whole(t)])}" for name, tree in trees]
+    held = [f"the {name} with the checksum {_checksum([t for t in tree_leaves(tree) if ranks.is_whole(t)])}" for name, tree in trees]
     return "; ".join(common), "; ".join(held)
 
 

@@ -613,7 +613,8 @@ def require_no_growth(answer):
     (before, after), entries, steps = answer
     assert after[0] <= before[0] + 8
     assert after[1] <= before[1] + 4 * 2**20
-    assert after[2:] == before[2:]
+    assert after[2] <= before[2]
+    assert after[3] <= before[3]
     assert entries == [1, 1, 1]
     assert steps == 195
 
@@ -655,7 +656,7 @@ def disagreeing(rank, size, kind):
     began = time.monotonic()
     with pp.train_step(stages, squared, pp.gpipe(1, 4), optimizer, mesh, axes=pp.Axes("pp", "dp"), **options) as trainer:
         if kind == "parameters":
-            params, text = {0: {"w": params[0]["w"] + rank}}, "the parameters of stage 0 have the checksum"
+            params, text = {0: {"w": params[0]["w"] + rank}}, "the parameters of stage 0 with the checksum"
         state = trainer.init(params)
         if kind == "scale of the state":
             state, text = state._replace(scale={**state.scale, "scale": state.scale["scale"] * (1 + rank)}), "with the scale"
@@ -663,7 +664,7 @@ def disagreeing(rank, size, kind):
             state, text = state._replace(step=state.step + rank), "state of step [01]"
         elif kind == "moments":
             moments = {**state.optimizer[0], "mean": tree_map(lambda t: t + rank, state.optimizer[0]["mean"])}
-            state, text = state._replace(optimizer={0: moments}), "the optimizer state of stage 0 have the checksum"
+            state, text = state._replace(optimizer={0: moments}), "the optimizer state of stage 0 with the checksum"
         elif kind == "state of stages":
             return refuse_state(trainer, params)
         with pytest.raises(pp.AgreementError, match=text):
@@ -717,9 +718,11 @@ def odd_leaves(rank, size, shard):
     weights = [0.0] * 4 if rank else [1.0] * 4
     with trainer_of(stages=[stage], schedule=pp.gpipe(1, 4), mesh=mesh, axes=pp.Axes("pp", "dp"), shard=shard, **options) as trainer:
         state, metrics = trainer.step(trainer.init({0: params}), x + rank, y, loss_weights=weights)
-        with pytest.raises(ValueError, match="their sum over all data ranks is 0"):
+        with pytest.raises((ValueError, pp.PipelineError), match="their sum over all data ranks is 0"):
             trainer.step(state, x, y, loss_weights=[0.0] * 4)
         assert trainer.evaluate(state, x + rank, y, loss_weights=weights).isfinite()
+    moments = tree_leaves(state.optimizer[0]["mean"])
+    assert [isinstance(t, DTensor) for t in moments] == [shard != "none" and t.numel() % 2 == 0 and t.numel() > 0 for t in moments]
     assert metrics.loss.item() == pytest.approx(found.loss.item(), rel=1e-12)
     assert metrics.grad_norm.item() == pytest.approx(found.grad_norm.item(), rel=1e-12)
     for name, leaf in state.params[0].items():
@@ -744,17 +747,18 @@ def lying_differently(rank, size, kind):
         return x + p["w"].sum()
 
     if kind == "tied":
-        schedule, params, options["tied"] = (
-            pp.interleaved_one_f_one_b(1, 4, 2),
-            {0: {"w": part}, 1: {"w": whole}},
-            {"w": [(0, "w"), (1, "w")]},
-        )
+        schedule, params = pp.interleaved_one_f_one_b(1, 4, 2), {0: {"w": part}, 1: {"w": whole}}
+        options["tied"] = {"w": [(0, "w"), (1, "w")]}
         error, text = ValueError, "tied parameters have one shape and dtype"
     else:
         schedule, params = pp.gpipe(1, 4), {0: {"w": part if rank else whole}}
         error, text = pp.AgreementError, r"params\[0\]\['w'\]: torch.float64 of \[4,4\]"
     began = time.monotonic()
-    with trainer_of(stages=[stage] * len(params), schedule=schedule, **options) as trainer, pytest.raises(error, match=text):
+    stages = [stage] * len(params)
+    with (
+        trainer_of(stages=stages, schedule=schedule, **options) as trainer,
+        pytest.raises((error, pp.PipelineError), match=text),
+    ):
         trainer.step(trainer.init(params), x, x)
     return time.monotonic() - began
 
