@@ -24,7 +24,7 @@ _MORE = ("options", "layers", "layers_per_stage", "input_weight", "output_weight
 
 
 class Configured(NamedTuple):
-    """What a configuration says of a pipeline.
+    """A schedule, and where to split the model for it.
 
     Args:
         schedule: what every rank does.
@@ -60,14 +60,14 @@ def configure(config: Mapping[str, Any]) -> Configured:
     if "layers_per_stage" in config:
         require_counts(0, layers=layers)
         require_counts(ranks=ranks, layers_per_stage=config["layers_per_stage"])
-        stages = -(-layers // config["layers_per_stage"])
+        stages = -(-config["layers"] // config["layers_per_stage"])
     if stages is not None and "chunks" not in options and _takes_chunks(config["schedule"]) and not stages % ranks:
         options["chunks"] = stages // ranks
-    sizes = {key: config[key] for key in _KEYS[1:]}
-    schedule = build_schedule(config["schedule"], **sizes, **options)
+    schedule = _built(config["schedule"], ranks, count_microbatches(config["batch_size"], config["microbatch_size"]), options)
     own = len(set(schedule.model_stages))
     if stages not in (None, own):
         raise ValueError(f"the configuration cuts the model into {stages} stages, but {schedule.name} has {own} on {ranks} ranks")
+    _warn_of_bubble(schedule, config["batch_size"])
     if layers is not None:
         points = split_points(layers, own, config.get("input_weight", 1), config.get("output_weight", 1))
     return Configured(schedule, None if points is None else tuple(points))
@@ -131,22 +131,8 @@ def build_schedule(
     >>> build_schedule("1F1B", ranks=2, batch_size=8, microbatch_size=2).microbatches
     4
     """
-    microbatches = count_microbatches(batch_size, microbatch_size)
-    if callable(schedule):
-        built = schedule(ranks, microbatches, **options)
-    elif isinstance(schedule, str) and not _is_path(schedule):
-        built = find_builder(schedule)(ranks, microbatches, **options)
-    elif options:
-        raise ValueError(f"a schedule that is read from {schedule} takes no options, got {sorted(options)}")
-    else:
-        built = _read(Path(schedule), ranks, microbatches)
-    stages = len(built.placement)
-    if microbatches < stages:
-        warnings.warn(
-            f"{microbatches} microbatches are fewer than the {stages} stages of {built.name}, which leaves a bubble in the "
-            f"pipeline: a microbatch size of {max(1, batch_size // stages)} or less makes more of them",
-            stacklevel=2,
-        )
+    built = _built(schedule, ranks, count_microbatches(batch_size, microbatch_size), options)
+    _warn_of_bubble(built, batch_size)
     return built
 
 
@@ -212,6 +198,28 @@ def split_points_for(
     several = len(example.placement) > len(example.programs)
     stages = count_stages(layers, ranks, several=several, layers_per_stage=layers_per_stage)
     return split_points(layers, stages, input_weight, output_weight)
+
+
+def _built(schedule: Any, ranks: int, microbatches: int, options: dict[str, Any]) -> Schedule:
+    """The schedule of a builder, of its name, or of a file."""
+    if callable(schedule):
+        return schedule(ranks, microbatches, **options)
+    if isinstance(schedule, str) and not _is_path(schedule):
+        return find_builder(schedule)(ranks, microbatches, **options)
+    if options:
+        raise ValueError(f"a schedule that is read from {schedule} takes no options, got {sorted(options)}")
+    return _read(Path(schedule), ranks, microbatches)
+
+
+def _warn_of_bubble(schedule: Schedule, batch_size: int) -> None:
+    """Warn the caller of this function's caller of fewer microbatches than stages."""
+    stages = len(schedule.placement)
+    if schedule.microbatches < stages:
+        warnings.warn(
+            f"{schedule.microbatches} microbatches are fewer than the {stages} stages of {schedule.name}, which leaves a bubble in the "
+            f"pipeline: a microbatch size of {max(1, batch_size // stages)} or less makes more of them",
+            stacklevel=3,
+        )
 
 
 def _is_path(schedule: str) -> bool:

@@ -75,6 +75,9 @@ def test_few_microbatches_warn_of_a_bubble():
     with pytest.warns(UserWarning, match="2 microbatches are fewer than the 4 stages of .* bubble") as record:
         build_schedule("gpipe", ranks=4, batch_size=8, microbatch_size=4)
     assert record[0].filename == __file__
+    with pytest.warns(UserWarning, match="fewer than the 4 stages") as record:
+        configure({"schedule": "gpipe", "ranks": 4, "batch_size": 8, "microbatch_size": 4})
+    assert record[0].filename == __file__
     with pytest.warns(UserWarning, match="4 microbatches are fewer than the 8 stages"):
         build_schedule("interleaved_1f1b", ranks=4, batch_size=4, microbatch_size=1)
     with warnings.catch_warnings():
