@@ -89,7 +89,8 @@ def value_and_grad(
           ``schedule.model_stages_of(rank)`` says which. Leaves here, and of all other trees, are tensors or DTensors, of which a
           stage is given the part of this rank.
         * ``inputs``, ``targets``: a tree, every leaf of which is cut along axis 0 into the schedule's microbatches,
-          as views; or :class:`ppfunc.Microbatches`, which may differ in shape. A process that does not run the
+          as views; or :class:`ppfunc.Microbatches`, which may differ in shape. They may stay on the host: each microbatch is
+          copied to the device of its stage at its ``LOAD``, before its forward where there is none. A process that does not run the
           last stage may pass None for the targets; one that does not run the first, None for the inputs.
         * ``loss_weights``: those of this step, where they differ from step to step.
         * ``seed``: ``(seed, step)``, two integers, for stages that draw random numbers; the same on every rank.
