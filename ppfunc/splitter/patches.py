@@ -71,10 +71,10 @@ class GradientsAsked(TorchFunctionMode):
     """Lets a model ask for the gradient of a value that has one, such as a view of an input, where torch takes leaves alone."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__) and args[0].grad_fn is not None:  # type: ignore[attr-defined]
-            if all(args[1:]) and all((kwargs or {}).values()):
-                return args[0]
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        asks = func in (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+        known = asks and all(args[1:]) and all(kwargs.values()) and args[0].grad_fn is not None
+        return args[0] if known else func(*args, **kwargs)
 
 
 @contextmanager
