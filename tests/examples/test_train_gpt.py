@@ -141,8 +141,8 @@ def test_torchrun_goes_on_after_a_rank_was_killed(trained, environment, tmp_path
             time.sleep(0.01)
         os.kill(rank_of(process, 1), signal.SIGKILL)
         told, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, told[-3000:]
-    assert "Signal 9" in told or "SIGKILL" in told, told[-3000:]
+    assert process.returncode == 0, told
+    assert "exitcode: -9" in told, told
     assert losses_in(tmp_path) == expected.losses  # to the bit
 
 
