@@ -81,7 +81,11 @@ def joined(sizes: Sizes) -> Iterator[Place]:
     device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+    # torchrun starts processes anew on the store of those that have died: what these have left there must not be found.
+    store, _, size = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    backend = "nccl" if on_gpu else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=device if on_gpu else None)
     try:
         mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
         with pp.P2P(mesh=mesh, axes=AXES) as transport:

@@ -4,6 +4,9 @@
     python examples/train_gpt.py --schedule zbv --stages 8        # two stages on each of 4 ranks
     python examples/train_gpt.py --stages 2 --data 2 --tensor 2   # a grid of 2 x 2 x 2 processes
     torchrun --nproc-per-node 4 examples/train_gpt.py             # the first, started by torchrun
+    python examples/train_gpt.py --save runs --resume             # goes on from the last checkpoint, on any grid
+
+Under ``torchrun --max-restarts 3 ... --save runs --resume`` it goes on by itself after a process has died.
 
 The loss curve is the same whatever the schedule, the number of stages and the grid.
 """
@@ -12,12 +15,14 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from statistics import mean, median
 from threading import RLock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import corpus
 import gpt
@@ -67,6 +72,9 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--lr", type=float, default=3e-3, help="(default: %(default)s)")
     add("--seed", type=int, default=0, help="(default: %(default)s)")
     add("--in-process", action="store_true", help="all ranks in this process")
+    add("--save", type=Path, help="folder for checkpoints (default: none are saved)")
+    add("--every", type=int, default=50, help="steps from one checkpoint to the next (default: %(default)s)")
+    add("--resume", action="store_true", help="go on from the latest checkpoint, if there is one")
     add("--out", type=Path, default=Path("out"), help="folder for the loss and the pictures (default: %(default)s)")
     options = parser.parse_args(arguments)
     try:
@@ -102,6 +110,11 @@ class Plan(NamedTuple):
         last = len(self.partition.sizes) - 1
         return {"byte": [(0, "0.byte"), (last, f"{self.partition.sizes[last] - 1}.out")]} if self.config.tied else {}
 
+    def name(self, stage: int, leaf: str) -> str:
+        """The name of a parameter in the model, whatever the stages."""
+        layer, _, key = leaf.partition(".")
+        return f"layers.{self.partition.layers_of(stage)[int(layer)]}.{key}"
+
     def initialise(self, stage: int, seed: int, device: torch.device) -> list[gpt.Params]:
         """The first parameters of a stage of the model, this rank's part of them."""
         params = gpt.initialise(self.model, self.partition.layers_of(stage), seed, device)
@@ -116,10 +129,25 @@ def plan(options: argparse.Namespace, mesh: DeviceMesh | None = None) -> Plan:
     Raises:
         ValueError: options that do not fit together.
     """
-    for name in ("steps", "stages", "microbatches", "batch", "context", "width", "layers", "heads", "data", "tensor", "accumulate"):
+    for name in (
+        "steps",
+        "stages",
+        "microbatches",
+        "batch",
+        "context",
+        "width",
+        "layers",
+        "heads",
+        "data",
+        "tensor",
+        "accumulate",
+        "every",
+    ):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name}: got {value}, expected at least 1")
+    if options.resume and options.save is None:
+        raise ValueError("--resume goes on from the checkpoints of --save; give their folder")
     if options.clip is not None and not options.clip >= 0:
         raise ValueError(f"--clip: got {options.clip}, expected a norm, at least 0")
     if options.context > MOST_CONTEXT:
@@ -195,17 +223,29 @@ def train(options: argparse.Namespace, place: launch.Place) -> Result:
     )  # fmt: skip
     state = trainer.init({stage: todo.initialise(stage, options.seed, place.device) for stage in place.held(schedule)})
 
-    progress = Progress(options, shown=place.rank == 0)
+    def run(losses: list[float]) -> dict[str, Any]:
+        """All that training goes on from."""
+        rest = [math.nan] * (options.steps - len(losses))
+        return {"state": state, "step": len(losses), "losses": torch.tensor(losses + rest, dtype=torch.float64)}
+
+    losses: list[float] = []
+    if options.resume:
+        with suppress(FileNotFoundError):  # before the first checkpoint
+            last = pp.load(options.save, like=run(losses), names=todo.name)
+            state, losses = last["state"], last["losses"][: last["step"]].tolist()
+    progress = Progress(options, losses, shown=place.rank == 0)
     for n in progress:
         state, metrics = trainer.step(state, *batch(n))
         progress.note(metrics.loss.item())
+        if options.save and (n + 1) % options.every == 0:
+            pp.save(options.save, run(progress.losses), names=todo.name)
 
     pieces = (corpus.validation_batch(text.validation, options.batch, options.context, n) for n in range(VALIDATION_BATCHES))
     result = Result(progress.losses, mean(trainer.evaluate(state, *part(windows)).item() for windows in pieces))
     _, measured = trainer.record(state, *batch(options.steps))
     whole = gathered(todo, state, place)
     if place.rank == 0:
-        report(options, measured, simulate(trainer.schedule, measured.costs()), median(progress.seconds), result)
+        report(options, measured, simulate(trainer.schedule, measured.costs()), median(progress.seconds or [math.nan]), result)
         sample = gpt.generate(gpt.layers(todo.config), whole, text.validation[: options.context], SAMPLE, options.seed)
         print(f"\nA sample, after the {options.context} bytes that it begins with:\n{sample}")
     return result
@@ -214,12 +254,14 @@ def train(options: argparse.Namespace, place: launch.Place) -> Result:
 class Progress:
     """A progress bar with the loss and the speed, and what it has seen."""
 
-    def __init__(self, options: argparse.Namespace, shown: bool) -> None:
-        self.losses: list[float] = []
+    def __init__(self, options: argparse.Namespace, losses: list[float], shown: bool) -> None:
+        self.losses = losses
         self.seconds: list[float] = []
         self.tokens = options.batch * options.context
         tqdm.set_lock(RLock())  # one process writes; the lock for several would outlive an interrupt
-        self.bar = tqdm(range(options.steps), unit="step", disable=not shown, dynamic_ncols=True)
+        self.bar = tqdm(
+            range(len(losses), options.steps), initial=len(losses), total=options.steps, unit="step", disable=not shown, dynamic_ncols=True
+        )
 
     def __iter__(self) -> Iterator[int]:
         for n in self.bar:

@@ -91,6 +91,61 @@ def test_a_grid_of_eight_processes_has_the_curve_of_one(trained, environment, tm
     assert "A sample" in done.stdout
 
 
+def losses_in(folder):
+    return [float(line.split(",")[1]) for line in (folder / "loss.csv").read_text().splitlines()]
+
+
+def test_a_run_goes_on_from_a_checkpoint_on_another_grid(example, trained, environment, tmp_path):
+    expected = trained("--stages", "1", "--steps", "8")
+    saving = ["--steps", "8", "--save", str(tmp_path / "runs"), "--every", "2"]
+    assert trained("--stages", "2", *saving).losses == pytest.approx(expected.losses, rel=1e-6)
+    for step in (8, 6):
+        shutil.rmtree(tmp_path / "runs" / f"step-{step}")
+    again = trained("--stages", "2", *saving, "--resume")
+    assert again == trained("--stages", "2", "--steps", "8")  # to the bit
+    shutil.rmtree(tmp_path / "runs" / "step-8")
+    shutil.rmtree(tmp_path / "runs" / "step-6")
+    command = [sys.executable, EXAMPLES / "train_gpt.py", *SMALL, *saving, "--resume", "--stages", "3", "--data", "2"]
+    done = subprocess.run([*command, "--shard", "params", "--out", tmp_path], env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert losses_in(tmp_path) == pytest.approx(expected.losses, rel=1e-5)
+    assert losses_in(tmp_path)[:4] == again.losses[:4]
+    finished = trained("--stages", "4", *saving, "--resume")
+    assert finished.losses == losses_in(tmp_path)
+
+
+def rank_of(process, rank, patience=60):
+    """The process of a rank that torchrun has started."""
+    for _ in range(patience * 10):
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+                if parent == process.pid and f"\0RANK={rank}\0" in (path / "environ").read_text():
+                    return int(path.name)
+            except (OSError, ValueError):
+                pass
+        time.sleep(0.1)
+    raise TimeoutError(f"torchrun has no rank {rank}")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds the processes in /proc")
+def test_torchrun_goes_on_after_a_rank_was_killed(trained, environment, tmp_path):
+    steps = ["--steps", "40", "--every", "2"]
+    expected = trained("--stages", "2", *steps)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    command = [*torchrun, EXAMPLES / "train_gpt.py", *SMALL, *steps, "--save", tmp_path / "runs", "--resume", "--out", tmp_path]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        while not (tmp_path / "runs" / "step-2").exists():
+            assert process.poll() is None, process.stdout.read()[-3000:]
+            time.sleep(0.01)
+        os.kill(rank_of(process, 1), signal.SIGKILL)
+        told, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, told
+    assert "exitcode: -9" in told, told
+    assert losses_in(tmp_path) == expected.losses  # to the bit
+
+
 def test_runs_plainly_in_processes_of_its_own(environment, tmp_path):
     command = [sys.executable, EXAMPLES / "train_gpt.py", *SMALL, "--stages", "2", "--steps", "25", "--lr", "0.02"]
     done = subprocess.run([*command, "--out", tmp_path], env=environment, capture_output=True, text=True, timeout=120, check=True)
@@ -168,6 +223,8 @@ def test_options_that_do_not_fit_are_refused_at_once(example, capsys):
         ("--tensor 3", "4 heads are not divisible by --tensor 3"),
         ("--tensor 2 --in-process", "--in-process runs one pipeline"),
         ("--clip -1", "--clip: got -1.0, expected a norm, at least 0"),
+        ("--resume", "--resume goes on from the checkpoints of --save; give their folder"),
+        ("--every 0", "--every: got 0"),
     ]:
         with pytest.raises(SystemExit) as caught:
             train_gpt.parse_options(wrong.split())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from hashlib import sha256
 from types import TracebackType
 from typing import Any, Self
 
@@ -11,6 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import PrefixStore
+
+from ppfunc.runtime._torch import ProcessGroupGloo, all_gather, store_of, timeout_of
 
 from .errors import CheckpointError
 from .tensor_file import bytes_of
@@ -31,29 +36,42 @@ class Peers:
     """
 
     def __init__(self, group: Group) -> None:
-        self._group: ProcessGroup | None = None
+        self._group: Any = None
         ranks, own = _ranks(group)
         if own not in ranks:
             raise ValueError(f"group: got one of the ranks {ranks}, this process is rank {own}; call it on the ranks of the group only")
         self.rank, self.size = ranks.index(own), len(ranks)
         if self.size > 1:
-            self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True, group_desc="ppfunc checkpoint")
+            self._open(ranks)
+
+    def _open(self, ranks: list[int]) -> None:
+        """Connect to the others. torch's new_group would take the keys of a group that has ended for those of the next one."""
+        world: Any = dist.group.WORLD
+        name = f"ppfunc/checkpoints/{sha256(repr(ranks).encode()).hexdigest()[:16]}"
+        # The n-th time that each rank comes here is the same.
+        with _within_reach():
+            number = store_of(world).add(f"{name}/{self.rank}", 1)
+            store = PrefixStore(f"{name}/{number}", store_of(world))
+            self._group = ProcessGroupGloo(store, self.rank, self.size, timeout_of(world))
+            self.exchange(None)
+            store.delete_key(f"0/{self.rank}")  # by which the others, who are all here, have found this rank
 
     def exchange(self, value: Any) -> list[Any]:
         """The values of all ranks, in their order; JSON."""
-        if self._group is None:
+        if self.size == 1:
             return [value]
-        own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = [torch.zeros((), dtype=torch.int64) for _ in range(self.size)]
-        try:
-            dist.all_gather(sizes, torch.tensor(own.numel()), group=self._group)
-            padded = torch.zeros(max(map(int, sizes)), dtype=torch.uint8)
-            padded[: own.numel()] = own
-            texts = [torch.empty_like(padded) for _ in sizes]
-            dist.all_gather(texts, padded, group=self._group)
-        except RuntimeError as error:
-            raise CheckpointError(f"a rank is gone, or has given up ({str(error).splitlines()[0][:300]})") from error
-        return [json.loads(bytes(bytes_of(text)[: int(size)])) for text, size in zip(texts, sizes, strict=True)]
+        text = bytearray(json.dumps(value).encode())
+        with _within_reach():
+            sizes = self._gathered(torch.tensor([len(text)])).tolist()
+            texts = self._gathered(torch.frombuffer(text.ljust(max(sizes)), dtype=torch.uint8))
+        memory = bytes_of(texts)
+        return [json.loads(bytes(memory[max(sizes) * rank :][:size])) for rank, size in enumerate(sizes)]
+
+    def _gathered(self, own: torch.Tensor) -> torch.Tensor:
+        """The tensors of all ranks one after the other."""
+        every = own.new_empty(self.size * own.numel())
+        all_gather(self._group, every, own).wait()
+        return every
 
     def together(self, work: Callable[[], Any]) -> list[Any]:
         """Run ``work`` on every rank; where it raises on one, all raise, with its kind and the rank.
@@ -76,16 +94,25 @@ class Peers:
         return [found for found, _ in told]
 
     def close(self) -> None:
-        """End the process group."""
-        group, self._group = self._group, None
-        if group is not None:
-            dist.destroy_process_group(group)
+        """End the process group, which ends with its last reference."""
+        self._group = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+@contextmanager
+def _within_reach() -> Iterator[None]:
+    """Raise CheckpointError where another rank does not answer."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except RuntimeError as error:
+        raise CheckpointError(f"a rank is gone, or has given up ({str(error).splitlines()[0][:300]})") from error
 
 
 def _ranks(group: Group) -> tuple[list[int], int]:

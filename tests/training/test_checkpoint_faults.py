@@ -1,0 +1,265 @@
+"""A save that dies at any of its calls of the operating system leaves the old checkpoint or the new one, and never another."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ppfunc as pp
+
+CALLS = ("open", "mkdir", "write", "pwrite", "fsync", "rename", "unlink", "rmdir", "close", "scandir", "listdir")
+
+
+def state(step: int) -> dict[str, Any]:
+    return {
+        "step": step,
+        "a": torch.full((300,), float(step)),
+        "b": torch.full((7, 5), float(step), dtype=torch.float64),
+        "c": torch.tensor(step),
+    }
+
+
+def load(root: Path) -> int:
+    """The step that is loaded, all of one save."""
+    like = {"step": 0, "a": torch.full((300,), torch.nan), "b": torch.full((7, 5), torch.nan, dtype=torch.float64), "c": torch.tensor(-1)}
+    found = pp.load(root, like=like)
+    step = found["step"]
+    assert all(bool((found[name] == step).all()) for name in "abc"), found
+    assert pp.latest(root) == root / f"step-{step}"
+    return step
+
+
+class Count:
+    """Counts calls of the operating system of every thread, and does something at one of them.
+
+    Args:
+        number: of the call, from 0.
+        before: called at that, with the function and its arguments, in its place.
+    """
+
+    def __init__(self, number: int, before: Callable[..., Any]) -> None:
+        self.number, self.before, self.seen, self.lock = number, before, 0, threading.Lock()
+
+    def patch(self, set_: Callable[[Any, str, Any], None]) -> None:
+        for name in CALLS:
+            set_(os, name, self.counted(getattr(os, name)))
+
+    def counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self.lock:
+                now = self.seen == self.number
+                self.seen += 1
+            return (self.before if now else lambda f, *a, **k: f(*a, **k))(function, *args, **kwargs)
+
+        return call
+
+
+def die_before(function, *args, **kwargs):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_after(function, *args, **kwargs):
+    function(*args, **kwargs)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_within(function, *args, **kwargs):
+    if len(args) > 1 and isinstance(args[1], memoryview):  # a write
+        function(args[0], args[1][: len(args[1]) // 2], *args[2:])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def in_child(job: Callable[[], None]) -> int:
+    """Run ``job`` in a copy of this process; the signal that has ended it, 0 for none."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            job()
+            status = 0
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+
+
+@pytest.mark.parametrize(("die", "keep"), [(die_before, 1), (die_before, 2), (die_after, 1), (die_within, 1)])
+def test_a_save_that_is_killed_at_any_call_leaves_old_or_new(tmp_path, die, keep):
+    pp.save(tmp_path / "first", state(1))
+    outcomes = []
+    for number in range(500):
+        root = tmp_path / str(number)
+        shutil.copytree(tmp_path / "first", root)
+
+        def job(root=root, number=number):
+            Count(number, die).patch(setattr)
+            pp.save(root, state(2), keep=keep)
+
+        ended = in_child(job)
+        outcomes.append(load(root))
+        pp.save(root, state(3), keep=1)
+        assert load(root) == 3 and os.listdir(root) == ["step-3"]
+        if not ended:
+            break
+    assert len(outcomes) > 30 and outcomes[0] == 1 and outcomes[-1] == 2
+    assert outcomes == sorted(outcomes)
+
+
+def test_the_first_save_that_is_killed_leaves_nothing_or_all(tmp_path):
+    for number in range(500):
+        root = tmp_path / str(number) / "runs"
+
+        def job(root=root, number=number):
+            Count(number, die_before).patch(setattr)
+            pp.save(root, state(2))
+
+        ended = in_child(job)
+        assert (pp.latest(root) is None) or load(root) == 2
+        if not ended:
+            break
+    assert load(root) == 2
+
+
+def test_an_error_at_any_call_leaves_old_or_new(tmp_path, monkeypatch):
+    """The disk is full, or fails: the save raises, or has saved; nothing of it is left over."""
+
+    def fail(function, *args, **kwargs):
+        if function.__name__ == "close":
+            function(*args, **kwargs)
+        raise OSError(28, "No space left on device")
+
+    pp.save(tmp_path / "first", state(1))
+    for number in range(500):
+        root = tmp_path / str(number)
+        shutil.copytree(tmp_path / "first", root)
+        count, raised = Count(number, fail), None
+        with monkeypatch.context() as patched:
+            count.patch(patched.setattr)
+            try:
+                with pytest.MonkeyPatch.context():
+                    pp.save(root, state(2), keep=None)
+            except OSError as error:
+                raised = error
+            except UserWarning as warning:  # saved, but cleaning has failed
+                raised = warning
+        assert load(root) == 2 if raised is None else load(root) in (1, 2)
+        pp.save(root, state(3), keep=1)
+        assert os.listdir(root) == ["step-3"]
+        if count.seen <= number:
+            break
+    assert number > 20
+
+
+# -- loss of power ------------------------------------------------------------------------------
+
+
+def logged(log: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A call that notes what it has changed on the disk, by numbers of inodes."""
+
+    def note(*event: Any) -> None:
+        WRITE(log, (json.dumps(event) + "\n").encode())
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        parent = None if kwargs.get("dir_fd") is not None or not isinstance(args[0], (str, Path)) else os.path.dirname(args[0])
+        new = function.__name__ in ("open", "mkdir") and parent is not None and not os.path.lexists(args[0])
+        found = function(*args, **kwargs)
+        match function.__name__:
+            case "open" | "mkdir" if new:
+                note("made", str(args[0]), os.stat(parent).st_ino)
+            case "rename":
+                note("renamed", str(args[0]), str(args[1]), os.stat(parent).st_ino)
+            case "write" | "pwrite":
+                note("written", os.fstat(args[0]).st_ino)
+            case "fsync":
+                note("flushed", os.fstat(args[0]).st_ino)
+        return found
+
+    call.__name__ = function.__name__
+    return call
+
+
+WRITE = os.write
+
+
+@pytest.mark.parametrize("lost", ["data", "names"])
+def test_what_was_not_flushed_may_be_lost(tmp_path, lost):
+    """The power fails at any call: bytes that no fsync has followed are gone, or names in folders that none has followed."""
+    pp.save(tmp_path / "first", state(1))
+    outcomes = []
+    for number in range(500):
+        root = tmp_path / str(number)
+        shutil.copytree(tmp_path / "first", root)
+
+        def job(root=root, number=number):
+            log = os.open(f"{root}.log", os.O_WRONLY | os.O_CREAT)
+            for name in ("open", "mkdir", "write", "pwrite", "fsync", "rename"):
+                setattr(os, name, logged(log, getattr(os, name)))
+            Count(number, die_before).patch(setattr)
+            pp.save(root, state(2), keep=1)
+
+        ended = in_child(job)
+        lose(root, [json.loads(line) for line in Path(f"{root}.log").read_text().splitlines()], lost)
+        outcomes.append(load(root))
+        if not ended:
+            break
+    assert outcomes[0] == 1 and outcomes[-1] == 2 and outcomes == sorted(outcomes)
+
+
+def lose(root: Path, events: list[Any], lost: str) -> None:
+    """Take from a folder what the loss of power may take."""
+    flushed = {event[1]: n for n, event in enumerate(events) if event[0] == "flushed"}
+    if lost == "data":
+        dirty = {event[1] for n, event in enumerate(events) if event[0] == "written" and flushed.get(event[1], -1) < n}
+        for path in root.rglob("*"):
+            if path.is_file() and path.stat().st_ino in dirty:
+                os.truncate(path, 0)
+        return
+    for n, event in reversed(list(enumerate(events))):
+        if event[0] == "renamed" and flushed.get(event[3], -1) < n and os.path.exists(event[2]):
+            os.rename(event[2], event[1])
+        elif event[0] == "made" and flushed.get(event[2], -1) < n and os.path.lexists(event[1]):
+            shutil.rmtree(event[1]) if os.path.isdir(event[1]) else os.unlink(event[1])
+
+
+# -- ranks that die -----------------------------------------------------------------------------
+
+
+def save_again_and_again(rank, size, root, last):
+    for step in range(2, last):
+        pp.save(root, {"step": step, "own": {rank: torch.full((20_000,), float(step))}, "all": torch.full((9,), float(step))}, keep=2)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_rank_that_is_killed_leaves_a_whole_checkpoint(fresh, tmp_path, seed):
+    """Ranks are killed at any time; the others raise at once, and what can be loaded is of one save."""
+    draw = random.Random(seed)
+    processes = fresh(3)
+    processes(save_again_and_again, str(tmp_path), 3)
+    processes.start(save_again_and_again, str(tmp_path), 10**9)  # the first call is refused: step 2 is there
+    assert [type(answer) for answer in processes.answers()] == [FileExistsError] * 3
+    shutil.rmtree(tmp_path / "step-2")
+    processes.start(save_again_and_again, str(tmp_path), 10**9)
+    time.sleep(draw.uniform(0.1, 0.6))
+    processes.workers[draw.randrange(3)].kill()
+    answers = processes.answers(timeout=30)
+    assert sum(answer is None for answer in answers) == 1
+    assert all(isinstance(answer, pp.CheckpointError) for answer in answers if answer is not None), answers
+    path = pp.latest(tmp_path)
+    if path is not None:
+        like = {"step": 0, "own": {rank: torch.zeros(20_000) for rank in range(3)}, "all": torch.zeros(9)}
+        found = pp.load(path, like=like)
+        assert all(bool((leaf == found["step"]).all()) for leaf in (*found["own"].values(), found["all"]))
+    pp.save(tmp_path, {"step": 10**6})
+    assert not [name for name in os.listdir(tmp_path) if "." in name]

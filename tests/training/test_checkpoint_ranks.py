@@ -1,0 +1,375 @@
+"""Checkpoints of many ranks: saved on one grid, loaded on another, and training that goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import json
+import os
+from itertools import accumulate, product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import ppfunc as pp
+from ppfunc.parallel import Partition
+from ppfunc.stage._torch import StridedShard
+from ppfunc.stage.tree import tree_leaves, tree_map
+from ppfunc.training.checkpoint.boxes import Box, box_of
+
+SHAPES = [(5, 3), (8,), (2, 7, 3), (1,), (), (3, 0)]
+
+
+def whole_tree() -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return {f"t{n}": torch.randn(shape, generator=g) for n, shape in enumerate(SHAPES)}
+
+
+def laid(tree: Any, mesh: Any, placements: Any) -> Any:
+    """Every leaf over the mesh, along the axes that it has."""
+
+    def one(leaf: Tensor) -> Tensor:
+        return distribute_tensor(
+            leaf, mesh, [p if p.is_replicate() or p.dim < leaf.ndim else Replicate() for p in placements], src_data_rank=None
+        )
+
+    return tree_map(one, tree)
+
+
+def layouts(size):
+    """Trees over all meshes of some ranks, in all ways."""
+    ways = [Replicate(), Shard(0), Shard(1)]
+    line, square = init_device_mesh("cpu", (size,)), init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("a", "b"))
+    return [(line, [way]) for way in ways] + [(square, pair) for pair in product(ways, ways)]
+
+
+def save_and_load_all_ways(rank, size, root):
+    tree, ways = whole_tree(), layouts(size)
+    for n, (mesh, placements) in enumerate(ways):
+        saved = laid(tree, mesh, placements)
+        for name, leaf in saved.items():
+            box = box_of(leaf, "leaf")
+            assert torch.equal(leaf.to_local(), tree[name][box.within(Box.of_whole(leaf.shape))])
+        path = pp.save(f"{root}/{n}", saved, step=0)
+        for other, wanted in (ways[(n + 5) % len(ways)], (mesh, placements)):
+            like = laid(tree_map(lambda t: torch.full_like(t, torch.nan), tree), other, wanted)
+            loaded = pp.load(path, like=like)
+            for name in tree:
+                assert isinstance(loaded[name], DTensor) and loaded[name].placements == like[name].placements
+                part = tree[name][box_of(like[name], name).within(Box.of_whole(tree[name].shape))]
+                assert torch.equal(loaded[name].to_local(), part), (mesh, placements, name)
+
+
+def test_any_layout_loads_into_any_other(four, tmp_path):
+    four(save_and_load_all_ways, str(tmp_path))
+    for n in range(12):
+        loaded = pp.load(tmp_path / str(n), like=tree_map(torch.zeros_like, whole_tree()))  # in one process
+        assert all(torch.equal(loaded[name], t) for name, t in whole_tree().items())
+        files = os.listdir(tmp_path / str(n) / "step-0")
+        size = sum(t.nbytes for name in files if name != "manifest.json" for t in load_file(tmp_path / str(n) / "step-0" / name).values())
+        assert size == sum(t.nbytes for t in whole_tree().values())  # each element is written once
+
+
+# -- training ------------------------------------------------------------------------------------
+
+LAYERS, WIDTH = 4, 6
+
+
+def layer(p, x):
+    return x + torch.nn.functional.dropout(torch.tanh(x @ p["w"] + p["b"]), 0.2)
+
+
+def loss_fn(y, target):
+    return (y - target).square().mean()
+
+
+def initial(n: int) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(n)
+    return {"w": torch.randn(WIDTH, WIDTH, generator=g) / 3, "b": torch.randn(WIDTH, generator=g) / 3}
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(1000 + step))
+
+
+class Job:
+    """A trainer on a grid, and the names that its parameters have on any grid."""
+
+    def __init__(self, sizes, data=1, shard="none", build=pp.one_f_one_b, donate=False):
+        stages = len(sizes)
+        self.mesh = init_device_mesh("cpu", (stages, data), mesh_dim_names=("pp", "dp")) if dist.is_initialized() else None
+        partition = Partition((0, *accumulate(sizes)))
+        self.held = range(stages) if self.mesh is None else [self.mesh.get_local_rank("pp")]
+        self.place = 0 if self.mesh is None else self.mesh.get_local_rank("dp")
+        self.data, self.partition = data, partition
+        rate = pp.warmup_cosine(peak=1e-2, warmup=2, steps=10)
+        self.trainer = pp.train_step(
+            pp.stages_from_layers([layer] * LAYERS, partition), loss_fn, build(stages, 4 // data), pp.adamw(rate, donate=donate), self.mesh,
+            axes=pp.Axes(pipe="pp", data="dp") if self.mesh else None, clip=0.1, scale=pp.dynamic_scale(interval=2), shard=shard,
+        )  # fmt: skip
+        self.state = self.trainer.init({s: [initial(n) for n in partition.layers_of(s)] for s in self.held})
+
+    def name(self, stage: int, leaf: str) -> str:
+        n, _, key = leaf.partition(".")
+        return f"layers.{self.partition.layers_of(stage)[int(n)]}.{key}"
+
+    def run(self, first, last, between=lambda: None):
+        losses = []
+        for step in range(first, last):
+            x = batch(step).chunk(self.data)[self.place]
+            self.state, metrics = self.trainer.step(self.state, x, x.roll(1, 1), seed=(7, step))
+            losses.append(metrics.loss.item())
+            between()
+        return losses
+
+    def save(self, root, step):
+        return pp.save(root, {"state": self.state, "batch": step}, step=step, names=self.name, group=self.mesh)
+
+    def load(self, root):
+        like = {"state": self.state, "batch": -1}
+        found = pp.load(root, like=like, names=self.name, group=self.mesh)
+        self.state = found["state"]
+        return found["batch"]
+
+
+def train_a_while(rank, size, root, grid, first, last):
+    if rank >= len(grid["sizes"]) * grid.get("data", 1):
+        return None
+    with (job := Job(**grid)).trainer:
+        start = job.load(root) if first else 0
+        assert start == first
+        losses = job.run(first, last)
+        job.save(root, last)
+        return losses
+
+
+def stored(root) -> dict[str, Tensor]:
+    """All tensors of the latest checkpoint, whole, by name."""
+    content = json.loads((pp.latest(root) / "manifest.json").read_text())["content"]
+    like = {name: torch.zeros(t["shape"], dtype=getattr(torch, t["dtype"])) for name, t in content["tensors"].items()}
+    like |= dict.fromkeys(content["values"], 0)
+    return pp.load(root, like=like)
+
+
+def same(one, other) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(torch.as_tensor(one[n]), torch.as_tensor(other[n])) for n in one)
+
+
+@pytest.mark.parametrize("shard", ["none", "optimizer", "params"])
+def test_resumed_training_is_uninterrupted_training(four, tmp_path, shard):
+    grid = {"sizes": (2, 2), "data": 2, "shard": shard}
+    whole = four(train_a_while, str(tmp_path / "whole"), grid, 0, 6)[0]
+    first = four(train_a_while, str(tmp_path / "parts"), grid, 0, 3)[0]
+    rest = four(train_a_while, str(tmp_path / "parts"), grid, 3, 6)[0]
+    assert first + rest == whole
+    assert same(stored(tmp_path / "whole"), stored(tmp_path / "parts"))
+    names = stored(tmp_path / "whole").keys()
+    assert {"state.params.layers.3.w", "state.optimizer.mean.layers.0.b", "state.optimizer.updates", "state.scale.scale", "batch"} <= names
+
+
+def load_and_save(rank, size, root, grid, into):
+    if rank >= len(grid["sizes"]) * grid.get("data", 1):
+        return
+    with (job := Job(**grid)).trainer:
+        step = job.load(root)
+        job.run(step, step, None)
+        job.save(into, step)
+        job.run(step, step + 1)
+
+
+GRIDS = [
+    {"sizes": (1, 1, 1, 1)},
+    {"sizes": (3, 1), "data": 2, "shard": "optimizer"},
+    {"sizes": (1, 3), "build": pp.gpipe},
+    {"sizes": (4,), "data": 4, "shard": "params"},
+    {"sizes": (2, 2), "data": 2, "shard": "params", "build": pp.zb_h1},
+    {"sizes": (2, 1, 1)},
+]
+
+
+def test_a_checkpoint_loads_on_any_grid(four, tmp_path):
+    first = GRIDS[1]
+    four(train_a_while, str(tmp_path / "runs"), first, 0, 2)
+    before = stored(tmp_path / "runs")
+    for n, grid in enumerate(GRIDS):
+        ranks = len(grid["sizes"]) * grid.get("data", 1)
+        four(load_on_some, str(tmp_path / "runs"), grid, str(tmp_path / str(n)), ranks)
+        assert same(stored(tmp_path / str(n)), before), grid
+    job = Job((2, 2))  # all stages in this process
+    assert job.load(tmp_path / "runs") == 2
+    job.save(tmp_path / "here", 2)
+    assert same(stored(tmp_path / "here"), before)
+
+
+def load_on_some(rank, size, root, grid, into, ranks):
+    """On the first ranks; meshes are made on all."""
+    if ranks == size:
+        return load_and_save(rank, size, root, grid, into)
+    if rank < ranks:
+        return load_and_save(rank, size, root, grid, into)
+
+
+def test_another_schedule_goes_on_with_the_same_bits(four, tmp_path):
+    """F before B or alternating, the gradients of a stage are added up in one order."""
+    grid = {"sizes": (2, 2), "data": 2}
+    one = four(train_a_while, str(tmp_path / "one"), grid, 0, 4)[0]
+    four(train_a_while, str(tmp_path / "two"), grid, 0, 2)
+    two = four(train_a_while, str(tmp_path / "two"), {**grid, "build": pp.gpipe, "shard": "optimizer"}, 2, 4)[0]
+    assert one[2:] == two and same(stored(tmp_path / "one"), stored(tmp_path / "two"))
+
+
+def save_while_training(rank, size, root):
+    with (job := Job((2, 2), data=2, donate=True)).trainer:
+        savings = []
+
+        def begin():
+            savings.append(pp.save_async(root, job.state, step=len(savings) + 1, names=job.name, keep=None))
+
+        job.run(0, 4, begin)
+        assert [saving.result().name for saving in savings] == [f"step-{n}" for n in (1, 2, 3, 4)]
+    job = Job((2, 2), data=2)
+    for step in range(1, 5):
+        job.run(step - 1, step)
+        like = job.trainer.init({s: [initial(n) for n in job.partition.layers_of(s)] for s in job.held})
+        loaded = pp.load(f"{root}/step-{step}", like=like, names=job.name)
+        assert all(torch.equal(a, b) for a, b in zip(tree_leaves(loaded), tree_leaves(job.state), strict=True))
+
+
+def test_asynchronous_saves_of_states_that_are_donated(four, tmp_path):
+    four(save_while_training, str(tmp_path))
+
+
+# -- ranks that do not fit together ----------------------------------------------------------------
+
+
+def disagree(rank, size, root):
+    one = torch.arange(4.0)
+    mesh = init_device_mesh("cpu", (size,))
+    for state, kind, match in [
+        ({"step": rank}, ValueError, "rank 0 saves step 0, rank 1 saves step 1"),
+        ({"step": 0, "a": one + rank}, ValueError, "'a' has other values on rank 0 and on rank 1; parts of one tensor have to be DTensors"),
+        ({"step": 0, "a": one[: rank + 1]}, ValueError, r"'a' is float32\[1\] on rank 0, and float32\[2\] on rank 1"),
+        ({"step": 0, "a": float(rank)}, ValueError, "'a' is 0x0.0p.0 on rank 0, and 0x1.0"),
+        ({"step": 0, "a": one if rank else 3}, ValueError, "'a' is a tensor in one place"),
+        ({"step": 0, "a": object() if rank == 1 else one}, TypeError, "state\\['a'\\] is of type object"),
+        ({"step": 0, "a": DTensor.from_local(one, mesh, [StridedShard(0, split_factor=2)], run_check=False)}, ValueError, "are no boxes"),
+    ]:
+        with pytest.raises(kind, match=match):
+            pp.save(root, state)
+        if rank == 0:
+            assert os.listdir(root) == []
+        dist.barrier()
+    pp.save(root, {"step": 0, "own": {rank: one}})
+    with pytest.raises(ValueError, match="like lacks 'own.1', which step-0 has"):
+        pp.load(root, like={"step": 0, "own": {0: one}})
+    loaded = pp.load(root, like={"step": 0, "own": {1 - rank: one}})
+    assert torch.equal(loaded["own"][1 - rank], one)
+    with pytest.raises(ValueError, match=r"like: 'step' is a number or text, .* on rank 1"):
+        pp.load(root, like={"step": 0 if rank else 0.5, "own": {rank: one}})
+
+
+def test_ranks_that_do_not_fit_together_are_told(two, tmp_path):
+    two(disagree, str(tmp_path))
+
+
+def fail_on_one(rank, size, root, what):
+    state = {"step": 1, "own": {rank: torch.ones(50)}}
+    patch = pytest.MonkeyPatch()
+    if rank == 1:
+        patch.setattr(os, what, full)
+    try:
+        with pytest.raises((OSError, pp.CheckpointError), match="No space left"):
+            pp.save(root, state)
+    finally:
+        patch.undo()
+    saving = None
+    if rank == 1:
+        patch.setattr(os, what, full)
+    try:
+        saving = pp.save_async(root, state)
+        with pytest.raises((OSError, pp.CheckpointError), match="No space left"):
+            saving.wait()
+    finally:
+        patch.undo()
+    dist.barrier()
+    assert os.listdir(root) == []
+    dist.barrier()
+    pp.save(root, state)
+    assert pp.latest(root) is not None
+
+
+def full(*args):
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("what", ["pwrite", "fsync"])
+def test_a_disk_that_is_full_on_one_rank_fails_the_save_on_all(two, tmp_path, what):
+    two(fail_on_one, str(tmp_path), what)
+
+
+def damaged_for_one(rank, size, root):
+    for step in (1, 2):
+        pp.save(root, {"step": step, "own": {rank: torch.full((50,), float(step))}})
+    if rank == 0:
+        with open(f"{root}/step-2/00002-of-00002.safetensors", "r+b") as file:
+            file.seek(-1, 2)
+            file.write(b"\xff")
+    dist.barrier()
+    like = {"step": 0, "own": {rank: torch.zeros(50)}}
+    with pytest.raises(pp.CheckpointError, match=r"tensor 'own.1' in 'step-2/00002-of-00002.safetensors' has other bytes"):
+        pp.load(f"{root}/step-2", like=like)
+    with pytest.warns(UserWarning, match="step-1 is the latest good checkpoint; refused: .*own.1"):
+        assert pp.load(root, like=like)["step"] == 1
+    pp.save(root, {"step": 2, "own": {rank: torch.zeros(50)}})
+    assert pp.load(root, like=like)["step"] == 2
+
+
+def test_damage_that_one_rank_finds_is_refused_by_all(two, tmp_path):
+    two(damaged_for_one, str(tmp_path))
+
+
+def many_saves(rank, size, root):
+    def used():
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    state = {"own": {rank: torch.ones(5)}}
+    for step in range(3):
+        pp.save(root, state, step=step)
+    before = used()
+    for step in range(3, 40):
+        (pp.save if step % 2 else pp.save_async)(root, state, step=step)
+    pp.save(root, state, step=40)
+    after = used()
+    assert after[0] <= before[0] + 2 and after[1] <= before[1] + 2, (before, after)
+
+
+def test_nothing_piles_up(two, tmp_path):
+    two(many_saves, str(tmp_path))
+    assert sorted(os.listdir(tmp_path)) == ["step-38", "step-39", "step-40"]
+
+
+# -- under a model's own names ---------------------------------------------------------------------
+
+
+def export_parts(rank, size, root):
+    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("pp", "tp"))
+    stage = mesh.get_local_rank("pp")
+    names = {s: {"w": f"layers.{s}.weight", "b": f"layers.{s}.bias"} for s in (0, 1)}
+    rule = {"w": Shard(1), "b": Replicate()}
+    params = pp.shard({stage: dict(initial(stage))}, mesh["tp"], lambda name, leaf: rule[name.split(".")[1]])
+    folder = pp.export(root, params, names)
+    loaded = pp.load(folder, like=tree_map(torch.zeros_like, params), names=names)
+    assert all(torch.equal(a.to_local(), b.to_local()) for a, b in zip(tree_leaves(loaded), tree_leaves(params), strict=True))
+
+
+def test_an_export_of_many_ranks_has_whole_tensors(four, tmp_path):
+    four(export_parts, str(tmp_path))
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    loaded = {name: load_file(tmp_path / file)[name] for name, file in index["weight_map"].items()}
+    expected = {f"layers.{s}.{long}": initial(s)[short] for s in (0, 1) for short, long in (("w", "weight"), ("b", "bias"))}
+    assert same(loaded, expected) and sorted(os.listdir(tmp_path))[-1] == "model.safetensors.index.json"
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in expected.values())
