@@ -89,7 +89,7 @@ class MemoryLinks:
             return first[1]
 
     def suspect(self, peer):
-        return peer
+        return peer, ""
 
     def close(self):
         pass
