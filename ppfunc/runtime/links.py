@@ -118,9 +118,11 @@ class SocketLinks:
     def _sleep(self, stream: Connection, end: float) -> None:
         """Wait until there is something to look at."""
         left = self._left(stream.peer, end)
+        if stream.ended:  # since it was looked at
+            return
         poll = select.poll()
         poll.register(self._woken, select.POLLIN)
-        if stream.socket is not None and not stream.ended:
+        if stream.socket is not None:
             poll.register(stream.socket, select.POLLIN)
         poll.poll(1000 * left)
         with suppress(BlockingIOError):
