@@ -112,7 +112,9 @@ def _await(links: _Links, told: SimpleQueue[tuple[str, Any]], peer: int, timeout
         except Empty:
             links.check()
             if time.monotonic() > end:
-                raise LinkError(peer, "late", f"rank {links.rank} waited for rank {peer}, which has not connected in {timeout:g} s") from None
+                raise LinkError(
+                    peer, "late", f"rank {links.rank} waited for rank {peer}, which has not connected in {timeout:g} s"
+                ) from None
             continue
         if kind == "failed":
             raise what
