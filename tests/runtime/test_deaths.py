@@ -50,9 +50,9 @@ class Seen(NamedTuple):
 class Run:
     """One rank of a pipeline of any layout: over data ranks with their reductions, over tensor ranks with a sum in each stage."""
 
-    def __init__(self, layout, limit=60.0, before=lambda place: None):
+    def __init__(self, layout, limit=60.0, before=lambda place: None, begun=lambda: None):
         (shape, names), generator = LAYOUTS[layout], torch.Generator().manual_seed(0)
-        self.transport = transport = over(shape, names, limit)
+        self.transport = transport = over(shape, names, limit, begun)
         OPEN.append(transport)
         mesh, ranks = transport.mesh, transport.size
 
@@ -102,10 +102,13 @@ class Noted(torch.autograd.Function):
         return gradient, None
 
 
-def over(shape, names, limit):
+def over(shape, names, limit, begun):
+    """A transport; ``begun`` is called once torch, whose errors name nobody, has made the mesh."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    dist.barrier()
+    begun()
     if len(names) == 1:
         return pp.P2P(timeout=limit)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     if "tp" in names:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=limit), mesh.get_group("tp"))
     axes = pp.Axes(pipe="pp", data="dp" if "dp" in names else None, model="tp" if "tp" in names else None)
@@ -264,8 +267,7 @@ def trains(rank, size, layout, limit, steps, folder):
     signal.signal(signal.SIGTERM, terminated)
 
     def train():
-        (folder / str(rank)).touch()
-        run = Run(layout, limit)
+        run = Run(layout, limit, begun=(folder / str(rank)).touch)
         while steps is None or run.transport.ended < steps:
             run.step()
 
