@@ -16,6 +16,7 @@ from typing import Any
 from weakref import WeakSet
 
 from .errors import GONE, LinkError
+from .interrupts import let_interrupts
 from .rendezvous import Rendezvous
 from .sockets import Address, Connection, connect, hosts, listen, welcome
 from .suspects import Answer, find_culprit
@@ -124,7 +125,8 @@ class SocketLinks:
         poll.register(self._woken, select.POLLIN)
         if stream.socket is not None:
             poll.register(stream.socket, select.POLLIN)
-        poll.poll(1000 * left)
+        with let_interrupts():
+            poll.poll(1000 * left)
         with suppress(BlockingIOError):
             self._woken.recv(1 << 12)
 
@@ -161,7 +163,8 @@ class SocketLinks:
                     self._woken.recv(1 << 12)
                 poll = select.poll()
                 poll.register(self._woken, select.POLLIN)
-                poll.poll(min(50.0, 1000 * left))
+                with let_interrupts():
+                    poll.poll(min(50.0, 1000 * left))
         self.waiting_on = None
 
     # -- steps -----------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import Store
 
 from . import _torch
 from .errors import LinkError
+from .interrupts import let_interrupts
 
 _CHANNEL = "open"
 _PAUSE = 0.05  # seconds between looks whether a rank has failed
@@ -108,7 +109,8 @@ def _await(links: _Links, told: SimpleQueue[tuple[str, Any]], peer: int, timeout
     end = time.monotonic() + timeout
     while True:
         try:
-            kind, what = told.get(timeout=_PAUSE)
+            with let_interrupts():
+                kind, what = told.get(timeout=_PAUSE)
         except Empty:
             links.check()
             if time.monotonic() > end:

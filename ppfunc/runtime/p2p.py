@@ -127,11 +127,12 @@ class P2P(Control):
         return torch.cat(shared).sum(0)
 
     def fail(self, failure: Failure) -> BaseException:
-        failure = failure._replace(cause=self._explained(failure.cause))
-        try:
-            return super().fail(failure)
-        finally:
-            _let_go(failure.cause)
+        with self.hold_interrupts():
+            failure = failure._replace(cause=self._explained(failure.cause))
+            try:
+                return super().fail(failure)
+            finally:
+                _let_go(failure.cause)
 
     def _explained(self, cause: BaseException) -> BaseException:
         """An error of a backend, as what it says of a peer; where a connection has ended, who is gone, or why, is about to be told."""
@@ -176,8 +177,9 @@ class P2P(Control):
         self._disconnect()
 
     def close(self) -> None:
-        super().close()
-        self._disconnect()
+        with self.hold_interrupts():
+            super().close()
+            self._disconnect()
 
     # -- data ------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from ..runtime import P2P, Transport
 from ..runtime.buffers import Buffers
 from ..runtime.collective import Collective, Wait
 from ..runtime.grid import Axes
-from ..runtime.lower import ParameterUpdate
+from ..runtime.spec import ParameterUpdate
 from ..runtime.ties import Tied, leaf_number
 from ..schedule import Schedule
 from ..stage import LeafSignature, Signature
