@@ -38,7 +38,8 @@ class SocketLinks:
 
     A thread watches a connection to each neighbour in the tree. Where one ends, or a failure is published, it tells the
     highest rank of the tree that can be reached, which takes the first as the failure of this generation and tells it
-    down. No store has to live for that.
+    down. No store has to live for that. Another thread meets the ranks: it asks the store for the address of the rank above, and
+    looks after those that have not come; the other addresses travel along the tree.
 
     Args:
         rendezvous: where ranks find each other's addresses.
@@ -49,7 +50,7 @@ class SocketLinks:
         self.rank, self.size, self.generation = rendezvous.rank, rendezvous.size, 0
         self.waiting_on: int | None = None
         self.status: Callable[[], Answer] = Answer  # what else this rank says of itself to those that wait for it
-        self.on_failure: Callable[[int], None] = lambda committed: None  # called by the thread that watches
+        self.on_failure: Callable[[int], None] = lambda committed: None  # takes the number of steps that were committed before
         self._rendezvous, self._describe = rendezvous, gone
         self._parent = None if self.rank == 0 else (self.rank - 1) // 2
         self._children = [child for child in (2 * self.rank + 1, 2 * self.rank + 2) if child < self.size]

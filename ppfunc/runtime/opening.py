@@ -39,7 +39,7 @@ class _Addresses(Store):
         self._left, self._known, self._complete = left, dict[str, bytes](), threading.Event()
         self._given_up = False
 
-    def set(self, key: str, value: bytes) -> None:
+    def set(self, key: str, value: Any) -> None:
         self._known[key] = bytes(value)
         self._left(("address", (key, bytes(value))))
 

@@ -42,12 +42,14 @@ class _Channel:
 class P2P(Control):
     """The transport of a pipeline with one process per rank.
 
-    Tensors of a pair of ranks have communicators of their own, made from the store of the user's group: operations of
+    Tensors of a pair of ranks have communicators of their own, made at the first step and after a failure: operations of
     one NCCL communicator run in the order in which they were issued, whoever the peer is, and no pair must wait for
     another. Under NCCL a pair has one, whose operations of a step go as one batch. Under gloo it has one for each way
     and kind of message: a connection is locked while something is written to it, and what arrives on it meanwhile keeps
     a thread spinning. Control messages take TCP connections along a binary tree, so no GPU has to be waited for, and a
-    process that ends is noticed at once.
+    process that ends is noticed at once. Under gloo the store of the user's group is asked only until the ranks have met,
+    so that it may end with its process. A rank that is late is named, not those that wait for it; those that wait in a
+    collective of a stage raise when the limit of the group of that axis is over.
 
     Every rank makes its transports over a group in the same order, and so its step functions over a transport. A step
     returns on all ranks, once each is at its end, or fails on all of them. One step runs at a time.
@@ -164,8 +166,9 @@ class P2P(Control):
         ranks, or will.
         """
         if self.backend == "nccl" and self._executing and committed <= self.ended:
-            for owner in (*self._channels.values(), *self._collectives.values()):
-                self._abort(owner.group)
+            owned = [channel.group for channel in self._channels.values()] + [c.group for c in self._collectives.values()]
+            for group in owned:
+                self._abort(group)
 
     def tear_down(self) -> None:
         if self._executing and self.mesh is not None and self.axes.model is not None and len(self.grid.model) > 1:

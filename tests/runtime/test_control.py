@@ -534,6 +534,7 @@ def test_private_names_of_torch_are_there():
         "store_of": (group, "get_group_store"),
         "timeout_of": (group, "_get_backend"),
         "backend_of": (dist, "get_backend_config"),
+        "begun_in": (dist.ProcessGroupGloo, "_get_sequence_number_for_group"),
         "alive": (dist.ProcessGroupGloo, "recv"),
     }
     gone = [
