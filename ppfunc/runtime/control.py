@@ -91,8 +91,9 @@ class Links(Protocol):
         """
         ...
 
-    def suspect(self, peer: int) -> int:
-        """The rank that holds up a peer which is late: the peer, or the one that it waits for itself, and so on."""
+    def suspect(self, peer: int) -> tuple[int, str]:
+        """The rank that holds up a peer which is late, and what is known of it: the peer, or the one that it waits for itself,
+        and so on."""
         ...
 
     def close(self) -> None:

@@ -53,9 +53,9 @@ class SimulatedLinks:
         self._network.operation(self.rank, "publish", can_fail=False)
         return self._network.publish(self.rank, failure)
 
-    def suspect(self, peer: int) -> int:
+    def suspect(self, peer: int) -> tuple[int, str]:
         self._network.operation(self.rank, f"suspect {peer}", can_fail=False)
-        return self._network.suspect(peer)
+        return self._network.suspect(peer), ""
 
     def close(self) -> None:
         if self._member.ended is None:
