@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import reduce
 from itertools import zip_longest
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from typing import Literal, NamedTuple, Protocol, Self
 
 import torch
 
