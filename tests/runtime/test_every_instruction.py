@@ -202,3 +202,168 @@ def check(setting, seed, faults, patience=4, around=lambda rank, transport, call
 
 def replay(setting, seed, faults):
     return f"replay: check(problem({setting.schedule.name!r}, {setting.schedule.ranks}), {seed}, {faults})"
+
+
+# -- faults at operations ----------------------------------------------------------------------
+
+KINDS = [("raise", None), ("interrupt", None), ("kill", None), ("delay", 1.0), ("drop", None), ("freeze", None), ("freeze", 1.0), ("freeze", 500.0)]
+HARMLESS = [("delay", 1.0), ("freeze", 1.0)]
+
+
+@cache
+def operations(name, ranks):
+    """How many operations a clean run has, by rank."""
+    network, _ = check(problem(name, ranks), 0, ())
+    return network.operations
+
+
+def single_faults(name):
+    """Every fault at every operation: the number of ranks, and the fault."""
+    return [
+        (ranks, Fault(kind, rank, at, seconds))
+        for ranks in sizes(name) for rank, count in enumerate(operations(name, ranks))
+        for at in range(count) for kind, seconds in KINDS
+    ]  # fmt: skip
+
+
+def sample(request, cases, number):
+    """Some of the cases, or all of them."""
+    return cases if request.config.getoption("--large") else Random(number).sample(cases, min(number, len(cases)))
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_a_fault_at_every_instruction(name, request):
+    for ranks, fault in sample(request, single_faults(name), 14):
+        network, outcomes = check(problem(name, ranks), fault.at, [fault])
+        require_outcome(network, outcomes, fault)
+
+
+def require_outcome(network, outcomes, fault):
+    """What follows of one fault: nothing, one failed step, or the name of a rank that is gone."""
+    live = {r: outcome.value for r, outcome in enumerate(outcomes) if outcome.error is None}
+    errors = {r: [error for _, error in ended.errors] for r, ended in live.items()}
+    told = f"{fault}: {errors}"
+    if (fault.kind, fault.seconds) in HARMLESS:
+        assert not any(errors.values()), told
+    if fault.kind in ("kill", "freeze") and fault.seconds is None:
+        assert fault.rank not in live, told
+        assert all(isinstance(error[-1], pp.PipelineError) for error in errors.values() if live), told
+        return
+    assert all(ended.got == STEPS for ended in live.values()) and len(live) == len(outcomes), told
+    if fault.kind in ("raise", "interrupt"):
+        assert len({len(error) for error in errors.values()}) == 1 and len(errors[fault.rank]) <= 1, told
+        place = next((line.split()[-1] for line in network.trace if re.search(rf" rank {fault.rank}\.{fault.at} run ", line)), None)
+        if place is not None:
+            assert {str(error.instruction) for r, (error,) in errors.items() if r != fault.rank} == {place}, told
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_faults_while_the_first_is_handled(name, request):
+    random = Random(name)
+    for _ in range(400 if request.config.getoption("--large") else 8):
+        ranks = random.choice(sizes(name))
+        counts = operations(name, ranks)
+        rank = random.randrange(ranks)
+        at = random.randrange(counts[rank])
+        faults = [Fault(*random.choice(KINDS[:2]), None)._replace(rank=rank, at=at, seconds=None)]
+        for _ in range(random.choice((1, 1, 2))):
+            kind, seconds = random.choice(KINDS)
+            other = random.choice((rank, random.randrange(ranks)))
+            near = at + random.randint(0, 12) if other == rank else at * counts[other] // counts[rank] + random.randint(-8, 16)
+            faults.append(Fault(kind, other, max(0, near), seconds))
+        network, outcomes = check(problem(name, ranks), random.randrange(2**32), faults)
+        if all(fault.kind in ("raise", "interrupt", "delay") for fault in faults):
+            assert all(outcome.value.got == STEPS for outcome in outcomes), replay(problem(name, ranks), network, faults)
+
+
+def test_a_failing_seed_replays():
+    setting, faults = problem("zb_h1", 3), [Fault("interrupt", 1, 30), Fault("drop", 0, 41), Fault("raise", 2, 70)]
+    runs = [train(setting, seed, faults) for seed in (3, 3, 4)]
+    traces = [network.trace for network, _ in runs]
+    told = [str([(o.value.got, o.value.errors) for o in outcomes]) for _, outcomes in runs]
+    assert (traces[0], told[0]) == (traces[1], told[1])
+    assert traces[0] != traces[2]
+
+
+# -- interrupts at every point at which Python looks for signals --------------------------------
+
+_LOOKS = {number for name, number in opcode.opmap.items() if name in ("RESUME", "CALL", "CALL_FUNCTION_EX", "JUMP_BACKWARD")}
+_LOOKS |= {number for name, number in opcode.opmap.items() if name.startswith("POP_JUMP_BACKWARD")}
+_TRACED = re.compile(r"ppfunc/(runtime/[a-z_]+|trainer|training/update)\.py$")
+
+
+def at_points(act):
+    """A trace function that calls ``act()`` wherever the interpreter, in functions of the runtime, would run handlers of signals."""
+    last: dict[int, int | None] = {}  # by frame, the operation before
+
+    def local(frame, event, arg):
+        key = id(frame)
+        if event == "opcode":
+            before, last[key] = last.get(key), frame.f_code.co_code[frame.f_lasti]
+            if before in _LOOKS:
+                act()
+        elif event == "exception":
+            last[key] = None  # the operation has not come to its end, where it would look
+        elif event == "return":
+            last.pop(key, None)
+        return local
+
+    def start(frame, event, arg):
+        if not _TRACED.search(frame.f_code.co_filename):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return local
+
+    return start
+
+
+def interrupted(setting, victim, number, counted=None):
+    """Interrupts a rank at a point of its run before the last step, counted from 0; ``counted`` gets the numbers of all points."""
+
+    def around(rank, transport, call):
+        if rank != victim:
+            return call
+        points, last = iter(range(10**9)), setting.batches[-1][0]
+
+        def act():
+            n = next(points)
+            if counted is not None:
+                counted.append(n)
+            if n == number:
+                transport.links.signals.send()
+
+        def traced(params, inputs, targets):
+            if inputs is last:  # there is no step after it that would tell of a difference
+                return call(params, inputs, targets)
+            before = sys.gettrace()
+            sys.settrace(at_points(act))
+            try:
+                return call(params, inputs, targets)
+            finally:
+                sys.settrace(before)
+
+        return traced
+
+    return around
+
+
+FIRST = {"nothing": [], "a failure there": ["victim"], "a failure elsewhere": ["other"]}
+
+
+@pytest.mark.parametrize("first", FIRST)
+@pytest.mark.parametrize(("name", "ranks", "victim"), [("1f1b", 2, 0), ("1f1b", 2, 1), ("zb_h1", 3, 0), ("1f1b", 4, 1), ("dualpipe", 4, 3)])
+def test_an_interrupt_at_every_point(name, ranks, victim, first, request):
+    setting, counted, told = problem(name, ranks), [], 0
+    struck = {"victim": victim, "other": (victim + 1) % ranks}
+    faults = [Fault("raise", struck[who], operations(name, ranks)[struck[who]] * 3 // 4) for who in FIRST[first]]
+    check(setting, 0, [*faults, Fault("delay", victim, 0, 0.0)], around=interrupted(setting, victim, -1, counted))
+    points = range(len(counted))
+    for number in points if request.config.getoption("--large") else Random(name).sample(points, 12):
+        around = interrupted(setting, victim, number)
+        network, outcomes = train(setting, number, faults, around=around)
+        blamed = [*faults, Fault("interrupt", victim, 0)]
+        assert problems(network, outcomes, blamed) == [], (number, replay(setting, number, faults))
+        alike = {outcome.value.got for outcome in outcomes}
+        told += alike != {STEPS}
+        assert alike == {STEPS} or all(isinstance(outcome.value.errors[-1][1], pp.AgreementError) for outcome in outcomes), number
+    assert told <= 6, "too many places where a result is lost after the end of a step"
