@@ -189,9 +189,10 @@ class Network:
             rank = awaited[0]
         return found
 
-    def suspect(self, peer: int) -> int:
-        """The rank that holds up a peer."""
-        return next((awaited for _, awaited, _ in reversed(self._waits(peer))), peer)
+    def suspect(self, rank: int, peer: int) -> int:
+        """The rank that holds up a peer, for which a rank has waited in vain; the peer where they wait in a circle."""
+        awaited = [peer, *(awaited for _, awaited, _ in self._waits(peer))]
+        return peer if rank in awaited or awaited[-1] in awaited[:-1] else awaited[-1]
 
     # -- faults ----------------------------------------------------------------------------
 
