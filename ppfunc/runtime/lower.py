@@ -19,6 +19,7 @@ from ppfunc.stage.output import children, received_signature
 
 from .arguments import StepForm
 from .buffers import Buffers, Key
+from .gradients import Gradients
 from .overlap import Overlapped
 from .stage_programs import StageFunction, outline_of
 from .ties import Tied, leaf_names
@@ -32,7 +33,9 @@ class ParameterUpdate(NamedTuple):
     """Carry out REDUCE_GRAD and STEP. All functions read and write ``buffers.carry``, the caller's own.
 
     Args:
-        reduce: at REDUCE_GRAD, ``reduce(buffers, stage of the model, {number of the leaf: gradient})``.
+        sums: ``sums(buffers, stage of the model, {number of the leaf: signature of the sum of its gradients})`` is what gradients
+            are added up in; None for memory that is made in every step.
+        reduce: at REDUCE_GRAD, ``reduce(buffers, stage of the model, what its gradients were added up in, numbers of the leaves)``.
         join: once in a program, ``join(buffers, weighted losses by stage of the schedule)``: between its last REDUCE_GRAD and its
             first STEP, or in the end.
         step: at STEP, ``step(buffers, stage of the model)``; puts new parameters into ``buffers.params`` for a further pass.
@@ -42,7 +45,8 @@ class ParameterUpdate(NamedTuple):
         together: whether every STEP comes after ``join``; else each comes where the schedule has it, and ``join`` in the end.
     """
 
-    reduce: Callable[[Buffers, int, dict[int, torch.Tensor]], None]
+    sums: Callable[[Buffers, int, dict[int, LeafSignature]], Gradients] | None
+    reduce: Callable[[Buffers, int, Gradients, Sequence[int]], None]
     join: Callable[[Buffers, dict[int, torch.Tensor]], None]
     step: Callable[[Buffers, int], None]
     finish: Callable[[Buffers], None]

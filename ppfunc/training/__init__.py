@@ -8,7 +8,6 @@ from .parallelize import parallelize, shard
 from .precision import LossScale, Precision, cast, dynamic_scale, overflow, static_scale
 from .protocols import Clip, Optimizer, Ranks, ShardOf, Transform, accepting_scale
 from .rates import constant, linear, warmup_cosine
-from .reducer import Reducer
 from .updates import chain, clip_by_global_norm, from_updates
 
 __all__ = [
@@ -19,7 +18,6 @@ __all__ = [
     "Optimizer",
     "Precision",
     "Ranks",
-    "Reducer",
     "ShardOf",
     "Transform",
     "accepting_scale",

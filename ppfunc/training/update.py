@@ -17,8 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..runtime import P2P, Transport
 from ..runtime.buffers import Buffers
 from ..runtime.collective import Collective, Wait
+from ..runtime.gradients import Gradients
 from ..runtime.grid import Axes
 from ..runtime.lower import ParameterUpdate
+from ..runtime.ownership import Owned
 from ..runtime.ties import Tied, leaf_number
 from ..schedule import Schedule
 from ..stage import LeafSignature, Signature
@@ -29,7 +31,8 @@ from ._torch import multiply_each
 from .norms import clip_coefficient, leaf_sums, norm_of
 from .precision import LossScale, Precision, overflow
 from .protocols import Optimizer, ShardOf, Tree
-from .sharding import Dims, Pending, gather, parts_of, reduce_shards, shard, shard_dim, whole_shape
+from .reducer import Reducer
+from .sharding import Dims, gather, parts_of, shard, shard_dim, whole_shape
 
 OnNonfinite = Literal["skip", "raise", "ignore"]
 Shard = Literal["none", "optimizer", "params"]
@@ -108,7 +111,8 @@ class Running:
     Args:
         state: from which it began; after each update, the new one.
         weights: for each update to come, the sum of the weights of this data rank's microbatches, None where that of all is 1.
-        pending: by stage, sums over data ranks under way, and the numbers of the leaves.
+        reducers: by stage, where gradients are added up over microbatches and data ranks, and the numbers of the leaves.
+        cuts: by stage, how its parameters lie.
         gradients: by stage and number of the leaf.
         divisor: of the gradients, None for 1.
         found: 1 where loss or gradients are not finite, float32[].
@@ -119,7 +123,8 @@ class Running:
 
     state: TrainState
     weights: list[float | None]
-    pending: dict[int, tuple[list[int], Pending]] = field(default_factory=dict)
+    reducers: dict[int, tuple[Reducer, Sequence[int]]] = field(default_factory=dict)
+    cuts: dict[int, list[Cut]] = field(default_factory=dict)
     gradients: dict[int, dict[int, Tensor]] = field(default_factory=dict)
     divisor: Tensor | None = None
     found: Tensor | None = None
@@ -156,6 +161,7 @@ class Ground(NamedTuple):
         data, model, world: the ranks that hold the same parameters, parts of the same, and all.
         mesh: the ranks of the axes of data and model, in the order of the mesh; None without one.
         axes: the names of the axes.
+        idle: by stage, reducers that no step uses.
     """
 
     rule: UpdateRule
@@ -167,6 +173,7 @@ class Ground(NamedTuple):
     world: Collective
     mesh: DeviceMesh | None
     axes: Axes
+    idle: dict[int, list[Reducer]]
 
     @classmethod
     def of(cls, rule: UpdateRule, schedule: Schedule, tied: Tied, transport: Transport) -> Ground:
@@ -176,7 +183,7 @@ class Ground(NamedTuple):
         if mesh is not None:
             names = tuple(name for name in mesh.mesh_dim_names or () if name in (axes.data, axes.model))
             mesh = mesh[names] if axes.data in names else None
-        return cls(rule, schedule, transport.local_ranks(schedule.ranks), tied, data, model, world, mesh, axes)
+        return cls(rule, schedule, transport.local_ranks(schedule.ranks), tied, data, model, world, mesh, axes, {})
 
     @property
     def shards_params(self) -> bool:
@@ -205,15 +212,11 @@ class Ground(NamedTuple):
         placements.insert(axis, dtensor.Shard(dim))
         return Cut(dim, dim, own, MeshLayout.of(self.mesh, placements, leaf.shape))
 
-    def own(self, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def own(self, leaves: Sequence[Tensor], dims: Dims) -> tuple[Tensor, ...]:
         """The parts of leaves that this data rank updates."""
         if self.shards_params:
             return tuple(map(local, leaves))
-        return shard(tuple(map(local, leaves)), self.dims(leaves), self.data.size, self.data.place)
-
-    def dims(self, leaves: Sequence[Tensor]) -> Dims:
-        """The dimension of every leaf that is cut over the data ranks."""
-        return tuple(cut.dim for cut in self.cuts(leaves))
+        return shard(tuple(map(local, leaves)), dims, self.data.size, self.data.place)
 
     def parts(self, own: Sequence[Tensor], dims: Dims) -> tuple[ShardOf, ...] | None:
         """Where the parts that this data rank updates lie in their wholes; None where all are whole."""
@@ -225,7 +228,9 @@ class Ground(NamedTuple):
     def update(self) -> ParameterUpdate:
         """The update of a step whose ``carry`` is :class:`Running`."""
         unshard = partial(_unshard, self) if self.rule.shard == "params" else None
-        return ParameterUpdate(partial(_reduce, self), partial(_join, self), partial(_step, self), _finish, self.rule.needs_all, unshard)
+        sums = partial(_sums, self) if self.data.size > 1 else None
+        reduce, join, step = (partial(part, self) for part in (_reduce, _join, _step))
+        return ParameterUpdate(sums, reduce, join, step, _finish, self.rule.needs_all, unshard)
 
     def init(self, params: Tree) -> tuple[Tree, Tree]:
         """The parameters of a stage as they are kept, and the state of the optimizer for them."""
@@ -263,26 +268,52 @@ class Ground(NamedTuple):
         return distributed(bare, cut.layout)
 
 
-def _reduce(ground: Ground, buffers: Buffers, stage: int, gradients: dict[int, Tensor]) -> None:
+def _cuts(ground: Ground, run: Running, stage: int) -> list[Cut]:
+    """How the parameters of a stage lie, worked out once in a step."""
+    if stage not in run.cuts:
+        run.cuts[stage] = ground.cuts(tree_leaves(run.state.params[stage]))
+    return run.cuts[stage]
+
+
+def _sums(ground: Ground, buffers: Buffers, stage: int, leaves: dict[int, LeafSignature]) -> Reducer:
+    """Add the gradients of a stage up in the buckets of an earlier step, if nobody uses them, else in new ones.
+
+    A step takes them out, and puts them back once it has used their sums. After a failure they are not seen again: a sum may
+    still be written there.
+    """
+    cuts, idle = _cuts(ground, buffers.carry, stage), ground.idle.setdefault(stage, [])
+    form = tuple(leaves.values()), tuple(cuts[n].dim for n in leaves)
+    while idle:
+        reducer = idle.pop()
+        if reducer.form == form and reducer.idle:
+            return reducer
+    device = local(tree_leaves(buffers.carry.state.params[stage])[0]).device
+    return Reducer(*form, ground.data, dtype=ground.rule.precision.reduce, axis=ground.axes.data or "dp", stage=stage, device=device)
+
+
+def _reduce(ground: Ground, buffers: Buffers, stage: int, sums: Gradients, numbers: Sequence[int]) -> None:
     """Begin to sum the gradients of a stage over the data ranks."""
     run: Running = buffers.carry
-    run.gradients[stage] = gradients
-    if ground.data.size > 1:
-        numbers = sorted(gradients)
-        dims = ground.dims(tree_leaves(run.state.params[stage]))
-        given, reduce = [gradients[n] for n in numbers], ground.rule.precision.reduce
-        run.pending[stage] = numbers, reduce_shards(given, tuple(dims[n] for n in numbers), ground.data, dtype=reduce)
+    if isinstance(sums, Reducer):
+        sums.launch()
+        run.reducers[stage] = sums, numbers
+    else:
+        like = tuple(buffers.params[stage][n] for n in numbers)
+        run.gradients[stage] = dict(zip(numbers, sums.take(like, Owned()), strict=True))
 
 
 def _receive(ground: Ground, run: Running, stage: int) -> None:
     """Wait for the sums of a stage over data ranks, and note this rank's part in the norm."""
-    if stage in run.pending:
-        numbers, pending = run.pending.pop(stage)
-        run.gradients[stage] = dict(zip(numbers, pending.wait(), strict=True))
-    cuts, again = ground.cuts(tree_leaves(run.state.params[stage])), _further_places(ground, run, stage)
+    if stage in run.reducers:
+        reducer, numbers = run.reducers[stage]
+        run.gradients[stage] = dict(zip(numbers, reducer.wait(), strict=True))
+    cuts, again = _cuts(ground, run, stage), _further_places(ground, run, stage)
     counted = [(n, g) for n, g in sorted(run.gradients[stage].items()) if n not in again and _counts(ground, cuts[n])]
     dims = tuple(cuts[n].part if cuts[n].dim is None else None for n, _ in counted)
-    parts = shard([g for _, g in counted], dims, ground.data.size, ground.data.place)
+    parts = [
+        g if dim is None else g.tensor_split(ground.data.size, dim)[ground.data.place].contiguous()
+        for (_, g), dim in zip(counted, dims, strict=True)
+    ]
     run.shares.append(leaf_sums(parts, ground.rule.norm_type).to(run.state.step.device))
 
 
@@ -305,7 +336,7 @@ def _further_places(ground: Ground, run: Running, stage: int) -> set[int]:
 def _join(ground: Ground, buffers: Buffers, losses: dict[int, Tensor]) -> None:
     """Sum the norm, the loss and the weights over all ranks; conclude from them where the updates are to come."""
     run, p = buffers.carry, ground.rule.norm_type
-    for stage in sorted(run.gradients) if ground.rule.needs_all else ():
+    for stage in sorted({*run.gradients, *run.reducers}) if ground.rule.needs_all else ():
         _receive(ground, run, stage)
     weight = run.weights.pop(0)
     shares = torch.cat([torch.zeros(1, dtype=torch.float64, device=run.state.step.device), *run.shares])
@@ -360,8 +391,8 @@ def _step(ground: Ground, buffers: Buffers, stage: int) -> None:
     if not rule.needs_all:
         _receive(ground, run, stage)
     leaves, treedef = tree_flatten(run.state.params[stage])
-    dims, gradients, optimizer = ground.dims(leaves), run.gradients.pop(stage), run.state.optimizer[stage]
-    own = ground.own(leaves)
+    dims = tuple(cut.dim for cut in _cuts(ground, run, stage))
+    gradients, optimizer, own = run.gradients.pop(stage), run.state.optimizer[stage], ground.own(leaves, dims)
     gradients = {n: g.to(own[n].dtype) for n, g in gradients.items()}  # before they are divided, which would lose small ones
     if run.divisor is not None:  # not by the fused kernels, which divide by a float32
         gradients = _divided(gradients, run.divisor)
@@ -377,6 +408,8 @@ def _step(ground: Ground, buffers: Buffers, stage: int) -> None:
         parts = list(gather(parts, dims, ground.data).wait())
         buffers.params[stage] = tuple(tree_leaves(rule.precision.to_compute(treedef.unflatten(parts))))
     run.state.params[stage] = treedef.unflatten(map(distributed, parts, map(layout_of, leaves)))
+    if stage in run.reducers:
+        ground.idle[stage].append(run.reducers.pop(stage)[0])
 
 
 def _require_alike(stage: int, old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
@@ -405,7 +438,7 @@ def _finish(buffers: Buffers) -> None:
 
 def _unshard(ground: Ground, buffers: Buffers, stage: int) -> None:
     """Gather the parameters of a stage."""
-    leaves = tree_leaves(buffers.carry.state.params[stage])
-    shards = tuple(ground.rule.precision.to_compute(list(map(local, leaves))))
+    run: Running = buffers.carry
+    shards = tuple(ground.rule.precision.to_compute(list(map(local, tree_leaves(run.state.params[stage])))))
     buffers.shards[stage] = shards
-    buffers.params[stage] = gather(shards, ground.dims(leaves), ground.data).wait()
+    buffers.params[stage] = gather(shards, tuple(cut.dim for cut in _cuts(ground, run, stage)), ground.data).wait()
