@@ -9,7 +9,7 @@ import torch
 
 from ppfunc.runtime import InProcess, StepFunction, StepResult, StepSpec, Transport, interleaved, two_streams
 from ppfunc.runtime.arguments import LossWeights, RawArguments, read_loss_weights
-from ppfunc.runtime.lower import require_honoured
+from ppfunc.runtime.refusals import require_honoured
 from ppfunc.runtime.ties import Tied, TiedPlaces, read_tied
 from ppfunc.schedule import Op, Schedule, append_tail, check, forward_only, place_communication, with_skips
 from ppfunc.splitter import Split

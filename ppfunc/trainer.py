@@ -17,7 +17,7 @@ from ppfunc.runtime import P2P, Axes, InProcess, Microbatches, StepSpec, Transpo
 from ppfunc.runtime.arguments import LossWeights, RawArguments, Seed, read_loss_weights
 from ppfunc.runtime.results import StepResult
 from ppfunc.runtime.ties import TiedPlaces
-from ppfunc.schedule import Schedule, append_tail, forward_only, insert_unshards, reduce_early, remove_tail, remove_unshards
+from ppfunc.schedule import Schedule, Timeline, append_tail, forward_only, insert_unshards, reduce_early, remove_tail, remove_unshards
 from ppfunc.stage import Engine, Loss, Stage, graph
 from ppfunc.stage.layout import local
 from ppfunc.stage.tree import tree_leaves, tree_map
@@ -107,6 +107,18 @@ class Trainer:
         if not batches:
             raise ValueError("batches: got none, expected inputs and targets of at least one step")
         return self._step(state, list(batches), [None] * len(batches), seed, None)
+
+    def record(
+        self, state: TrainState, inputs: Any, targets: Any = None, *, loss_weights: LossWeights = None, seed: Seed = None,
+        extras: Mapping[int, Any] | None = None,
+    ) -> tuple[tuple[TrainState, Metrics], Timeline]:  # fmt: skip
+        """Run one step and measure it. Arguments as of :meth:`step`.
+
+        Returns:
+            What :meth:`step` returns, and the timeline of the last pass of the schedule, of all ranks of this pipeline, in seconds.
+        """
+        (after, metrics), timeline = self._step.record(state, [(inputs, targets)], [loss_weights], seed, extras)
+        return (after, metrics[0]), timeline
 
     def evaluate(
         self, state: TrainState, inputs: Any, targets: Any = None, *, loss_weights: LossWeights = None, seed: Seed = None,

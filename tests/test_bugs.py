@@ -779,3 +779,21 @@ def test_a_place_that_is_one_tensor_with_a_tied_one_is_tied_as_well():
     grads, parts = step(tied={"w": [*places, (0, "second")]}), step()
     torch.testing.assert_close(grads[0]["second"], parts[0]["first"] + parts[0]["second"] + parts[1]["first"])
     assert same_bits([grads[0]["first"], grads[1]["first"]], [grads[0]["second"]] * 2)
+
+
+# -- kernels that are laid out otherwise than they say ----------------------------------------------------------
+
+
+@every_engine
+def test_a_batch_norm_of_a_transposed_tensor_may_be_viewed(engine):
+    """Without values its result has the strides of its input, on the CPU others: `view size is not compatible` in the first step."""
+
+    def stage(params, x):
+        y = torch.nn.functional.batch_norm(x.transpose(1, 2), None, None, params["w"], training=True)
+        return torch.nn.functional.linear(y.transpose(1, 2), params["m"])
+
+    params, x, target = {"w": normal(D), "m": normal(D, D)}, normal(4, 5, D), normal(4, 5, D, seed=1)
+    want = torch.func.grad(lambda p: squared(stage(p, x), target))(params)
+    _, grads = pp.value_and_grad([stage], squared, pp.gpipe(1, 1), engine=engine)({0: params}, x, target)
+    for name, gradient in want.items():
+        torch.testing.assert_close(grads[0][name], gradient)

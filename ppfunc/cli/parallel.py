@@ -4,7 +4,7 @@ import argparse
 import json
 from typing import Any
 
-from ..parallel.layout import parse_layout
+from ..parallel.letters import parse_layout
 from ..parallel.partition import Partition
 from ..parallel.stack import effective_loads, partition_layers
 from ..parallel.topology import Topology

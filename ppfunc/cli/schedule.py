@@ -9,7 +9,7 @@ from typing import Any
 
 from ..schedule.builders import BUILDERS
 from ..schedule.check import check
-from ..schedule.compare import compare
+from ..schedule.compare_timelines import compare
 from ..schedule.costs import Costs
 from ..schedule.formats.csv import to_csv
 from ..schedule.formats.grid import to_grid

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         replica_groups as replica_groups,
         slice_groups as slice_groups,
     )
-    from .layout import Layout as Layout, parse_layout as parse_layout
+    from .letters import Layout as Layout, parse_layout as parse_layout
     from .min_range import partition_min_range as partition_min_range
     from .partition import Partition as Partition, partition_explicit as partition_explicit, partition_uniform as partition_uniform
     from .placement import (

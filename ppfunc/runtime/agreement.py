@@ -18,12 +18,15 @@ from ppfunc.schedule import Schedule
 from ppfunc.stage import LeafSignature, Signature
 from ppfunc.stage.tree import tree_structure
 
-from .arguments import StepArguments, StepForm
+from .arguments import StepArguments
 from .cache import keep
 from .errors import AgreementError
+from .form import StepForm
 from .inprocess import InProcess
-from .lower import LoweredStep, StepSpec
+from .interrupts import let_interrupts
+from .lowered import LoweredStep
 from .meshes import laid_out, require_same_layouts
+from .spec import StepSpec
 from .stage_programs import autocast
 from .ties import links_of_shared, require_same_forms, shared_forms
 from .transport import ControlTransport, Link, LossPart, Transport
@@ -140,7 +143,8 @@ class Agreement:
         facts = f"{versions}, schedule {self._schedule.name[:60]} ({self._schedule.digest}){tied}"
         self._transport.require_same(facts)
         self._transport.require_same("; ".join(f"params[{s}] {form}" for s, form in arguments.form.params.items()), "data")
-        self._transport.connect(links_of(self._schedule, self._spec))
+        with let_interrupts():
+            self._transport.connect(links_of(self._schedule, self._spec))
         self.generation = self._transport.generation
 
     def _tell(self, lowered: LoweredStep, edges: Edges) -> Agreed:

@@ -49,7 +49,7 @@ class Buffers:
         scale: what the cotangents of the loss are multiplied by, None for 1.
         ends: whether the gradients are complete after this pass.
         first: the number of the first microbatch among those of all passes and data ranks.
-        carry: what belongs to the caller's update, see :class:`ppfunc.runtime.lower.ParameterUpdate`.
+        carry: what belongs to the caller's update, see :class:`ppfunc.runtime.spec.ParameterUpdate`.
         pending: messages that the transport has posted and not waited for, by tag; only the transport looks into it.
     """
 

@@ -29,7 +29,7 @@ from .calls import (
     weight,
 )
 from .gradients import Gradients, Stack, Sum
-from .lower import BATCH, LoweredStep
+from .lowered import BATCH, LoweredStep
 from .overlap import Overlapped
 from .stage_programs import program_of
 from .tail import PlacedCall, is_late, sharding_call, share_input_gradients, sum_over_places, update_call, update_parameters

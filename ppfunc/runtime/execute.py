@@ -10,7 +10,7 @@ from .arguments import StepArguments
 from .buffers import Buffers, Tag
 from .compile import CompiledStep, gradients_of
 from .functorch import values
-from .lower import BATCH, LoweredStep
+from .lowered import BATCH, LoweredStep
 from .tail import losses_of
 from .transport import Failure
 

@@ -13,7 +13,7 @@ from ppfunc.stage.tree import tree_leaves, tree_map, tree_structure
 from .arguments import StepArguments
 from .batch import Microbatches
 from .buffers import Buffers, Tag
-from .lower import BATCH, LoweredStage, LoweredStep
+from .lowered import BATCH, LoweredStage, LoweredStep
 from .ownership import Owned
 
 

@@ -6,7 +6,7 @@ import inspect
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -17,16 +17,20 @@ from ppfunc.stage import Engine, Loss, Stage
 
 from .agreement import Agreement, Began, batch_name, rows_of
 from .analysis import Lowered
-from .arguments import RawArguments, StepArguments, StepForm, read_arguments
+from .arguments import RawArguments, StepArguments, read_arguments
 from .buffers import Buffers
 from .cache import CACHE_SIZE, RETRACES, CacheInfo, Entry, Last, keep, warn_of_retraces
 from .compile import CompiledStep, compile_step
 from .execute import StepFailed, describe_inputs, execute, fill
+from .form import StepForm
 from .functorch import transforming
-from .lower import Exchange, LoweredStep, StepSpec, lower
+from .interrupts import let_interrupts
+from .lower import Exchange, lower
+from .lowered import LoweredStep
 from .record import Recorder, gather
 from .results import StepResult, collect
 from .rng import preserve_rng
+from .spec import StepSpec
 from .stage_programs import autocast, forget
 from .tail import losses_of
 from .ties import require_declared
@@ -109,15 +113,29 @@ class StepFunction(Generic[P, R]):
     def _run(
         self, args: Any, kwargs: Any, recorder: Recorder | None = None, ready: Callable[[StepArguments], Entry] | None = None
     ) -> tuple[R, Timeline | None]:
-        """Run one step, measured where there is a recorder; ``ready`` gives the compiled step, by default that of the cache."""
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False), torch.no_grad():
-                return self._run(args, kwargs, recorder, ready)
+        """Run one step, measured where there is a recorder; ``ready`` gives the compiled step, by default that of the cache.
+
+        Interrupts act while stages are traced or run, and while this rank waits for peers that have not come to the end.
+        """
+        ended = False
+        try:
+            with self.transport.hold_interrupts(later=True), _outside_inference_mode():
+                result, raw, timeline = self._attempt(args, kwargs, recorder, ready)
+                ended = True
+                return self._finish(result, raw), timeline
+        except BaseException:
+            if ended:
+                self.transport.lose_step()
+            raise
+
+    def _attempt(
+        self, args: Any, kwargs: Any, recorder: Recorder | None, ready: Callable[[StepArguments], Entry] | None
+    ) -> tuple[StepResult, Any, Timeline | None]:
+        """Run one step to its end on all ranks, or tell them that it has failed."""
         entry: Entry | None = None
         buffers: Buffers | None = None
         failure: Failure | None = None
         error: BaseException | None = None
-        ended = False
         try:
             self._require_all_ranks_under_transforms()
             raw = self._prepare(*args, **kwargs)
@@ -130,22 +148,19 @@ class StepFunction(Generic[P, R]):
             self.transport.ready(entry.laid)
             # Under a torch.func transform from outside, that transform decides what is recorded.
             with torch.set_grad_enabled(torch.is_grad_enabled() and transforming()), _generators(arguments):
-                for part in passes:
-                    buffers = execute(compiled, fill(compiled.lowered, part, buffers))
-                assert buffers is not None
-                if self.spec.update is not None:
-                    self.spec.update.finish(buffers)
-                parts = entry.parts if self.spec.update is None else {}  # an update has them, and sums them over all pipelines
-                losses = losses_of(compiled.lowered, buffers) if parts else {}
-                result = collect(compiled.lowered, arguments, buffers)
-                buffers = None
-                timeline = None if recorder is None else gather(entry.compiled, recorder.intervals(), self.transport)
-                result = result._replace(loss=self.transport.end(losses, parts, entry.mode()))
-                ended = True
-            return self._finish(result, raw), timeline
+                with let_interrupts():
+                    for part in passes:
+                        buffers = execute(compiled, fill(compiled.lowered, part, buffers))
+                    assert buffers is not None
+                    if self.spec.update is not None:
+                        self.spec.update.finish(buffers)
+                    parts = entry.parts if self.spec.update is None else {}  # an update has them, and sums them over all pipelines
+                    losses = losses_of(compiled.lowered, buffers) if parts else {}
+                    result = collect(compiled.lowered, arguments, buffers)
+                    buffers = None
+                    timeline = None if recorder is None else gather(entry.compiled, recorder.intervals(), self.transport)
+                return result._replace(loss=self.transport.end(losses, parts, entry.mode())), raw, timeline
         except BaseException as raised:
-            if ended:  # on every rank: there is nothing to tell
-                raise
             failure = self._failure(raised, entry)
             error = self.transport.fail(failure)
             if error is failure.cause or not isinstance(failure.cause, Exception):
@@ -160,19 +175,21 @@ class StepFunction(Generic[P, R]):
         Args:
             args, kwargs: as of a call. Tensors may be on the device meta, and trees may be signatures.
         """
-        try:
-            arguments = self._read(self._prepare(*args, **kwargs), abstract=True)
-            name, _ = self._begin(arguments, None, "lowered, not run")
-            exchange, generation = self._agreement.exchange(name, arguments.form), self._agreement.generation
-            lowered = self._lower(arguments, name, exchange)
-            agreed = self._agreement.conclude(name, lowered, exchange)
-            kept = Last.of(arguments, name, Entry.of(CompiledStep(lowered, {}, (), ()), agreed.parts))
-            self.transport.end({}, {})
-        except BaseException as cause:
-            error = self.transport.fail(Failure(self._ranks[0], None, None, cause))
-            if error is cause or not isinstance(cause, Exception):
-                raise
-            raise error from cause
+        with self.transport.hold_interrupts():
+            try:
+                arguments = self._read(self._prepare(*args, **kwargs), abstract=True)
+                name, _ = self._begin(arguments, None, "lowered, not run")
+                exchange, generation = self._agreement.exchange(name, arguments.form), self._agreement.generation
+                with let_interrupts():
+                    lowered = self._lower(arguments, name, exchange)
+                agreed = self._agreement.conclude(name, lowered, exchange)
+                kept = Last.of(arguments, name, Entry.of(CompiledStep(lowered, {}, (), ()), agreed.parts))
+                self.transport.end({}, {})
+            except BaseException as cause:
+                error = self.transport.fail(Failure(self._ranks[0], None, None, cause))
+                if error is cause or not isinstance(cause, Exception):
+                    raise
+                raise error from cause
 
         def runs(compiled: CompiledStep) -> Callable[P, R]:
             kept.require_same_modes()
@@ -269,8 +286,9 @@ class StepFunction(Generic[P, R]):
         self._building.active = True
         try:
             exchange = self._agreement.exchange(name, arguments.form)
-            lowered = self._lower(arguments, name, exchange)
-            compiled = compile_step(lowered, self._engine, self.transport)
+            with let_interrupts():
+                lowered = self._lower(arguments, name, exchange)
+                compiled = compile_step(lowered, self._engine, self.transport)
             agreed = self._agreement.conclude(name, lowered, exchange)
         finally:
             self._building.active = False
@@ -314,6 +332,15 @@ def _shown(part: Any) -> str:
     if isinstance(part, Mapping):
         return ", ".join(f"stage {stage} {_shown(of_stage)}" for stage, of_stage in part.items()) or "none"
     return " and ".join(dict.fromkeys(map(str, part))) if isinstance(part, tuple) else str(part)
+
+
+def _outside_inference_mode() -> AbstractContextManager[object]:
+    if not torch.is_inference_mode_enabled():
+        return nullcontext()
+    modes = ExitStack()
+    modes.enter_context(torch.inference_mode(False))
+    modes.enter_context(torch.no_grad())
+    return modes
 
 
 def _generators(arguments: StepArguments) -> AbstractContextManager[None]:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from .builders.zbv_greedy import zbv_greedy as zbv_greedy
     from .builders.zero_bubble import zero_bubble as zero_bubble
     from .check import Certificate as Certificate, check as check, is_step_atomic as is_step_atomic
-    from .compare import Comparison as Comparison, compare as compare
+    from .compare_timelines import Comparison as Comparison, compare as compare
     from .config import (
         build_schedule as build_schedule,
         count_microbatches as count_microbatches,

@@ -19,8 +19,8 @@ from ..runtime.buffers import Buffers
 from ..runtime.collective import Collective, Wait
 from ..runtime.gradients import Gradients
 from ..runtime.grid import Axes
-from ..runtime.lower import ParameterUpdate
 from ..runtime.ownership import Owned
+from ..runtime.spec import ParameterUpdate
 from ..runtime.ties import Tied, leaf_number
 from ..schedule import Schedule
 from ..stage import LeafSignature, Signature
@@ -287,7 +287,7 @@ def _sums(ground: Ground, buffers: Buffers, stage: int, leaves: dict[int, LeafSi
         reducer = idle.pop()
         if reducer.form == form and reducer.idle:
             return reducer
-    device = local(tree_leaves(buffers.carry.state.params[stage])[0]).device
+    device = next((local(leaf).device for leaf in tree_leaves(buffers.carry.state.params[stage])), None)
     return Reducer(*form, ground.data, dtype=ground.rule.precision.reduce, axis=ground.axes.data or "dp", stage=stage, device=device)
 
 

@@ -13,7 +13,7 @@ from .operators import ancestors, arguments, base, is_call, is_dense, is_effect,
 
 aten = torch.ops.aten
 _COPIES = {aten.clone.default, aten.lift_fresh_copy.default, aten.lift_fresh.default}
-_RESHAPES = {aten.view.default, aten._unsafe_view.default}
+_RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 
 
 def clean(joint: Joint) -> Joint:
@@ -69,13 +69,16 @@ def _same_layout(node: Node, source: Node) -> bool:
 
 
 def _shorten_views(joint: Joint) -> None:
-    """A reshape of a reshape of something contiguous is one reshape."""
+    """A reshape of a reshape of something contiguous is one reshape.
+
+    It may copy: some kernels return other strides than they do without values (batch norm of a transposed tensor on the CPU).
+    """
     for node in joint.graph.nodes:
         if is_call(node) and node.target in _RESHAPES:
             below = node.args[0]
             while is_call(below) and below.target in _RESHAPES and below.args[0].meta["val"].is_contiguous():
                 below = below.args[0]
-            node.target, node.args = aten.view.default, (below, *node.args[1:])
+            node.target, node.args = aten.reshape.default, (below, *node.args[1:])
 
 
 def _duplicates(joint: Joint, late: bool) -> dict[Node, Node]:
