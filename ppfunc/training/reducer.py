@@ -122,7 +122,7 @@ class Reducer:
             self._zero()
         self._begun = True
         pairs = zip(self._views, self._dims, strict=True)
-        return tuple(view if dim is None else view.flatten(dim, dim + 1) for view, dim in pairs)
+        return tuple(view.detach() if dim is None else view.flatten(dim, dim + 1) for view, dim in pairs)
 
     def launch(self) -> None:
         """Begin to add up over ranks, bucket after bucket; returns at once. All ranks launch in one order.
@@ -157,7 +157,7 @@ class Reducer:
         for wait in self._waits:
             wait()
         self._waits, self._begun = None, False
-        return self._totals
+        return tuple(map(Tensor.detach, self._totals))  # tensors of their own, so that ``idle`` sees who keeps one
 
     def _zero(self) -> None:
         for memory in self._memory:

@@ -75,8 +75,9 @@ def test_who_keeps_a_gradient_keeps_its_memory():
     reducer = reducer_of(LEAVES[:2])
     reducer.launch()
     sums = reducer.wait()
-    assert reducer.idle
+    assert not reducer.idle
     row = sums[0][1]
+    del sums
     assert not reducer.idle
     del row
     assert reducer.idle
