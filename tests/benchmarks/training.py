@@ -8,7 +8,9 @@ Run on the CPU::
 * ``block``: forward, input gradient and weight gradient of a block whose parameters are DTensors, traced through, on a mesh of one
   rank, beside those of the same block on plain tensors, and beside DTensors under autograd.
 * ``optimizers``: fused kernels on leaves of several sizes, beside torch's optimizers.
-* ``reduction``: backwards, and the sum of their gradients over two data ranks, beside DistributedDataParallel's on the same model.
+* ``reduction``: forwards, backwards, and the sum of their gradients over two data ranks, beside DistributedDataParallel's on the same
+  model. A traced backward holds all its gradients at once, and glibc gives so much memory back to the system after each; set
+  ``MALLOC_TRIM_THRESHOLD_`` and ``MALLOC_MMAP_THRESHOLD_`` to 1000000000 to leave that out on both sides.
 * ``step``: training steps of two pipelines of two ranks, beside torch.distributed.pipelining with DistributedDataParallel and
   torch's fused AdamW on the same model and schedule.
 * ``parameters``: bytes of parameters on a rank under ``shard="params"``, between steps and at most within one, by the storages
@@ -34,6 +36,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from step_time import SIZES, Blocks, squared
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -49,9 +52,8 @@ from ppfunc.stage.tree import tree_leaves
 from ppfunc.training import adamw, sgd, update
 from ppfunc.training.reducer import Reducer
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "examples")]
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import gpt
-from step_time import SIZES, Blocks, squared
 
 Side = Callable[[], object]
 SIDES = ("torch", "ppfunc")
@@ -123,15 +125,20 @@ def reduction(options: argparse.Namespace) -> None:
         ranks = transport.collective("data")
         transport.connect(())
         for layers, width in ((64, 32), (16, 256), (8, 1024)):
+            torch.manual_seed(0)
             model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
             ddp = DistributedDataParallel(copy.deepcopy(model), gradient_as_bucket_view=True)
-            params, x = tuple(model.parameters()), torch.randn(4, width)
-            leaves = pp.stage.Signature.of(list(params)).leaves
+            stage, x = pp.stage_from_module(model), torch.randn(4, width)
+            flat = pp.graph(lambda params, x, stage=stage: stage.fn(params, x).square().mean(), (stage.params, x)).flat
+            params, weight = tuple(stage.params.values()), (torch.ones(()),)
+            leaves = pp.stage.Signature.of(params).leaves
             reducer = Reducer(leaves, (None,) * len(leaves), ranks)
 
-            def ours(model: nn.Module = model, params: Any = params, reducer: Reducer = reducer, x: torch.Tensor = x) -> None:
+            @torch.no_grad()
+            def ours(flat: Any = flat, given: Any = (params, (x,), ()), gy: Any = weight, reducer: Reducer = reducer) -> None:
                 for m in range(options.microbatches):
-                    reducer.add(torch.autograd.grad(model(x).square().mean(), params), m)
+                    _, residuals = flat.forward(*given)
+                    reducer.add(flat.backward(residuals, gy)[0], m)
                 reducer.launch()
                 reducer.wait()
 
@@ -198,24 +205,50 @@ def batch(width: int, microbatches: int, seed: int) -> list[torch.Tensor]:
 def parameters(options: argparse.Namespace) -> None:
     """Bytes of parameters that live on a rank whose stages are gathered two at a time."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    pipe, width, alive = mesh.get_local_rank("pp"), 64, [0]
-    schedule = pp.interleaved_one_f_one_b(2, options.microbatches, 4)
-    stages, params = blocks(width, schedule, pipe)
-    x, y = batch(width, options.microbatches, seed=mesh.get_local_rank("dp"))
+    schedule, pipe = pp.interleaved_one_f_one_b(2, options.microbatches, 4), mesh.get_local_rank("pp")
+    stages, params = blocks(64, schedule, pipe)
+    x, y = batch(64, options.microbatches, seed=mesh.get_local_rank("dp"))
     sizes = {s: sum(leaf.nbytes for leaf in tree_leaves(tree)) for s, tree in params.items()}
-    whole, gather = set[StorageWeakRef](), update.gather
-    found: list[int] = []
+    gathered, most, gather = dict[StorageWeakRef, int](), [0], update.gather
 
-    def live(state: pp.TrainState, gathered: Any = ()) -> int:
-        """Bytes of the storages of what a rank keeps, and of what was gathered and is not freed."""
-        kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in map(local, tree_leaves(state.params))}
-        return sum(kept.values())
+    def noting(*args: Any) -> Any:
+        """Gather, and note the bytes of all that was gathered and lives."""
+
+        def finish() -> tuple[torch.Tensor, ...]:
+            leaves = pending.finish()
+            gathered.update((StorageWeakRef(t.untyped_storage()), t.untyped_storage().nbytes()) for t in leaves)
+            most[0] = max(most[0], sum(size for held, size in gathered.items() if not held.expired()))
+            return leaves
+
+        pending = gather(*args)
+        return pending._replace(finish=finish)
 
     with pp.train_step(stages, squared, schedule, adamw(1e-3), mesh, axes=pp.Axes("pp", "dp"), shard="params") as trainer:
         state = trainer.init(params)
-        state, _ = trainer.step(state, x, y)
-        between = live(state)
-    print(between, sizes, whole, gather, alive, found, Op)
+        update.gather = noting
+        for _ in range(3):
+            state, _ = trainer.step(state, x, y)
+        update.gather = gather
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in map(local, tree_leaves(state.params))}
+        freed = not any(not held.expired() for held in gathered)
+        found = sum(storages.values()), most[0], sum(sizes.values()) // 2, most_gathered(trainer.schedule, pipe, sizes), freed
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, found)
+    for rank, (kept, peak, kept_computed, peak_computed, freed) in enumerate(every) if dist.get_rank() == 0 else ():
+        print(
+            f"parameters of rank {rank}: {kept} bytes between steps, computed {kept_computed}; gathered at most {peak} bytes, "
+            f"computed {peak_computed}; {'all' if freed else 'not all'} freed after a step",
+            flush=True,
+        )
+
+
+def most_gathered(schedule: Schedule, rank: int, sizes: dict[int, int]) -> int:
+    """The most bytes that are gathered at once on a rank."""
+    now = most = 0
+    for i in schedule.instructions(rank):
+        now += {Op.UNSHARD: 1, Op.RESHARD: -1}.get(i.op, 0) * sizes[i.stage]
+        most = max(most, now)
+    return most
 
 
 class Cost(NamedTuple):
@@ -280,7 +313,7 @@ def work(rank: int, name: str, store: str, options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pieces", nargs="*", choices=[[], *PIECES], default=[], help=f"some of {', '.join(PIECES)}; all by default")
+    parser.add_argument("pieces", nargs="*", choices=[*PIECES], help="all by default")
     parser.add_argument("--microbatches", type=int, default=8, help="of reductions and steps")
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
