@@ -27,7 +27,7 @@ from ..stage import LeafSignature, Signature
 from ..stage.layout import MeshLayout, distributed, layout_of, local, placements_of
 from ..stage.signature import differentiable
 from ..stage.tree import NAMESPACE, tree_flatten, tree_leaves, tree_map, tree_structure
-from ._torch import multiply_each
+from ._torch import multiply_each, multiply_into_each
 from .norms import clip_coefficient, leaf_sums, norm_of
 from .precision import LossScale, Precision, overflow
 from .protocols import Optimizer, ShardOf, Tree
@@ -395,7 +395,7 @@ def _step(ground: Ground, buffers: Buffers, stage: int) -> None:
     gradients, optimizer, own = run.gradients.pop(stage), run.state.optimizer[stage], ground.own(leaves, dims)
     gradients = {n: g.to(own[n].dtype) for n, g in gradients.items()}  # before they are divided, which would lose small ones
     if run.divisor is not None:  # not by the fused kernels, which divide by a float32
-        gradients = _divided(gradients, run.divisor)
+        gradients = _divided(gradients, run.divisor, into=stage in run.reducers)
     filled = [gradients[n] if n in gradients else torch.zeros_like(p) for n, p in enumerate(own)]
     found = run.found if rule.on_nonfinite == "skip" else None
     new, after = rule.optimizer.update(
@@ -420,12 +420,15 @@ def _require_alike(stage: int, old: Sequence[Tensor], new: Sequence[Tensor]) -> 
         raise ValueError(f"the optimizer has made {other} of the parameter {one} of stage {stage}; expected the same shape and dtype")
 
 
-def _divided(gradients: dict[int, Tensor], divisor: Tensor) -> dict[int, Tensor]:
-    """New gradients: tied stages may share some."""
+def _divided(gradients: dict[int, Tensor], divisor: Tensor, *, into: bool) -> dict[int, Tensor]:
+    """Divide gradients in place, or make new ones: tied stages may share some, but never the buckets of a reducer."""
     made: dict[int, Tensor] = {}
     for device in {g.device for g in gradients.values()}:
         own = {n: g for n, g in gradients.items() if g.device == device}
-        made |= zip(own, multiply_each(list(own.values()), divisor.reciprocal().to(device)), strict=True)
+        factor, given = divisor.reciprocal().to(device), list(own.values())
+        made |= own if into else zip(own, multiply_each(given, factor), strict=True)
+        if into:
+            multiply_into_each(given, factor)
     return made
 
 
