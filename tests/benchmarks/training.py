@@ -49,7 +49,7 @@ from ppfunc.runtime import P2P
 from ppfunc.schedule import Op, Schedule
 from ppfunc.stage.layout import local
 from ppfunc.stage.tree import tree_leaves
-from ppfunc.training import adamw, sgd, update
+from ppfunc.training import adamw, parameter_update, sgd
 from ppfunc.training.reducer import Reducer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -208,7 +208,7 @@ def parameters(options: argparse.Namespace) -> None:
     stages, params = blocks(64, schedule, pipe)
     x, y = batch(64, options.microbatches, seed=mesh.get_local_rank("dp"))
     sizes = {s: sum(leaf.nbytes for leaf in tree_leaves(tree)) for s, tree in params.items()}
-    gathered, most, gather = dict[StorageWeakRef, int](), [0], update.gather
+    gathered, most, gather = dict[StorageWeakRef, int](), [0], parameter_update.gather
 
     def noting(*args: Any) -> Any:
         """Gather, and note the bytes of all that was gathered and lives."""
@@ -224,10 +224,10 @@ def parameters(options: argparse.Namespace) -> None:
 
     with pp.train_step(stages, squared, schedule, adamw(1e-3), mesh, axes=pp.Axes("pp", "dp"), shard="params") as trainer:
         state = trainer.init(params)
-        update.gather = noting
+        parameter_update.gather = noting
         for _ in range(3):
             state, _ = trainer.step(state, x, y)
-        update.gather = gather
+        parameter_update.gather = gather
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in map(local, tree_leaves(state.params))}
         freed = not any(not held.expired() for held in gathered)
         found = sum(storages.values()), most[0], sum(sizes.values()) // 2, most_gathered(trainer.schedule, pipe, sizes), freed
