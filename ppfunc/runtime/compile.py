@@ -110,6 +110,15 @@ def build_programs(lowered: LoweredStep, engine: Engine) -> dict[Key, StageProgr
     return {key: built[keys[id(low)]] for key, low in lowered.stages.items()}
 
 
+def gradients_of(lowered: LoweredStep, buffers: Buffers, model: int) -> Gradients:
+    """Make the sum of the gradients of a stage of the model, for one step."""
+    made, update = new_gradients(lowered), lowered.spec.update
+    if update is None or update.sums is None:
+        return made
+    leaves = enumerate(lowered.form.params[model].leaves)
+    return update.sums(buffers, model, {n: made.signature(leaf) for n, leaf in leaves if leaf.grad})
+
+
 def new_gradients(lowered: LoweredStep) -> Gradients:
     """Make the sum of the gradients of one stage."""
     return Stack(lowered.schedule.microbatches) if lowered.spec.per_microbatch else Sum(lowered.spec.sum_dtype)

@@ -10,7 +10,7 @@ from ppfunc.stage.abstract import place as line_of
 
 from .arguments import StepArguments
 from .buffers import Buffers, Tag
-from .compile import CompiledStep, new_gradients
+from .compile import CompiledStep, gradients_of
 from .functorch import values
 from .lowered import BATCH, LoweredStep
 from .tail import losses_of
@@ -75,7 +75,7 @@ def fill(lowered: LoweredStep, arguments: StepArguments, before: Buffers | None 
                 continue
             model = schedule.model_stages[stage]
             if not schedule.forward_only and stage not in buffers.gradients:
-                buffers.gradients[stage] = new_gradients(lowered)
+                buffers.gradients[stage] = gradients_of(lowered, buffers, model)
             batches = [arguments.targets] if stage == last and arguments.targets else []
             batches += [arguments.extras[model]] if model in arguments.extras else []
             if batches:

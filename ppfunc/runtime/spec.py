@@ -7,8 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ppfunc.stage import LeafSignature
+
 from .arguments import StepArguments
 from .buffers import Buffers
+from .gradients import Gradients
 from .overlap import Overlapped
 from .ties import Tied
 
@@ -18,7 +21,9 @@ class ParameterUpdate(NamedTuple):
 
     Args:
         begin: before the first pass, ``begin(arguments of every pass)`` gives those that the step runs with.
-        reduce: at REDUCE_GRAD, ``reduce(buffers, stage of the model, {number of the leaf: gradient})``.
+        sums: ``sums(buffers, stage of the model, {number of the leaf: signature of the sum of its gradients})`` is what gradients
+            are added up in; None for memory that is made in every step.
+        reduce: at REDUCE_GRAD, ``reduce(buffers, stage of the model, what its gradients were added up in, numbers of the leaves)``.
         join: once in a program, ``join(buffers, weighted losses by stage of the schedule)``: between its last REDUCE_GRAD and its
             first STEP, or in the end.
         step: at STEP, ``step(buffers, stage of the model)``; puts new parameters into ``buffers.params`` for a further pass.
@@ -31,7 +36,8 @@ class ParameterUpdate(NamedTuple):
     """
 
     begin: Callable[[Sequence[StepArguments]], Sequence[StepArguments]]
-    reduce: Callable[[Buffers, int, dict[int, torch.Tensor]], None]
+    sums: Callable[[Buffers, int, dict[int, LeafSignature]], Gradients] | None
+    reduce: Callable[[Buffers, int, Gradients, Sequence[int]], None]
     join: Callable[[Buffers, dict[int, torch.Tensor]], None]
     step: Callable[[Buffers, int], None]
     finish: Callable[[Buffers], None]

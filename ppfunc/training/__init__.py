@@ -9,7 +9,6 @@ from .parallelize import parallelize, shard
 from .precision import LossScale, Precision, cast, dynamic_scale, overflow, static_scale
 from .protocols import Clip, Optimizer, Ranks, ShardOf, Transform, accepting_scale
 from .rates import constant, linear, warmup_cosine
-from .reducer import Reducer
 
 __all__ = [
     "Bucket",
@@ -19,7 +18,6 @@ __all__ = [
     "Optimizer",
     "Precision",
     "Ranks",
-    "Reducer",
     "ShardOf",
     "Transform",
     "accepting_scale",

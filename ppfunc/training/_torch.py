@@ -20,3 +20,8 @@ norms_of_each = torch._foreach_norm
 
 # Change a loss scale and its count of good steps in place: ``(scale, good, found_inf, growth, backoff, interval)``.
 update_scale = torch._amp_update_scale_
+
+
+def users_of(storage: torch.UntypedStorage) -> int:
+    """How many tensors hold the memory of a storage, this object counted."""
+    return torch._C._storage_Use_Count(storage._cdata)

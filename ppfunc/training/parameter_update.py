@@ -15,23 +15,28 @@ from torch import Tensor
 from ..runtime.arguments import StepArguments
 from ..runtime.buffers import Buffers, Leaves
 from ..runtime.collective import Wait
+from ..runtime.gradients import Gradients
 from ..runtime.nonfinite import NotFinite
+from ..runtime.ownership import Owned
 from ..runtime.spec import ParameterUpdate
 from ..runtime.ties import leaf_number
-from ..stage import Signature
+from ..stage import LeafSignature, Signature
 from ..stage._torch import versions
 from ..stage.layout import distributed, layout_of, local
 from ..stage.tree import tree_flatten, tree_leaves, tree_map, tree_paths
-from ._torch import multiply_each
+from ._torch import multiply_each, multiply_into_each
 from .norms import clip_coefficient, leaf_sums, norm_of
 from .precision import LossScale, Precision, overflow
 from .protocols import Optimizer, ShardOf, Tree, selected, text_of
 from .ranks import Cut, Shard, TrainingRanks
-from .sharding import Pending, gather, reduce_shards, shard
+from .reducer import Reducer
+from .sharding import Dims, gather
 from .start import start_facts
 from .train_state import Metrics, TrainState
 
 OnNonfinite = Literal["skip", "raise", "ignore"]
+Idle = dict[int, list[Reducer]]
+"""By stage, reducers that no step uses."""
 
 
 class UpdateRule(NamedTuple):
@@ -81,7 +86,8 @@ class Progress:
         state: from which it began; after each update, the new one.
         weighted: whether the caller gave weights of the losses, whose sum over the data ranks is not 1 yet.
         stage_state: leaves of the states of stages before this update.
-        pending: by stage, sums over data ranks under way, and the numbers of the leaves.
+        reducers: by stage, where gradients are added up over microbatches and data ranks, and the numbers of the leaves.
+        cuts: by stage, how its parameters lie.
         gradients: by stage and number of the leaf.
         divisor: of the gradients, None for 1.
         found: 1 where loss or gradients are not finite, float32[].
@@ -94,7 +100,8 @@ class Progress:
     state: TrainState
     weighted: bool
     stage_state: dict[int, Leaves] = field(default_factory=dict)
-    pending: dict[int, tuple[list[int], Pending]] = field(default_factory=dict)
+    reducers: dict[int, tuple[Reducer, Sequence[int]]] = field(default_factory=dict)
+    cuts: dict[int, list[Cut]] = field(default_factory=dict)
     gradients: dict[int, dict[int, Tensor]] = field(default_factory=dict)
     divisor: Tensor | None = None
     found: Tensor | None = None
@@ -106,11 +113,13 @@ class Progress:
 
 def parameter_update(rule: UpdateRule, ranks: TrainingRanks) -> ParameterUpdate:
     """The update of a step whose ``carry`` is :class:`Progress`."""
+    idle: Idle = {}
     return ParameterUpdate(
         begin=partial(_begin, ranks),
-        reduce=partial(_reduce, rule, ranks),
+        sums=partial(_sums, rule, ranks, idle) if ranks.data.size > 1 else None,
+        reduce=_reduce,
         join=partial(_join, rule, ranks),
-        step=partial(_step, rule, ranks),
+        step=partial(_step, rule, ranks, idle),
         finish=_finish,
         together=rule.needs_all,
         unshard=partial(_unshard, rule, ranks) if rule.shard == "params" else None,
@@ -133,26 +142,58 @@ def _begin(ranks: TrainingRanks, passes: Sequence[StepArguments]) -> Sequence[St
     return [part._replace(loss_weights=own) for part, own in zip(passes, weights, strict=True)]
 
 
-def _reduce(rule: UpdateRule, ranks: TrainingRanks, buffers: Buffers, stage: int, gradients: dict[int, Tensor]) -> None:
+def _cuts(ranks: TrainingRanks, run: Progress, stage: int) -> list[Cut]:
+    """How the parameters of a stage lie, worked out once in a step."""
+    if stage not in run.cuts:
+        run.cuts[stage] = ranks.cuts(tree_leaves(run.state.params[stage]))
+    return run.cuts[stage]
+
+
+def _dims(ranks: TrainingRanks, run: Progress, stage: int) -> Dims:
+    """The dimension of every parameter of a stage that is cut over the data ranks."""
+    return tuple(cut.dim for cut in _cuts(ranks, run, stage))
+
+
+def _sums(rule: UpdateRule, ranks: TrainingRanks, idle: Idle, buffers: Buffers, stage: int, leaves: dict[int, LeafSignature]) -> Reducer:
+    """Add the gradients of a stage up in the buckets of an earlier step, if nobody uses them, else in new ones.
+
+    A step takes them out, and puts them back once it has used their sums. After a failure they are not seen again: a sum may
+    still be written there.
+    """
+    run: Progress = buffers.carry
+    dims, free = _dims(ranks, run, stage), idle.setdefault(stage, [])
+    form = tuple(leaves.values()), tuple(dims[n] for n in leaves)
+    while free:
+        reducer = free.pop()
+        if reducer.form == form and reducer.idle:
+            return reducer
+    device = next((local(leaf).device for leaf in tree_leaves(run.state.params[stage])), None)
+    return Reducer(*form, ranks.data, dtype=rule.precision.reduce, axis=ranks.axes.data or "dp", stage=stage, device=device)
+
+
+def _reduce(buffers: Buffers, stage: int, sums: Gradients, numbers: Sequence[int]) -> None:
     """Begin to sum the gradients of a stage over the data ranks."""
     run: Progress = buffers.carry
-    run.gradients[stage] = gradients
-    if ranks.data.size > 1:
-        numbers = sorted(gradients)
-        dims = ranks.dims(tree_leaves(run.state.params[stage]))
-        given, reduce = [gradients[n] for n in numbers], rule.precision.reduce
-        run.pending[stage] = numbers, reduce_shards(given, tuple(dims[n] for n in numbers), ranks.data, dtype=reduce)
+    if isinstance(sums, Reducer):
+        sums.launch()
+        run.reducers[stage] = sums, numbers
+    else:
+        like = tuple(buffers.params[stage][n] for n in numbers)
+        run.gradients[stage] = dict(zip(numbers, sums.take(like, Owned()), strict=True))
 
 
 def _receive(rule: UpdateRule, ranks: TrainingRanks, run: Progress, stage: int) -> None:
     """Wait for the sums of a stage over data ranks, and note this rank's part in the norm."""
-    if stage in run.pending:
-        numbers, pending = run.pending.pop(stage)
-        run.gradients[stage] = dict(zip(numbers, pending.wait(), strict=True))
-    cuts, again = ranks.cuts(tree_leaves(run.state.params[stage])), _further_places(ranks, run, stage)
+    if stage in run.reducers:
+        reducer, numbers = run.reducers[stage]
+        run.gradients[stage] = dict(zip(numbers, reducer.wait(), strict=True))
+    cuts, again = _cuts(ranks, run, stage), _further_places(ranks, run, stage)
     counted = [(n, g) for n, g in sorted(run.gradients[stage].items()) if n not in again and _counts(ranks, cuts[n])]
     dims = tuple(cuts[n].part if cuts[n].dim is None else None for n, _ in counted)
-    parts = shard([g for _, g in counted], dims, ranks.data.size, ranks.data.place)
+    parts = [
+        g if dim is None else g.tensor_split(ranks.data.size, dim)[ranks.data.place].contiguous()
+        for (_, g), dim in zip(counted, dims, strict=True)
+    ]
     run.shares.append(leaf_sums(parts, rule.norm_type).to(run.state.step.device))
 
 
@@ -175,7 +216,7 @@ def _further_places(ranks: TrainingRanks, run: Progress, stage: int) -> set[int]
 def _join(rule: UpdateRule, ranks: TrainingRanks, buffers: Buffers, losses: dict[int, Tensor]) -> None:
     """Sum the norm and the loss over all ranks; conclude from them where the updates are to come."""
     run, p = buffers.carry, rule.norm_type
-    for stage in sorted(run.gradients) if rule.needs_all else ():
+    for stage in sorted({*run.gradients, *run.reducers}) if rule.needs_all else ():
         _receive(rule, ranks, run, stage)
     shares = torch.cat([torch.zeros(1, dtype=torch.float64, device=run.state.step.device), *run.shares])
     run.shares.clear()
@@ -220,17 +261,17 @@ def _conclude(rule: UpdateRule, run: Progress, total: Tensor, loss_scale: Tensor
     run.state = run.state._replace(step=run.state.step + (1 - skipped).to(run.state.step))
 
 
-def _step(rule: UpdateRule, ranks: TrainingRanks, buffers: Buffers, stage: int) -> None:
+def _step(rule: UpdateRule, ranks: TrainingRanks, idle: Idle, buffers: Buffers, stage: int) -> None:
     """Make the new parameters and optimizer state of a stage."""
     run: Progress = buffers.carry
     if not rule.needs_all:
         _receive(rule, ranks, run, stage)
     leaves, treedef = tree_flatten(run.state.params[stage])
-    dims, gradients, optimizer = ranks.dims(leaves), run.gradients.pop(stage), run.state.optimizer[stage]
-    own = ranks.own(leaves)
+    dims, gradients, optimizer = _dims(ranks, run, stage), run.gradients.pop(stage), run.state.optimizer[stage]
+    own = ranks.own(leaves, dims)
     gradients = {n: g.to(own[n].dtype) for n, g in gradients.items()}  # before they are divided, which would lose small ones
     if run.divisor is not None:  # not by the fused kernels, which divide by a float32
-        gradients = _divided(gradients, run.divisor)
+        gradients = _divided(gradients, run.divisor, into=stage in run.reducers)
     grads = treedef.unflatten([gradients[n] if n in gradients else torch.zeros_like(p) for n, p in enumerate(own)])
     given = (grads, tree_map(local, optimizer), treedef.unflatten(own))
     new, after = _optimized(rule, run, stage, given, ranks.parts(own, dims))
@@ -240,6 +281,8 @@ def _step(rule: UpdateRule, ranks: TrainingRanks, buffers: Buffers, stage: int) 
         parts = list(gather(parts, dims, ranks.data).wait())
         buffers.params[stage] = tuple(tree_leaves(rule.precision.to_compute(treedef.unflatten(parts))))
     run.state.params[stage] = treedef.unflatten(map(distributed, parts, map(layout_of, leaves)))
+    if stage in run.reducers:
+        idle[stage].append(run.reducers.pop(stage)[0])
 
 
 def _optimized(
@@ -275,12 +318,15 @@ def _require_alike(stage: int, name: str, old: Tree, new: Tree) -> None:
             raise ValueError(f"the optimizer has made {got} of {where}; expected the same shape, dtype and device")
 
 
-def _divided(gradients: dict[int, Tensor], divisor: Tensor) -> dict[int, Tensor]:
-    """New gradients: tied stages may share some."""
+def _divided(gradients: dict[int, Tensor], divisor: Tensor, *, into: bool) -> dict[int, Tensor]:
+    """Divide gradients in place, or make new ones: tied stages may share some, but never the buckets of a reducer."""
     made: dict[int, Tensor] = {}
     for device in {g.device for g in gradients.values()}:
         own = {n: g for n, g in gradients.items() if g.device == device}
-        made |= zip(own, multiply_each(list(own.values()), divisor.reciprocal().to(device)), strict=True)
+        factor, given = divisor.reciprocal().to(device), list(own.values())
+        made |= own if into else zip(own, multiply_each(given, factor), strict=True)
+        if into:
+            multiply_into_each(given, factor)
     return made
 
 
@@ -293,7 +339,7 @@ def _finish(buffers: Buffers) -> None:
 
 def _unshard(rule: UpdateRule, ranks: TrainingRanks, buffers: Buffers, stage: int) -> None:
     """Gather the parameters of a stage."""
-    leaves = tree_leaves(buffers.carry.state.params[stage])
-    shards = tuple(rule.precision.to_compute(list(map(local, leaves))))
+    run: Progress = buffers.carry
+    shards = tuple(rule.precision.to_compute(list(map(local, tree_leaves(run.state.params[stage])))))
     buffers.shards[stage] = shards
-    buffers.params[stage] = gather(shards, ranks.dims(leaves), ranks.data).wait()
+    buffers.params[stage] = gather(shards, _dims(ranks, run, stage), ranks.data).wait()

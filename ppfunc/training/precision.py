@@ -20,7 +20,7 @@ class Precision:
 
     Args:
         compute: of parameters and inputs in the stages.
-        reduce: in which gradients are added up, over microbatches and over ranks.
+        reduce: in which gradients are added up over ranks; over microbatches, too, where that is wider than their own.
         master: of the parameters that are kept, and of their optimizer state.
 
     Raises:
@@ -44,17 +44,9 @@ class Precision:
         """Floating leaves in ``compute``; complex, integer and boolean ones are returned as they are."""
         return cast(tree, self.compute)
 
-    def to_reduce(self, tree: Tree) -> Tree:
-        """Likewise in ``reduce``."""
-        return cast(tree, self.reduce)
-
     def to_master(self, tree: Tree) -> Tree:
         """Likewise in ``master``."""
         return cast(tree, self.master)
-
-    def reduced(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which gradients of a parameter of ``dtype`` are added up."""
-        return self.reduce if self.reduce is not None and dtype.is_floating_point else dtype
 
 
 def cast(tree: Tree, dtype: torch.dtype | None) -> Tree:

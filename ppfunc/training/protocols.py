@@ -63,8 +63,8 @@ class Ranks(Protocol):
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum") -> Wait:
         """Replace a tensor by the sum, or the largest, of those of all ranks."""
 
-    def reduce_scatter(self, tensor: Tensor) -> tuple[Tensor, Wait]:
-        """This rank's part, [n], of the sum of tensors [size * n]."""
+    def reduce_scatter(self, tensor: Tensor, part: Tensor) -> Wait:
+        """Write this rank's part of the sum of tensors [size * n] into ``part``, [n]."""
 
     def all_gather(self, part: Tensor) -> tuple[Tensor, Wait]:
         """The tensors [n] of all ranks one after the other, [size * n]."""

@@ -114,15 +114,11 @@ class TrainingRanks(NamedTuple):
         layout = layout_of(leaf)
         return layout is None or self.axes.data not in layout.axes
 
-    def own(self, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def own(self, leaves: Sequence[Tensor], dims: Dims) -> tuple[Tensor, ...]:
         """The parts of leaves that this data rank updates."""
         if self.shards_params:
             return tuple(map(local, leaves))
-        return shard(tuple(map(local, leaves)), self.dims(leaves), self.data.size, self.data.place)
-
-    def dims(self, leaves: Sequence[Tensor]) -> Dims:
-        """The dimension of every leaf that is cut over the data ranks."""
-        return tuple(cut.dim for cut in self.cuts(leaves))
+        return shard(tuple(map(local, leaves)), dims, self.data.size, self.data.place)
 
     def parts(self, own: Sequence[Tensor], dims: Dims) -> tuple[ShardOf, ...] | None:
         """Where the parts that this data rank updates lie in their wholes; None where all are whole."""
