@@ -154,7 +154,7 @@ def _show(arguments: argparse.Namespace) -> int:
         timeline = simulate(schedule, fitted(costs, schedule))
     if arguments.lowered and form == "grid" and timeline is not None:
         raise ValueError("a grid on a scale of time has no messages: leave --lowered out, or the costs")
-    measured = isinstance(found, Timeline) and timeline is found
+    measured = found if isinstance(found, Timeline) and timeline is found else None
     width = shutil.get_terminal_size((_WIDE, 0)).columns if measured and form == "grid" and not arguments.width else arguments.width
     if arguments.target is not None:
         text = to_torch_csv(schedule)
@@ -163,7 +163,7 @@ def _show(arguments: argparse.Namespace) -> int:
     else:
         text = _TEXTS[form](_lowered(schedule) if arguments.lowered else compute_only(schedule) if form == "csv" else schedule)
     if form == "grid" and measured:
-        text += compare(found, simulate(schedule, found.costs())).summary + "\n"
+        text += compare(measured, simulate(schedule, measured.costs())).summary + "\n"
     write(text, arguments.out)
     return 0
 

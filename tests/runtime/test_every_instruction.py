@@ -6,7 +6,6 @@ the bits of a clean run, or with the name of the rank that is to blame, and neve
 
 from __future__ import annotations
 
-import inspect
 import opcode
 import re
 import sys
@@ -18,7 +17,6 @@ import pytest
 import torch
 
 import ppfunc as pp
-from ppfunc.runtime.interrupts import let_interrupts
 from ppfunc.runtime.simulated import Fault, InjectedError, RankStopped, Simulated
 from ppfunc.schedule import BUILDERS, Schedule, remove_tail
 
