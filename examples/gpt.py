@@ -9,9 +9,14 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Generator, Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Shard
+
+import ppfunc as pp
 
 Params = dict[str, Tensor]
 TEMPERATURE = 0.8  # of sampled text: below 1 prefers likely bytes
+CUT = {"qkv": 1, "attention_out": 1, "hidden": 0, "hidden_out": 1}  # by leaf, the axis that tensor parallel ranks divide
 
 
 class Config(NamedTuple):
@@ -22,6 +27,7 @@ class Config(NamedTuple):
     heads: int = 4
     context: int = 64
     vocabulary: int = 256
+    tied: bool = False  # the head has the vectors of the embedding
 
 
 class Layer(NamedTuple):
@@ -40,7 +46,7 @@ def embedding(config: Config) -> Layer:
 
     def init(generator: Generator) -> Params:
         return {
-            "byte": normal(generator, config.vocabulary, config.width, std=1.0),
+            "byte": normal(generator, config.vocabulary, config.width, std=0.1 if config.tied else 1.0),
             "position": normal(generator, config.context, config.width, std=0.1),
         }
 
@@ -50,16 +56,25 @@ def embedding(config: Config) -> Layer:
     return Layer(init, apply)
 
 
-def block(config: Config) -> Layer:
-    """Causal attention, then a perceptron of one hidden layer: float[b, t, d] -> float[b, t, d]."""
+def block(config: Config, mesh: DeviceMesh | None = None) -> Layer:
+    """Causal attention, then a perceptron of one hidden layer: float[b, t, d] -> float[b, t, d].
+
+    Over a mesh every rank has some of the heads and of the hidden units: its part of ``CUT``.
+    """
     d = config.width
+
+    def given(x: Tensor) -> Tensor:
+        return x if mesh is None else pp.pvary(x, mesh)
+
+    def summed(x: Tensor) -> Tensor:
+        return x if mesh is None else pp.psum(x, mesh)
 
     def init(generator: Generator) -> Params:
         # What is added to the residual stream starts small, so that depth does not matter at first.
         std, small = d**-0.5, (2 * d * config.layers) ** -0.5
         return {
             "attention_norm": torch.ones(d),
-            "qkv": normal(generator, 3 * d, d, std=std),
+            "qkv": normal(generator, 3, d, d, std=std),
             "attention_out": normal(generator, d, d, std=small),
             "hidden_norm": torch.ones(d),
             "hidden": normal(generator, 4 * d, d, std=std),
@@ -67,12 +82,13 @@ def block(config: Config) -> Layer:
         }
 
     def apply(params: Params, x: Tensor) -> Tensor:
-        h = F.layer_norm(x, (d,), params["attention_norm"])
-        q, k, v = rearrange(F.linear(h, params["qkv"]), "b t (part head e) -> part b head t e", part=3, head=config.heads)
+        h = given(F.layer_norm(x, (d,), params["attention_norm"]))
+        qkv = F.linear(h, params["qkv"].flatten(0, 1))
+        q, k, v = rearrange(qkv, "b t (part head e) -> part b head t e", part=3, e=d // config.heads)
         h = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + F.linear(rearrange(h, "b head t e -> b t (head e)"), params["attention_out"])
-        h = F.layer_norm(x, (d,), params["hidden_norm"])
-        return x + F.linear(F.gelu(F.linear(h, params["hidden"])), params["hidden_out"])
+        x = x + summed(F.linear(rearrange(h, "b head t e -> b t (head e)"), params["attention_out"]))
+        h = given(F.layer_norm(x, (d,), params["hidden_norm"]))
+        return x + summed(F.linear(F.gelu(F.linear(h, params["hidden"])), params["hidden_out"]))
 
     return Layer(init, apply)
 
@@ -92,11 +108,17 @@ def head(config: Config) -> Layer:
     return Layer(init, apply)
 
 
-def layers(config: Config) -> list[Layer]:
+def layers(config: Config, mesh: DeviceMesh | None = None) -> list[Layer]:
     """The whole model in order: the embedding, the blocks, the head."""
     if config.width % config.heads:
         raise ValueError(f"width must be a multiple of heads, got width {config.width} and {config.heads} heads")
-    return [embedding(config), *(block(config) for _ in range(config.layers)), head(config)]
+    return [embedding(config), *(block(config, mesh) for _ in range(config.layers)), head(config)]
+
+
+def placement(name: str, leaf: Tensor) -> Placement | None:
+    """How a leaf lies over tensor parallel ranks, a rule for ``pp.shard``."""
+    axis = CUT.get(name.rpartition(".")[2])
+    return None if axis is None else Shard(axis)
 
 
 def stage(run: Sequence[Layer]) -> Callable[[list[Params], Tensor], Tensor]:
@@ -128,8 +150,8 @@ def initialise(model: Sequence[Layer], numbers: Sequence[int], seed: int, device
 
 
 def cross_entropy(scores: Tensor, targets: Tensor) -> Tensor:
-    """Mean loss in nats per byte of scores float[b, t, v] for targets int64[b, t]."""
-    return F.cross_entropy(rearrange(scores, "b t v -> (b t) v"), rearrange(targets, "b t -> (b t)"))
+    """Mean loss in nats per byte, float32[], of scores float[b, t, v] for targets int64[b, t]."""
+    return F.cross_entropy(rearrange(scores.float(), "b t v -> (b t) v"), rearrange(targets, "b t -> (b t)"))
 
 
 @torch.no_grad()

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import ppfunc as pp
+
+AXES = pp.Axes(pipe="pp", data="dp", model="tp")
+Sizes = tuple[int, int, int]  # ranks of a pipeline, pipelines that run other batches, ranks that compute parts of a stage
 
 
 class Place(NamedTuple):
@@ -22,17 +27,21 @@ class Place(NamedTuple):
         transport: carries messages between the ranks.
         device: where this process computes.
         rank: the number of this process, 0 where there is only one.
-        processes: how many there are.
+        mesh: all processes, over ``AXES``; None where there is only one.
     """
 
     transport: pp.Transport
     device: torch.device
     rank: int = 0
-    processes: int = 1
+    mesh: DeviceMesh | None = None
 
-    def stages(self, schedule: pp.Schedule) -> Sequence[int]:
-        """The stages of a schedule that this process runs: those of its rank; all of them where it is alone."""
-        return schedule.stages_of(self.rank) if self.processes > 1 else range(schedule.stages)
+    def held(self, schedule: pp.Schedule) -> list[int]:
+        """The stages of the model whose parameters this process holds, those that it runs."""
+        return sorted({stage for rank in self.transport.local_ranks(schedule.ranks) for stage in schedule.model_stages_of(rank)})
+
+    def along(self, axis: str) -> int:
+        """The place of this process along an axis."""
+        return 0 if self.mesh is None else self.mesh.get_local_rank(axis)
 
 
 def processes_given() -> int | None:
@@ -40,21 +49,21 @@ def processes_given() -> int | None:
     return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else None
 
 
-def run(job: Callable[[Any, Place], None], options: Any, ranks: int, in_process: bool) -> None:
-    """Call ``job(options, place)`` in every process of a pipeline of ``ranks``.
+def run(job: Callable[[Any, Place], None], options: Any, sizes: Sizes, in_process: bool) -> None:
+    """Call ``job(options, place)`` in every process.
 
-    Under torchrun this process is one of them. Otherwise they are started here, unless all ranks
-    are to share this process: when asked to, for a single rank, and where they share one GPU.
+    Under torchrun this process is one of them. Otherwise they are started here, unless all ranks of a
+    single pipeline are to share this process: when asked to, for a single rank, and where they share one GPU.
     """
-    gpus = torch.cuda.device_count()
+    gpus, one_pipeline = torch.cuda.device_count(), prod(sizes[1:]) == 1
     if processes_given() is not None:
-        with joined() as place:
+        with joined(sizes) as place:
             job(options, place)
-    elif in_process or ranks == 1 or 0 < gpus < ranks:
+    elif in_process or prod(sizes) == 1 or (one_pipeline and 0 < gpus < sizes[0]):
         one_thread()
         job(options, Place(pp.InProcess(), torch.device("cuda" if gpus else "cpu")))
     else:
-        start(job, options, ranks)
+        start(job, options, sizes)
 
 
 def one_thread() -> None:
@@ -64,7 +73,7 @@ def one_thread() -> None:
 
 
 @contextmanager
-def joined() -> Iterator[Place]:
+def joined(sizes: Sizes) -> Iterator[Place]:
     """This process as the rank that the environment says: NCCL with a GPU per rank, else gloo."""
     one_thread()
     rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", 0))
@@ -74,8 +83,9 @@ def joined() -> Iterator[Place]:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     try:
-        with pp.P2P() as transport:
-            yield Place(transport, device, rank, dist.get_world_size())
+        mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+        with pp.P2P(mesh=mesh, axes=AXES) as transport:
+            yield Place(transport, device, rank, mesh)
     except pp.PipelineError as error:
         # The rank that failed tells; its peers leave in silence, so that the reason stands once.
         if error.rank == rank:
@@ -84,13 +94,14 @@ def joined() -> Iterator[Place]:
         dist.destroy_process_group()
 
 
-def start(job: Callable[[Any, Place], None], options: Any, ranks: int) -> None:
-    """Run the job in ``ranks`` new processes; the first failure ends all of them, and this one."""
+def start(job: Callable[[Any, Place], None], options: Any, sizes: Sizes) -> None:
+    """Run the job in new processes; the first failure ends all of them, and this one."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     # A server that has imported everything once forks the processes, where there is such a thing.
     method = "forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn"
     mp.set_forkserver_preload(["__main__", "torch._dynamo"])
-    context = mp.start_processes(enter, (job, options, ranks, store.port), nprocs=ranks, join=False, daemon=True, start_method=method)
+    arguments = job, options, sizes, store.port
+    context = mp.start_processes(enter, arguments, nprocs=prod(sizes), join=False, daemon=True, start_method=method)
     try:
         while not context.join(grace_period=5):
             pass
@@ -102,16 +113,16 @@ def start(job: Callable[[Any, Place], None], options: Any, ranks: int) -> None:
         sys.exit(str(error).strip())
 
 
-def enter(rank: int, job: Callable[[Any, Place], None], options: Any, ranks: int, port: int) -> None:
+def enter(rank: int, job: Callable[[Any, Place], None], options: Any, sizes: Sizes, port: int) -> None:
     """The beginning of a started process: the environment that torchrun would have given it."""
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
+        "WORLD_SIZE": str(prod(sizes)),
+        "LOCAL_WORLD_SIZE": str(prod(sizes)),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    with joined() as place:
+    with joined(sizes) as place:
         job(options, place)

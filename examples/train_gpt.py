@@ -2,16 +2,16 @@
 
     python examples/train_gpt.py                                  # 4 stages in 4 processes
     python examples/train_gpt.py --schedule zbv --stages 8        # two stages on each of 4 ranks
-    torchrun --nproc-per-node 4 examples/train_gpt.py             # the same, started by torchrun
+    python examples/train_gpt.py --stages 2 --data 2 --tensor 2   # a grid of 2 x 2 x 2 processes
+    torchrun --nproc-per-node 4 examples/train_gpt.py             # the first, started by torchrun
 
-The loss curve is the same whatever the schedule and the number of stages.
+The loss curve is the same whatever the schedule, the number of stages and the grid.
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,13 +27,16 @@ import torch
 import torch.distributed as dist
 from curve import loss_curve
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 import ppfunc as pp
 from ppfunc.parallel import Partition, partition_balanced, partition_uniform
-from ppfunc.schedule import BUILDERS, Schedule, Timeline, remove_tail, simulate, to_svg
+from ppfunc.schedule import BUILDERS, Schedule, Timeline, simulate, to_svg
 
 ENGINES = {"graph": pp.graph, "functional": pp.functional, "eager": pp.eager}
+PRECISIONS = {name: pp.Precision(compute=getattr(torch, name), master=torch.float32) for name in ("float32", "bfloat16", "float16")}
 VALIDATION_BATCHES = 40
 SAMPLE = 240
 MOST_CONTEXT = 8192
@@ -53,6 +56,13 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--heads", type=int, default=4, help="(default: %(default)s)")
     add("--partition", choices=("balanced", "uniform"), default="balanced", help="(default: %(default)s)")
     add("--engine", choices=ENGINES, default="graph", help="how stages are differentiated (default: %(default)s)")
+    add("--data", type=int, default=1, help="pipelines beside each other, each with a part of the batch (default: %(default)s)")
+    add("--tensor", type=int, default=1, help="ranks that divide the matrices of a stage (default: %(default)s)")
+    add("--accumulate", type=int, default=1, help="passes of the schedule in a step (default: %(default)s)")
+    add("--tied", action="store_true", help="the head has the vectors of the embedding")
+    add("--precision", choices=PRECISIONS, default="float32", help="of what stages compute; parameters are float32 (default: %(default)s)")
+    add("--shard", choices=("none", "optimizer", "params"), default="none", help="what pipelines keep in parts (default: %(default)s)")
+    add("--clip", type=float, help="largest norm of the gradients (default: any)")
     add("--steps", type=int, default=300, help="(default: %(default)s)")
     add("--lr", type=float, default=3e-3, help="(default: %(default)s)")
     add("--seed", type=int, default=0, help="(default: %(default)s)")
@@ -72,61 +82,84 @@ class Plan(NamedTuple):
     Args:
         model: all layers in order.
         partition: which layers make up each stage of the model.
+        tensor: the ranks that divide the matrices of a stage.
     """
 
     schedule: Schedule
     config: gpt.Config
     model: list[gpt.Layer]
     partition: Partition
+    tensor: DeviceMesh | None
 
     @property
     def stages(self) -> list[Callable[..., Tensor]]:
         """One pure function per stage of the model."""
         return pp.stages_from_layers([layer.apply for layer in self.model], self.partition)
 
+    @property
+    def tied(self) -> dict[str, list[tuple[int, str]]]:
+        """The places of the vectors of the bytes, where the head has them too."""
+        last = len(self.partition.sizes) - 1
+        return {"byte": [(0, "0.byte"), (last, f"{self.partition.sizes[last] - 1}.out")]} if self.config.tied else {}
+
     def initialise(self, stage: int, seed: int, device: torch.device) -> list[gpt.Params]:
-        """The first parameters of a stage of the model."""
-        return gpt.initialise(self.model, self.partition.layers_of(stage), seed, device)
+        """The first parameters of a stage of the model, this rank's part of them."""
+        params = gpt.initialise(self.model, self.partition.layers_of(stage), seed, device)
+        if self.config.tied and stage == len(self.partition.sizes) - 1:
+            params[-1]["out"] = gpt.initialise(self.model, [0], seed, device)[0]["byte"]
+        return params if self.tensor is None else pp.shard(params, self.tensor, gpt.placement)
 
 
-def plan(options: argparse.Namespace) -> Plan:
+def plan(options: argparse.Namespace, mesh: DeviceMesh | None = None) -> Plan:
     """The plan that the options ask for, the same in every process.
 
     Raises:
         ValueError: options that do not fit together.
     """
-    for name in ("steps", "stages", "microbatches", "batch", "context", "width", "layers", "heads"):
+    for name in ("steps", "stages", "microbatches", "batch", "context", "width", "layers", "heads", "data", "tensor", "accumulate"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name}: got {value}, expected at least 1")
+    if options.clip is not None and not options.clip >= 0:
+        raise ValueError(f"--clip: got {options.clip}, expected a norm, at least 0")
     if options.context > MOST_CONTEXT:
         raise ValueError(f"--context: got {options.context} bytes, expected at most {MOST_CONTEXT}")
     schedule = schedule_of(options)
     if schedule.forward_only:
         raise ValueError(f"{options.schedule} runs forward only; choose a schedule for training")
-    if options.batch % schedule.microbatches:
-        raise ValueError(f"a batch of {options.batch} is not divisible by {schedule.microbatches} microbatches")
-    config = gpt.Config(options.width, options.layers, options.heads, options.context)
-    model, parts = gpt.layers(config), len(schedule.chains[0].stages)
+    if options.batch % (options.data * options.accumulate * schedule.microbatches):
+        raise ValueError(
+            f"a batch of {options.batch} is not divisible by {options.data} pipelines, {options.accumulate} passes and "
+            f"{schedule.microbatches} microbatches"
+        )
+    if options.heads % options.tensor:
+        raise ValueError(f"{options.heads} heads are not divisible by --tensor {options.tensor}")
+    if options.in_process and options.data * options.tensor > 1:
+        raise ValueError("--in-process runs one pipeline; leave --data and --tensor out")
+    config = gpt.Config(options.width, options.layers, options.heads, options.context, tied=options.tied)
+    tensor = mesh["tp"] if options.tensor > 1 and mesh is not None else None
+    model, parts = gpt.layers(config, tensor), len(schedule.chains[0].stages)
     if options.partition == "balanced":
         partition = partition_balanced(gpt.multiplications(config), parts)
     else:
         partition = partition_uniform(len(model), parts)
-    return Plan(schedule, config, model, partition)
+    return Plan(schedule, config, model, partition, tensor)
 
 
 def schedule_of(options: argparse.Namespace) -> Schedule:
-    """The schedule that was asked for, over as many ranks as hold the stages that were asked for, up to the gradients."""
+    """The schedule that was asked for, over as many ranks as hold the stages that were asked for."""
     build, more = BUILDERS[options.schedule], {} if options.chunks is None else {"chunks": options.chunks}
     if "chunks" in more and "chunks" not in inspect.signature(build).parameters:
         raise ValueError(f"{options.schedule} has no choice of chunks; leave --chunks out")
-    processes = launch.processes_given()
+    processes, pipelines = launch.processes_given(), options.data * options.tensor
+    if processes is not None and processes % pipelines:
+        raise ValueError(f"{processes} processes are not divisible by --data {options.data} x --tensor {options.tensor}")
     if options.stages is None and processes is not None:
-        return remove_tail(build(processes, options.microbatches, **more))
+        return build(processes // pipelines, options.microbatches, **more)
     wanted, reason = options.stages or 4, ""
     for ranks in range(wanted, 0, -1):
         try:
-            schedule = remove_tail(build(ranks, options.microbatches, **more))
+            schedule = build(ranks, options.microbatches, **more)
         except ValueError as error:
             reason = reason or f": {error}"
             continue
@@ -144,66 +177,47 @@ class Result(NamedTuple):
 
 def train(options: argparse.Namespace, place: launch.Place) -> Result:
     """The whole job, as every process runs it."""
-    todo = plan(options)
-    schedule, stages, engine = todo.schedule, todo.stages, ENGINES[options.engine]
-    text = corpus.load()
+    todo = plan(options, place.mesh)
+    schedule, text = todo.schedule, corpus.load()
+
+    def part(windows: corpus.Windows) -> corpus.Windows:
+        return corpus.Windows(*(t.chunk(options.data)[place.along("dp")].to(place.device) for t in windows))
 
     def batch(n: int) -> corpus.Windows:
-        return corpus.training_batch(text.train, options.batch, options.context, options.seed, n).to(place.device)
+        return part(corpus.training_batch(text.train, options.batch, options.context, options.seed, n))
 
-    # A process holds the parameters of the stages of the model that it runs.
-    held = sorted({schedule.model_stages[stage] for stage in place.stages(schedule)})
-    params = {stage: todo.initialise(stage, options.seed, place.device) for stage in held}
     rate = pp.warmup_cosine(options.lr, warmup=min(20, options.steps // 2), steps=options.steps, end=options.lr / 10)
-    optimizer = pp.adamw(rate, betas=(0.9, 0.95), weight_decay=0.1)
-    state = optimizer.init(params)
-    step = pp.value_and_grad(stages, gpt.cross_entropy, schedule, place.transport, engine=engine)
-    validate = pp.evaluate(stages, gpt.cross_entropy, schedule, place.transport, engine=engine)
+    trainer = pp.train_step(
+        todo.stages, gpt.cross_entropy, schedule, pp.adamw(rate, betas=(0.9, 0.95), weight_decay=0.1),
+        transport=place.transport, engine=ENGINES[options.engine], tied=todo.tied, clip=options.clip,
+        scale=pp.dynamic_scale() if options.precision == "float16" else None, accumulate=options.accumulate,
+        shard=options.shard, precision=PRECISIONS[options.precision],
+    )  # fmt: skip
+    state = trainer.init({stage: todo.initialise(stage, options.seed, place.device) for stage in place.held(schedule)})
 
-    one = corpus.Windows(*(pp.microbatch(t, schedule.microbatches)[0] for t in batch(0)))
-    ideal = ideal_step(todo, options, one, place)
-    progress = Progress(options, ideal.makespan, shown=place.rank == 0)
+    progress = Progress(options, shown=place.rank == 0)
     for n in progress:
-        loss, grads = step(params, *batch(n))
-        params, state = optimizer.update(grads, state, params)
-        progress.note(loss.item())
+        state, metrics = trainer.step(state, *batch(n))
+        progress.note(metrics.loss.item())
 
     pieces = (corpus.validation_batch(text.validation, options.batch, options.context, n) for n in range(VALIDATION_BATCHES))
-    result = Result(progress.losses, mean(validate(params, *windows.to(place.device)).item() for windows in pieces))
-    _, measured = step.record(params, *batch(options.steps))
-    whole = gathered(todo, params, place)
+    result = Result(progress.losses, mean(trainer.evaluate(state, *part(windows)).item() for windows in pieces))
+    _, measured = trainer.record(state, *batch(options.steps))
+    whole = gathered(todo, state, place)
     if place.rank == 0:
-        report(options, place, measured, ideal, median(progress.seconds), result)
-        sample = gpt.generate(todo.model, whole, text.validation[: options.context], SAMPLE, options.seed)
+        report(options, measured, simulate(trainer.schedule, measured.costs()), median(progress.seconds), result)
+        sample = gpt.generate(gpt.layers(todo.config), whole, text.validation[: options.context], SAMPLE, options.seed)
         print(f"\nA sample, after the {options.context} bytes that it begins with:\n{sample}")
     return result
-
-
-def ideal_step(todo: Plan, options: argparse.Namespace, one: corpus.Windows, place: launch.Place) -> Timeline:
-    """A step on paper, in seconds and bytes: every stage as long as on rank 0 alone, while the others wait; messages take no time."""
-    costs: list[pp.Costs | None] = [None]
-    if place.rank == 0:
-        params = {stage: todo.initialise(stage, options.seed, place.device) for stage in range(len(todo.stages))}
-        engine, memory = ENGINES[options.engine], options.engine == "graph"  # the other engines do not know what they keep
-        costs = [pp.measure(todo.stages, params, one.inputs, gpt.cross_entropy, one.targets, engine=engine, memory=memory)]
-    if place.processes > 1:
-        dist.broadcast_object_list(costs, 0, device=place.device)
-    return simulate(todo.schedule, costs[0].of_stages(todo.schedule.model_stages))
-
-
-def least(timeline: Timeline, processes: int) -> float:
-    """The least time that the work of a step takes: processes may have to share the cores of a CPU."""
-    work = sum(timeline.makespan - idle for idle in timeline.idle)
-    return max(timeline.makespan, work / min(processes, os.cpu_count() or 1))
 
 
 class Progress:
     """A progress bar with the loss and the speed, and what it has seen."""
 
-    def __init__(self, options: argparse.Namespace, ideal: float, shown: bool) -> None:
+    def __init__(self, options: argparse.Namespace, shown: bool) -> None:
         self.losses: list[float] = []
         self.seconds: list[float] = []
-        self.tokens, self.ideal = options.batch * options.context, ideal
+        self.tokens = options.batch * options.context
         tqdm.set_lock(RLock())  # one process writes; the lock for several would outlive an interrupt
         self.bar = tqdm(range(options.steps), unit="step", disable=not shown, dynamic_ncols=True)
 
@@ -217,48 +231,44 @@ class Progress:
         self.losses.append(loss)
         self.seconds.append(time.perf_counter() - self.start)
         usual = median(self.seconds[-20:])
-        self.bar.set_postfix_str(
-            f"loss {loss:.3f}, {self.tokens / usual:,.0f} tokens/s, step {1e3 * usual:.0f} ms, ideal {1e3 * self.ideal:.0f} ms",
-            refresh=False,
-        )
+        self.bar.set_postfix_str(f"loss {loss:.3f}, {self.tokens / usual:,.0f} tokens/s, step {1e3 * usual:.0f} ms", refresh=False)
 
 
-def gathered(todo: Plan, params: dict[int, list[gpt.Params]], place: launch.Place) -> list[gpt.Params]:
+def gathered(todo: Plan, state: pp.TrainState, place: launch.Place) -> list[gpt.Params]:
     """The parameters of the whole model, layer by layer, on every rank."""
     whole = []
     for stage in todo.schedule.chains[0].stages:
-        tree = params.get(stage) or todo.initialise(stage, 0, place.device)
-        if place.processes > 1:
+        mine = state.params.get(stage) or gpt.initialise(todo.model, todo.partition.layers_of(stage), 0, place.device)
+        tree = optree.tree_map(lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, mine)
+        if place.mesh is not None:
             for leaf in optree.tree_leaves(tree):
-                dist.broadcast(leaf, todo.schedule.placement[stage])
+                dist.broadcast(leaf, group=place.mesh.get_group("pp"), group_src=todo.schedule.placement[stage])
         whole += tree
     return whole
 
 
-def report(options: argparse.Namespace, place: launch.Place, measured: Timeline, ideal: Timeline, seconds: float, result: Result) -> None:
-    """Say how it went, write the loss down, and draw it and a step, on paper and as measured."""
+def report(options: argparse.Namespace, measured: Timeline, paper: Timeline, seconds: float, result: Result) -> None:
+    """Say how it went, write the loss down, and draw it and a pass of the schedule, on paper and as measured."""
     options.out.mkdir(parents=True, exist_ok=True)
-    name = ideal.schedule.name
+    schedule = paper.schedule
     files = {
         "loss.csv": "".join(f"{step},{loss!r}\n" for step, loss in enumerate(result.losses)),
-        "schedule.svg": to_svg(ideal.schedule, ideal),
+        "schedule.svg": to_svg(schedule, paper),
         "measured.svg": to_svg(measured.schedule, measured),
-        "loss.svg": loss_curve(result.losses, result.validation, f"Byte-level GPT, {name}, {ideal.schedule.ranks} ranks"),
+        "loss.svg": loss_curve(result.losses, result.validation, f"Byte-level GPT, {schedule.name}, {schedule.ranks} ranks"),
     }
     for file, content in files.items():
         (options.out / file).write_text(content, encoding="utf-8")
-    tokens = options.batch * options.context / seconds
     print(
         f"\nloss: {result.losses[0]:.3f} at first, {result.losses[-1]:.3f} at last, "
         f"{result.validation:.3f} nats per byte in validation\n"
-        f"step: {1e3 * seconds:.1f} ms, {tokens:,.0f} tokens/s; ideal {1e3 * ideal.makespan:.1f} ms, "
-        f"the simulation of {name} with the stages' own times and every rank on a core of its own; "
-        f"{1e3 * least(ideal, place.processes):.1f} ms is the least with what this machine has\n"
+        f"step: {1e3 * seconds:.1f} ms, {options.batch * options.context / seconds:,.0f} tokens/s\n"
         f"written: {', '.join(str(options.out / file) for file in files)}\n\n"
-        f"One more step, measured and on paper, in shares of its time:\n{pp.compare(measured, ideal)}"
+        f"One more step, its last pass, measured and on paper, where messages take no time: {1e3 * measured.makespan:.1f} ms and "
+        f"{1e3 * paper.makespan:.1f} ms. In shares of it:\n{pp.compare(measured, paper)}"
     )
 
 
 if __name__ == "__main__":
     chosen = parse_options()
-    launch.run(train, chosen, plan(chosen).schedule.ranks, chosen.in_process)
+    launch.run(train, chosen, (plan(chosen).schedule.ranks, chosen.data, chosen.tensor), chosen.in_process)

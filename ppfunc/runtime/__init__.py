@@ -3,18 +3,19 @@
 A step function is called, and the data flows in one direction::
 
     step.py          StepFunction(params, inputs, targets)
-      arguments.py     read_arguments    what the caller gave  -> leaves, and the form of all trees
+      arguments.py     read_arguments    what the caller gave  -> leaves, and the form of all trees (form.py)
       agreement.py     begin             all ranks agree on the call and on the form of the batch
-      lower.py         lower             stages, schedule, form -> LoweredStep: the signature of every edge    } once
+      lower.py         lower             stages, schedule, form -> LoweredStep (lowered.py): every edge        } once
       compile.py       compile_step      LoweredStep -> CompiledStep: stage programs, one flat list of calls   } per form
       execute.py       fill, execute     leaves -> buffers of this call alone; every call in turn
       results.py       collect           buffers -> losses, gradients, outputs, metrics, state
       transport        end               the sum of the losses; a step fails on every rank or on none
 
-`calls.py` makes the calls of stage programs, `tail.py` those that end a program; `record.py` measures them. A transport is two protocols
-(`transport.py`), data and control, with three implementations: `InProcess`, `P2P` and `Simulated`. `control.py` is
-the tree along which ranks agree; where several pipelines train together, `grid.py` says which rank belongs where, `meshes.py`
-compares how tensors lie over them, and `collective.py` sums among them.
+`spec.py` says what the caller wants of a step; `refusals.py` refuses what nothing would honour. `calls.py` makes the calls of stage
+programs, `tail.py` those that end a program; `record.py` measures them. A transport is two protocols (`transport.py`), data and
+control, with three implementations: `InProcess`, `P2P` and `Simulated`. `control.py` is the tree along which ranks agree; where
+several pipelines train together, `grid.py` says which rank belongs where, `meshes.py` compares how tensors lie over them, and
+`collective.py` sums among them.
 """
 
 from .analysis import Lowered as Lowered
@@ -23,11 +24,12 @@ from .cache import CacheInfo as CacheInfo
 from .errors import AgreementError as AgreementError, PipelineError as PipelineError
 from .grid import Axes as Axes
 from .inprocess import InProcess as InProcess
-from .lower import StepSpec as StepSpec, lower as lower
+from .lower import lower as lower
 from .mesh import ProcessGroups as ProcessGroups, device_mesh as device_mesh, topology_of_mesh as topology_of_mesh
 from .overlap import interleaved as interleaved, two_streams as two_streams
 from .p2p import P2P as P2P
 from .results import Aux as Aux, StepResult as StepResult
 from .simulated import Fault as Fault, Simulated as Simulated
+from .spec import StepSpec as StepSpec
 from .step import StepFunction as StepFunction
 from .transport import Transport as Transport

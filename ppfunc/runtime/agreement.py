@@ -18,12 +18,15 @@ from ppfunc.schedule import Schedule
 from ppfunc.stage import LeafSignature, Signature
 from ppfunc.stage.tree import tree_structure
 
-from .arguments import StepArguments, StepForm
+from .arguments import StepArguments
 from .cache import keep
 from .errors import AgreementError
+from .form import StepForm
 from .inprocess import InProcess
-from .lower import LoweredStep, StepSpec
+from .interrupts import let_interrupts
+from .lowered import LoweredStep
 from .meshes import laid_out, require_same_layouts
+from .spec import StepSpec
 from .stage_programs import autocast
 from .ties import links_of_shared, require_same_forms, shared_forms
 from .transport import ControlTransport, Link, LossPart, Transport
@@ -138,9 +141,12 @@ class Agreement:
         versions = f"torch {torch.__version__}, Python {platform.python_version()}"
         tied = f", tied {', '.join(f'{name}: {places}' for name, places in self._spec.tied)}" if self._spec.tied else ""
         facts = f"{versions}, schedule {self._schedule.name[:60]} ({self._schedule.digest}){tied}"
-        self._transport.require_same(facts)
-        self._transport.require_same("; ".join(f"params[{s}] {form}" for s, form in arguments.form.params.items()), "data")
-        self._transport.connect(links_of(self._schedule, self._spec))
+        common, held = self._spec.update.facts(arguments.carry) if self._spec.update else ("", "")
+        self._transport.require_same("; ".join(filter(None, (facts, common))))
+        forms = (f"params[{s}] {form}" for s, form in arguments.form.params.items())
+        self._transport.require_same("; ".join(filter(None, (*forms, held))), "data")
+        with let_interrupts():
+            self._transport.connect(links_of(self._schedule, self._spec))
         self.generation = self._transport.generation
 
     def _tell(self, lowered: LoweredStep, edges: Edges) -> Agreed:

@@ -16,7 +16,7 @@ from ppfunc.stage.tracing.emit import emit
 
 from .buffers import Key
 from .compile import CompiledStep, build_programs, compile_step, new_gradients
-from .lower import BATCH, LoweredStage, LoweredStep
+from .lowered import BATCH, LoweredStage, LoweredStep
 from .transport import Transport
 
 

@@ -18,7 +18,7 @@ from ppfunc.stage.process import process_lock
 
 from .buffers import Buffers, Key, Leaves, Tag
 from .gradients import Absent, LeafGradients
-from .lower import BATCH, Edge, LoweredStage
+from .lowered import BATCH, Edge, LoweredStage
 from .rng import generator_of
 from .transport import Call
 

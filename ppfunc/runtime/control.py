@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import reduce
 from itertools import zip_longest
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from typing import Literal, NamedTuple, Protocol, Self
 
 import torch
 
@@ -18,7 +18,7 @@ from ppfunc.stage import LeafSignature
 
 from .errors import AgreementError, FailureRecord, LinkError
 from .grid import Grid, LaidOut
-from .interrupts import hold_interrupts
+from .interrupts import hold_interrupts, keep_holding
 from .meshes import require_alike
 from .transport import Failure, LossPart, Mode
 
@@ -26,7 +26,6 @@ _TREE, _KEY, _TEXT = "tree", "key", "text"  # channels; a tree over some of the 
 _BEGIN, _SHAPES, _GATHER, _LOSSES, _END = b"B", b"S", b"G", b"L", b"E"  # messages along a tree
 _CALLS = {_BEGIN: "begins a step", _SHAPES: "begins a step", _GATHER: "gathers texts", _LOSSES: "ends a step", _END: "ends a step"}
 _HEAD = struct.Struct("<qii")  # of messages at the end of a step: steps ended; a rank in training mode, one in evaluation mode, or -1
-_LATER = 0.05  # seconds for a step that has ended on all ranks to return what its caller needs
 
 
 class Links(Protocol):
@@ -38,7 +37,7 @@ class Links(Protocol):
     A rank decides alone whether it fails a step until it votes. From then on only rank 0 does, and tells by a message
     down the tree: either it has committed the step, and no failure can undo it, or a failure came first.
 
-    A call that raises an interrupt, such as KeyboardInterrupt, has done nothing, and may be made again.
+    A call that raises an interrupt, such as KeyboardInterrupt, was waiting, and has done nothing.
     """
 
     rank: int
@@ -154,7 +153,6 @@ class Control:
         self._data = Tree.over(self.grid.data, links.rank, "data")
         self._line = self._replica if self.line == self.grid.replica else Tree.over(self.line, links.rank, "line")
         self._running = threading.Lock()
-        self._interrupts: list[BaseException] = []  # of the last step's end
         self._made = 0  # step functions
         self._executing = False  # whether peers may wait for this rank in a collective of a stage
         self._unusable: str | None = None  # why, and what to do
@@ -181,6 +179,12 @@ class Control:
         self._unusable = f"a step function could not be made ({failure.reason}); mend that, and make a new P2P() on every rank"
         self.fail(failure)
 
+    def hold_interrupts(self, later: bool = False) -> hold_interrupts:
+        return hold_interrupts(later)
+
+    def lose_step(self) -> None:
+        self.ended -= 1
+
     def tear_down(self) -> None:
         """End what else than control messages peers may be waiting on; called after a failure has been published."""
 
@@ -194,9 +198,6 @@ class Control:
             )
         if self._unusable is not None:
             raise RuntimeError(self._unusable)
-        if self._interrupts:
-            interrupt, self._interrupts = self._interrupts[0], []
-            raise interrupt
         if key is None and self.rank == source:
             raise ValueError(f"inputs: got None on rank {self.rank}, which tells the others their shapes; give it the inputs")
         self.links.begin(self.ended)
@@ -222,6 +223,9 @@ class Control:
             told = self._gather_texts(self._model, json.dumps(laid.leaves))
             require_alike({rank: json.loads(theirs) for rank, theirs in sorted(told.items())}, "the axis of the model")
         self._executing = True
+
+    def rest(self) -> None:
+        self._executing = False
 
     def _pass_down(self, tree: Tree, mine: str, shapes: str | None = None) -> str | None:
         """Compare what the rank at the top of a tree tells; the shapes that it tells too."""
@@ -253,14 +257,17 @@ class Control:
             )
 
     def all_gather(self, text: str) -> list[str]:
-        texts = self._gather_texts(self._line, text)
+        with self.hold_interrupts():
+            texts = self._gather_texts(self._line, text)
         return [texts[rank] for rank in self.line]
 
     def require_same(self, facts: str, among: Literal["world", "peers", "data"] = "world") -> bool:
         tree = {"world": self._world, "peers": self._replica, "data": self._data}[among]
         if among == "peers" and tree is self._line:
             return False
-        for rank, text in sorted(self._gather_texts(tree, json.dumps([self.rank, facts])).items()):
+        with self.hold_interrupts():
+            texts = self._gather_texts(tree, json.dumps([self.rank, facts]))
+        for rank, text in sorted(texts.items()):
             place, theirs = json.loads(text)
             if theirs != facts and (among != "peers" or place == self.rank):
                 here, there = _differences(facts, theirs)
@@ -281,10 +288,12 @@ class Control:
         return texts
 
     def send_text(self, peer: int, text: str) -> None:
-        self.links.send(self.line[peer], _TEXT, text.encode(errors="surrogatepass"))
+        with self.hold_interrupts():
+            self.links.send(self.line[peer], _TEXT, text.encode(errors="surrogatepass"))
 
     def recv_text(self, peer: int) -> str:
-        return self.links.recv(self.line[peer], _TEXT).decode(errors="surrogatepass")
+        with self.hold_interrupts():
+            return self.links.recv(self.line[peer], _TEXT).decode(errors="surrogatepass")
 
     # -- the end of a step -----------------------------------------------------------------
 
@@ -300,13 +309,13 @@ class Control:
             of_line = self._sum_of_line(losses, parts, mode)
             parts, after = {}, lambda: of_line
         gathered, modes = self._gather(self._world, _END, losses, parts, mode)
-        with hold_interrupts(_LATER):
-            total = self._settle(gathered, parts, modes, self._interrupts)
-            if after is not None:
-                total = after()
-            self._executing = False
-            self._running.release()
-        self.ended += 1  # not where a signal has acted at the exit: the next step then finds that this rank has got one less
+        keep_holding()
+        total = self._settle(gathered, parts, modes)
+        if after is not None:
+            total = after()
+        self._executing = False
+        self.ended += 1
+        self._running.release()
         return total
 
     def _gather(
@@ -343,23 +352,18 @@ class Control:
         self._send_down(tree, _LOSSES, head + summed)
         return total
 
-    def _settle(
-        self, gathered: dict[int, bytes], parts: Mapping[int, LossPart], modes: tuple[int, int], interrupts: list[BaseException]
-    ) -> torch.Tensor | None:
-        """Learn the outcome and tell it. Interrupts wait for the next step, which then fails on all ranks: this one may have
-        ended on some already."""
+    def _settle(self, gathered: dict[int, bytes], parts: Mapping[int, LossPart], modes: tuple[int, int]) -> torch.Tensor | None:
+        """Learn the outcome and tell it. Interrupts are held back by now: the step may have ended on some ranks already."""
         step, links, tree = self.ended, self.links, self._world
         if tree.parent is None:
             total, summed = _summed(gathered, parts)
         else:
-            losses = b"".join(data for _, data in sorted(gathered.items()))
-            _insist(interrupts, links.vote, step)
-            _insist(interrupts, self._send, tree, tree.parent, _END, _HEAD.pack(step, *modes) + losses)
-            _, summed = _insist(interrupts, self._counted, tree, tree.parent, _END)
+            links.vote(step)
+            self._send(tree, tree.parent, _END, _HEAD.pack(step, *modes) + b"".join(data for _, data in sorted(gathered.items())))
+            _, summed = self._counted(tree, tree.parent, _END)
             total = _tensor(summed, *_form(parts)) if parts else None
-        _insist(interrupts, links.commit, step)
-        for child in tree.children.values():
-            _insist(interrupts, self._send, tree, child, _END, _HEAD.pack(step, *modes) + summed)
+        links.commit(step)
+        self._send_down(tree, _END, _HEAD.pack(step, *modes) + summed)
         return total
 
     def _counted(self, tree: Tree, peer: int, kind: bytes) -> tuple[tuple[int, int], bytes]:
@@ -401,42 +405,32 @@ class Control:
         if isinstance(cause, StepRunning) and not cause.refused:
             cause.refused = True
             return cause
-        interrupts: list[BaseException] = []
-        with hold_interrupts():
+        with self.hold_interrupts() as held:
+            held.keep()
             try:
-                mine = _insist(interrupts, FailureRecord.of, failure, rank, self.links.suspect)
-                first = FailureRecord.read(_insist(interrupts, self.links.publish, mine.write()))
+                mine = FailureRecord.of(failure, rank, self.links.suspect)
+                first = FailureRecord.read(self.links.publish(mine.write()))
             finally:
-                self.tear_down()
-                self._executing = False
-                if self._running.locked():
-                    self._running.release()
-        if interrupts:
-            raise interrupts[0] from cause
+                try:
+                    self.tear_down()
+                finally:
+                    self._executing = False
+                    if self._running.locked():
+                        self._running.release()
         if first == mine and failure.instruction is None and not isinstance(cause, LinkError):
             return cause
         return first.error(rank)
 
     def close(self) -> None:
         """End all connections: peers that still use this transport raise. Idempotent."""
-        self.links.close()
+        with self.hold_interrupts():
+            self.links.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-
-def _insist(interrupts: list[BaseException], call: Callable[..., Any], *args: Any) -> Any:
-    """Make a call again for as long as it is interrupted."""
-    while True:
-        try:
-            return call(*args)
-        except Exception:
-            raise
-        except BaseException as interrupt:
-            interrupts.append(interrupt)
 
 
 def _differences(one: str, other: str) -> tuple[str, str]:

@@ -1,6 +1,7 @@
 """All ranks in one process: for tests, notebooks, one GPU, and torch.func transforms from outside."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Literal, Self
 
@@ -55,8 +56,17 @@ class InProcess:
     def ready(self, laid: LaidOut) -> None:
         pass
 
+    def rest(self) -> None:
+        pass
+
     def end(self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart], mode: Mode = "mixed") -> torch.Tensor | None:
         return torch.cat([losses[stage] for stage in sorted(parts)]).sum(0) if parts else None
+
+    def hold_interrupts(self, later: bool = False) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def lose_step(self) -> None:
+        pass
 
     def fail(self, failure: Failure) -> BaseException:
         if failure.instruction is None or isinstance(failure.cause, AgreementError):

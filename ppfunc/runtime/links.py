@@ -16,6 +16,7 @@ from typing import Any
 from weakref import WeakSet
 
 from .errors import GONE, LinkError
+from .interrupts import let_interrupts
 from .rendezvous import Rendezvous
 from .sockets import Address, Connection, connect, hosts, listen, welcome
 
@@ -115,7 +116,8 @@ class SocketLinks:
         poll.register(self._woken, select.POLLIN)
         if stream.socket is not None and not stream.ended:
             poll.register(stream.socket, select.POLLIN)
-        poll.poll(1000 * left)
+        with let_interrupts():
+            poll.poll(1000 * left)
         with suppress(BlockingIOError):
             self._woken.recv(1 << 12)
 

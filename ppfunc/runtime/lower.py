@@ -7,130 +7,21 @@ signatures that cross from process to process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
-import torch
-
-from ppfunc.schedule import Instruction, Op, Schedule
-from ppfunc.stage import LeafSignature, Loss, Outline, Signature, Stage
-from ppfunc.stage.layout import Boundary, same_placement
+from ppfunc.schedule import Schedule
+from ppfunc.stage import LeafSignature, Loss, Signature, Stage
+from ppfunc.stage.layout import Boundary
 from ppfunc.stage.output import children, received_signature
 
-from .arguments import StepForm
-from .buffers import Buffers, Key
-from .overlap import Overlapped
+from .buffers import Key
+from .form import StepForm
+from .lowered import BATCH, Edge, LoweredStage, LoweredStep
+from .refusals import require_honoured, require_layouts, require_loss, require_same_rows, require_wanted
+from .spec import StepSpec
 from .stage_programs import StageFunction, outline_of
-from .ties import Tied, leaf_names
 from .transport import LossPart
-
-BATCH = -1
-"""The "stage" that the batch comes from."""
-
-
-class ParameterUpdate(NamedTuple):
-    """Carry out REDUCE_GRAD and STEP. All functions read and write ``buffers.carry``, the caller's own.
-
-    Args:
-        reduce: at REDUCE_GRAD, ``reduce(buffers, stage of the model, {number of the leaf: gradient})``.
-        join: once in a program, ``join(buffers, weighted losses by stage of the schedule)``: between its last REDUCE_GRAD and its
-            first STEP, or in the end.
-        step: at STEP, ``step(buffers, stage of the model)``; puts new parameters into ``buffers.params`` for a further pass.
-        finish: after the last pass, before the step ends on all ranks, ``finish(buffers)``.
-        unshard: at UNSHARD, ``unshard(buffers, stage of the model)`` puts whole parameters into ``buffers.params``, and this rank's
-            shards of them into ``buffers.shards``; None where parameters are whole.
-        together: whether every STEP comes after ``join``; else each comes where the schedule has it, and ``join`` in the end.
-    """
-
-    reduce: Callable[[Buffers, int, dict[int, torch.Tensor]], None]
-    join: Callable[[Buffers, dict[int, torch.Tensor]], None]
-    step: Callable[[Buffers, int], None]
-    finish: Callable[[Buffers], None]
-    together: bool
-    unshard: Callable[[Buffers, int], None] | None = None
-
-
-class StepSpec(NamedTuple):
-    """The results that the caller wants of a step, and how they are formed.
-
-    Args:
-        name: of the function that made it, with what changes the program; compared between ranks.
-        wants: of ``"loss"``, ``"grads"``, ``"input_grads"``, ``"outputs"``, ``"aux"``.
-        per_microbatch: whether the gradients of microbatches are kept apart.
-        loss_shape: shape of the loss of one microbatch.
-        overlapped: runs the two parts of an ``OVERLAP_F_B``; in turn where there is none.
-        tied: the places of tied parameters.
-        sum_dtype: of the sums of gradients, where that of a parameter is narrower.
-        update: what REDUCE_GRAD and STEP do; they are refused where there is none.
-        primal: the key of the parameters proper where a transform has added tangents to them, such as ``"0."``.
-    """
-
-    name: str
-    wants: frozenset[str]
-    per_microbatch: bool = False
-    loss_shape: tuple[int, ...] = ()
-    overlapped: Overlapped | None = None
-    tied: Tied = ()
-    sum_dtype: torch.dtype | None = None
-    primal: str = ""
-    update: ParameterUpdate | None = None
-
-
-class Edge(NamedTuple):
-    """One part of a stage's input, or of its output, for one microbatch.
-
-    Args:
-        stage: the stage of the schedule at the other end, ``BATCH`` for the batch.
-        signature: of what travels.
-    """
-
-    stage: int
-    signature: Signature
-
-    @property
-    def leaves(self) -> tuple[LeafSignature, ...]:
-        """Signatures of the tensors that travel forward."""
-        return self.signature.leaves
-
-    @property
-    def carrying(self) -> tuple[LeafSignature, ...]:
-        """Those whose gradients travel back."""
-        return tuple(leaf for leaf in self.leaves if leaf.grad)
-
-
-class LoweredStage(NamedTuple):
-    """One stage for one form of its arguments.
-
-    Args:
-        model: its number in the model.
-        function: the stage with its loss, in the form that engines take.
-        example: ``(params, x, *extras)``: signatures, or trees of tensors.
-        params: signature of its parameters; the leaves with ``grad`` get gradients.
-        device: where it computes.
-        outline: of the function.
-        sources: where the parts of its input come from: the stage before or the batch, then skip connections.
-        sinks: where its output goes: the stage after it, if any, then skip connections.
-        loss: signature of the loss, None where the stage has none.
-        outputs, metrics, state: signatures of what is not differentiated, in the order of the output.
-    """
-
-    model: int
-    function: StageFunction
-    example: tuple[Any, ...]
-    params: Signature
-    device: torch.device
-    outline: Outline
-    sources: tuple[Edge, ...]
-    sinks: tuple[Edge, ...]
-    loss: Signature | None
-    outputs: Signature
-    metrics: Signature
-    state: Signature
-
-    @property
-    def kept(self) -> int:
-        """The number of output leaves that the caller may want: loss, outputs, metrics."""
-        return (self.loss is not None) + len(self.outputs.leaves) + len(self.metrics.leaves)
 
 
 class Exchange(Protocol):
@@ -143,37 +34,6 @@ class Exchange(Protocol):
     def recv(self, edge: tuple[int, int]) -> Sequence[Signature]:
         """The signatures on an edge from another process."""
         ...
-
-
-class LoweredStep(NamedTuple):
-    """A step, lowered: values only.
-
-    Args:
-        schedule: proved, with communication placed.
-        spec: what is wanted.
-        form: of the arguments.
-        ranks: those of this process.
-        stages: the stages of this process, by (stage of the schedule, microbatch).
-        losses: form of the losses of the stages of this process, by stage of the schedule.
-        drawing: the stages of the model, of this process, that are known to draw random numbers.
-    """
-
-    schedule: Schedule
-    spec: StepSpec
-    form: StepForm
-    ranks: tuple[int, ...]
-    stages: Mapping[Key, LoweredStage]
-    losses: Mapping[int, LossPart]
-    drawing: tuple[int, ...]
-
-    def __repr__(self) -> str:
-        return f"<lowered {self.spec.name}, {self.schedule!r}>"
-
-    def edge_of(self, message: Instruction) -> Edge:
-        """The edge that a SEND or RECV of this process is about."""
-        assert message.microbatch is not None
-        low, other = self.stages[message.stage, message.microbatch], self.schedule.other_end(message)
-        return next(edge for edge in (low.sinks if message.op in (Op.SEND_F, Op.RECV_B) else low.sources) if edge.stage == other)
 
 
 def lower(
@@ -204,7 +64,7 @@ def lower(
         StageError: a stage cannot be evaluated.
     """
     require_honoured(schedule, spec)
-    _require_same_rows(form, schedule.microbatches)
+    require_same_rows(form, schedule.microbatches)
     local = set(range(schedule.ranks) if ranks is None else ranks)
     home, model = schedule.placement, schedule.model_stages
     edges: dict[tuple[int, int], Sequence[Signature]] = {}
@@ -233,40 +93,6 @@ def lower(
                 _required(exchange).send((stage, sink), edges[stage, sink])
     drawing = tuple(sorted({low.model for low in lowered.values() if low.outline.random}))
     return LoweredStep(schedule, spec, form, tuple(sorted(local)), lowered, _losses(schedule, lowered), drawing)
-
-
-def require_honoured(schedule: Schedule, spec: StepSpec) -> None:
-    """Raise ValueError for an instruction that a step would not carry out."""
-    mend = "take ppfunc.schedule.remove_tail(schedule), and do it in your own code"
-    refused = {
-        Op.STEP: f"a step returns gradients and runs no optimizer; {mend}",
-        Op.REDUCE_GRAD: f"there are no data parallel ranks to sum over; {mend}",
-        Op.UNSHARD: "parameters are given whole; leave it out of the schedule",
-        Op.RESHARD: "parameters are given whole; leave it out of the schedule",
-    }
-    if spec.update is not None:
-        del refused[Op.STEP], refused[Op.REDUCE_GRAD]
-        if spec.update.unshard is not None:
-            del refused[Op.UNSHARD], refused[Op.RESHARD]
-    if not schedule.replicas and not spec.tied:
-        refused[Op.REDUCE_TIED] = f"no stage of this schedule has replicas, and no tied parameters are declared; {mend}"
-    for op in (op for op in refused if op in schedule.ops):
-        rank, position, instruction = next(
-            (r, n, i) for r, program in enumerate(schedule.programs) for n, step in enumerate(program) for i in step if i.op is op
-        )
-        raise ValueError(
-            f"the schedule {schedule.name!r} has {instruction} (rank {rank}, step {position}), which nothing would honour: {refused[op]}"
-        )
-
-
-def _require_same_rows(form: StepForm, microbatches: int) -> None:
-    """Raise ValueError where targets or extras have other rows than the inputs: a loss might broadcast over them."""
-    for name, rows in form.other_rows.items():
-        if form.rows and rows and rows != form.rows:  # 0 of a batch without leaves
-            raise ValueError(
-                f"{name}: got {rows * microbatches} rows in axis 0, the inputs have {form.rows * microbatches}; expected the same rows, "
-                f"or ppfunc.microbatch({name}, {microbatches}) where it is meant"
-            )
 
 
 def stages_in_order(schedule: Schedule) -> Iterator[tuple[int, range]]:
@@ -323,7 +149,7 @@ def _lower_stage(
     boundary = Boundary.of(function.fn)
     givers = [BATCH if edge.stage == BATCH else schedule.model_stages[edge.stage] for edge in received]
     signatures = [edge.signature for edge in received]
-    _require_layouts(model, boundary, form.params[model], zip(givers, signatures, strict=True))
+    require_layouts(model, boundary, form.params[model], zip(givers, signatures, strict=True))
     example = (params, received_signature(givers, signatures), *extras)
     outline = outline_of(function, example, f"stage {model}", form.devices[model])
     carry, skips, loss = children(outline.y)
@@ -335,80 +161,9 @@ def _lower_stage(
         model, function, example, form.params[model], form.devices[model], outline, received, sinks,
         loss if loss.leaves else None, outputs, metrics, state,
     )  # fmt: skip
-    _require_loss(low, loss, spec)
-    _require_wanted(low, form, spec, bool(schedule.replicas))
+    require_loss(low, loss, spec)
+    require_wanted(low, form, spec, bool(schedule.replicas))
     return low
-
-
-def _require_layouts(model: int, boundary: Boundary, params: Signature, received: Iterable[tuple[int, Signature]]) -> None:
-    """Raise where a stage is given parts of tensors that lie otherwise than it declares."""
-    for name, leaf in zip(leaf_names(params), params.leaves, strict=True):
-        if name in boundary.params and leaf.layout != boundary.params[name]:
-            raise ValueError(
-                f"params[{model}] {name!r}: got {leaf}, the stage was made for a DTensor {boundary.params[name]}; "
-                "give the parameters that pp.parallelize returned, or new values of their placements"
-            )
-    for n, (source, signature) in enumerate(received):
-        if source == BATCH and boundary.inputs is None:
-            continue  # a plain function takes the parts as they are
-        wanted = signature.parts.laid_out(boundary.mesh, boundary.inputs if n == 0 else None, f"the input of stage {model}")
-        for path, got, want in zip(signature.paths, signature.leaves, wanted.leaves, strict=True):
-            if not same_placement(got.layout, want.layout):
-                giver = "the batch" if source == BATCH else f"stage {source}"
-                raise ValueError(
-                    f"x{path}: {giver} gives {got}, and stage {model} declares {want.layout or 'none that is cut'}; "
-                    "declare the same at both ends: pp.parallelize(..., inputs=, outputs=), or pp.with_layouts"
-                )
-
-
-def _require_loss(low: LoweredStage, loss: Signature, spec: StepSpec) -> None:
-    """Raise where a loss has another form than wanted, or is one that the caller cannot get."""
-    if low.function.loss_fn is None and not loss.leaves:
-        return
-    got, shape = ", ".join(map(str, loss.leaves)) or "nothing", spec.loss_shape
-    if len(loss.leaves) != 1 or loss.leaves[0].shape != shape or not loss.leaves[0].dtype.is_floating_point:
-        wanted = f"floating tensor of shape {list(shape)}, the loss_shape" if shape else "floating scalar"
-        mend = "return one of that shape, or pass another loss_shape" if shape else "take its mean or sum"
-        if not shape and len(loss.leaves) == 1 and len(loss.leaves[0].shape) == 1:
-            mend += f"; where it is that of an ensemble, pass loss_shape={loss.leaves[0].shape}"
-        raise ValueError(f"the loss of stage {low.model} must be a {wanted}, got {got}; {mend}")
-    if "loss" not in spec.wants:
-        raise ValueError(
-            f"stage {low.model} returns an auxiliary loss, and evaluate without a loss function returns none; give it a loss function"
-        )
-
-
-def _require_wanted(low: LoweredStage, form: StepForm, spec: StepSpec, replicated: bool) -> None:
-    """Raise where a stage returns metrics, a state or outputs that the caller did not ask for or cannot get."""
-    stage, metrics, state = low.model, low.metrics, low.state
-    if (metrics.leaves or state.leaves) and "aux" not in spec.wants:
-        got, mend = "metrics", ""
-        if not metrics.leaves:
-            got, mend = "a state", "; where a module only reads its buffers, stage_from_module(module, constants=True) has no state"
-        raise ValueError(f"stage {stage} returns {got}; pass has_aux=True to get them{mend}")
-    given = form.state.get(stage)
-    if (state.leaves or (given is not None and given.leaves)) and (given is None or not _same_state(given, state)):
-        raise ValueError(
-            f"stage {stage} returns the state {state}, it was given {given or 'none'}; pass state={{{stage}: ...}} of that form"
-        )
-    if state.leaves and replicated:
-        raise ValueError(
-            f"stage {stage} returns a state, and this schedule runs replicas of it side by side, which would each have another; "
-            "use a schedule with one chain, such as dualpipev, or stage_from_module(module, constants=True) "
-            "where buffers are only read"
-        )
-    for path, leaf in zip(low.outputs.paths, low.outputs.leaves, strict=True):
-        if form.rows is not None and (not leaf.shape or leaf.shape[0] != form.rows):
-            raise ValueError(
-                f"the output{path} of stage {stage} is {leaf}, which has no axis of {form.rows} rows to join to "
-                f"those of the whole batch; give the inputs as ppfunc.microbatch(inputs, m), to get the outputs of each microbatch"
-            )
-
-
-def _same_state(given: Signature, state: Signature) -> bool:
-    """Whether a state has the form of the one before; plain tensors stand for parts that lie as those before."""
-    laid = all(new.layout in (None, old.layout) for old, new in zip(given.leaves, state.leaves, strict=False))
-    return laid and given.without_grad().parts == state.without_grad().parts
 
 
 def _inputs(form: StepForm, spec: StepSpec, microbatches: range) -> list[Signature]:

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ppfunc.stage import LeafSignature, Signature
 
-from .arguments import StepForm
 from .errors import AgreementError
+from .form import StepForm
 from .grid import LaidOut
 
 

@@ -123,12 +123,13 @@ class P2P(Control):
         return torch.cat(shared).sum(0)
 
     def fail(self, failure: Failure) -> BaseException:
-        if _lost(-1, failure.cause) is not failure.cause:  # in a collective of a stage: who is gone, or why, is about to be told
-            self.links.await_failure()
-        try:
-            return super().fail(failure)
-        finally:
-            _let_go(failure.cause)
+        with self.hold_interrupts():
+            if _lost(-1, failure.cause) is not failure.cause:  # in a collective of a stage: who is gone, or why, is about to be told
+                self.links.await_failure()
+            try:
+                return super().fail(failure)
+            finally:
+                _let_go(failure.cause)
 
     def tear_down(self) -> None:
         if self._executing and self.mesh is not None and self.axes.model is not None and len(self.grid.model) > 1:
@@ -141,9 +142,10 @@ class P2P(Control):
         self._rendezvous.move_on()
 
     def close(self) -> None:
-        super().close()
-        self._disconnect()
-        self._rendezvous.close()
+        with self.hold_interrupts():
+            super().close()
+            self._disconnect()
+            self._rendezvous.close()
 
     # -- data ------------------------------------------------------------------------------
 

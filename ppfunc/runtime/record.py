@@ -34,7 +34,7 @@ class Recorder:
         self._events: list[torch.cuda.Event] = []
 
     def attach(self, compiled: CompiledStep) -> CompiledStep:
-        """The same step, whose calls are noted; it runs once."""
+        """The same step, whose calls are noted."""
         cuda = any(low.device.type == "cuda" for low in compiled.lowered.stages.values())
         mark = self._mark_stream if cuda else self._mark_host
         if cuda:
@@ -79,10 +79,10 @@ def gather(compiled: CompiledStep, intervals: Sequence[Interval], control: Contr
     sender until the receiver has waited for it, at both ends.
 
     Args:
-        intervals: of every call of this process.
+        intervals: of every call of this process, of one pass of the schedule or several, the last of which counts.
     """
     schedule, ranks = compiled.lowered.schedule, compiled.lowered.ranks
-    mine = {rank: _spans(schedule, rank, compiled.places, intervals) for rank in ranks}
+    mine = {rank: _spans(schedule, rank, compiled.places, intervals[-len(compiled.places) :]) for rank in ranks}
     told = [json.loads(text) for text in control.all_gather(json.dumps([_clock(), mine]))]
     distant = [rank for rank, (clock, _) in enumerate(told) if clock != told[0][0]]
     offsets = _offsets(control, ranks[0], distant) if distant else [0.0] * len(told)

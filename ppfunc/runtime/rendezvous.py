@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from . import _torch
 from .errors import LinkError
-from .interrupts import hold_interrupts
+from .interrupts import hold_interrupts, let_interrupts
 
 T = TypeVar("T")
 
@@ -130,7 +130,8 @@ class Rendezvous:
             check(peer)
             if time.monotonic() > end:
                 raise LinkError(peer, "late", f"rank {self.rank} waited for rank {peer}, which has not come in {self.timeout:g} s")
-            time.sleep(pause)
+            with let_interrupts():
+                time.sleep(pause)
             pause = min(2 * pause, 0.02)
         return found
 

@@ -6,7 +6,7 @@ import inspect
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -14,19 +14,25 @@ import torch
 
 from ppfunc.schedule import Schedule, Timeline
 from ppfunc.stage import Engine, Loss, Stage
+from ppfunc.stage.tree import tree_leaves
 
 from .agreement import Agreement, Began, batch_name, rows_of
 from .analysis import Lowered
-from .arguments import RawArguments, StepArguments, StepForm, read_arguments
+from .arguments import RawArguments, StepArguments, read_arguments
 from .buffers import Buffers
 from .cache import CACHE_SIZE, RETRACES, CacheInfo, Entry, Last, keep, warn_of_retraces
 from .compile import CompiledStep, compile_step
 from .execute import StepFailed, describe_inputs, execute, fill
+from .form import StepForm
 from .functorch import transforming
-from .lower import Exchange, LoweredStep, StepSpec, lower
+from .interrupts import let_interrupts
+from .lower import Exchange, lower
+from .lowered import LoweredStep
+from .nonfinite import NotFinite, Start, locate, require_finite
 from .record import Recorder, gather
 from .results import StepResult, collect
 from .rng import preserve_rng
+from .spec import StepSpec
 from .stage_programs import autocast, forget
 from .tail import losses_of
 from .ties import require_declared
@@ -68,6 +74,8 @@ class StepFunction(Generic[P, R]):
         self._ranks = transport.local_ranks(schedule.ranks)
         self._local = tuple(sorted({stage for rank in self._ranks for stage in schedule.model_stages_of(rank)}))
         self.__signature__ = inspect.signature(prepare)  # for help() and editors
+        if spec.finite:
+            transport.collective("world")  # to be had before the transport connects
         self._agreement = Agreement(schedule, spec, transport, self._ranks)
         self._lock = threading.Lock()
         self._building = threading.local()
@@ -109,17 +117,31 @@ class StepFunction(Generic[P, R]):
     def _run(
         self, args: Any, kwargs: Any, recorder: Recorder | None = None, ready: Callable[[StepArguments], Entry] | None = None
     ) -> tuple[R, Timeline | None]:
-        """Run one step, measured where there is a recorder; ``ready`` gives the compiled step, by default that of the cache."""
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False), torch.no_grad():
-                return self._run(args, kwargs, recorder, ready)
+        """Run one step, measured where there is a recorder; ``ready`` gives the compiled step, by default that of the cache.
+
+        Interrupts act while stages are traced or run, and while this rank waits for peers that have not come to the end.
+        """
+        ended = False
+        try:
+            with self.transport.hold_interrupts(later=True), _outside_inference_mode():
+                result, raw, timeline = self._attempt(args, kwargs, recorder, ready)
+                ended = True
+                return self._finish(result, raw), timeline
+        except BaseException:
+            if ended:
+                self.transport.lose_step()
+            raise
+
+    def _attempt(
+        self, args: Any, kwargs: Any, recorder: Recorder | None, ready: Callable[[StepArguments], Entry] | None
+    ) -> tuple[StepResult, Any, Timeline | None]:
+        """Run one step to its end on all ranks, or tell them that it has failed."""
         entry: Entry | None = None
         buffers: Buffers | None = None
         failure: Failure | None = None
         error: BaseException | None = None
-        ended = False
         try:
-            self._require_all_ranks_under_transforms()
+            self._require_servable_under_transforms()
             raw = self._prepare(*args, **kwargs)
             passes = self._read_passes(raw if isinstance(raw, list) else [raw])
             arguments = passes[0]
@@ -130,22 +152,21 @@ class StepFunction(Generic[P, R]):
             self.transport.ready(entry.laid)
             # Under a torch.func transform from outside, that transform decides what is recorded.
             with torch.set_grad_enabled(torch.is_grad_enabled() and transforming()), _generators(arguments):
-                for part in passes:
-                    buffers = execute(compiled, fill(compiled.lowered, part, buffers))
-                assert buffers is not None
-                if self.spec.update is not None:
-                    self.spec.update.finish(buffers)
-                parts = entry.parts if self.spec.update is None else {}  # an update has them, and sums them over all pipelines
-                losses = losses_of(compiled.lowered, buffers) if parts else {}
-                result = collect(compiled.lowered, arguments, buffers)
-                buffers = None
-                timeline = None if recorder is None else gather(entry.compiled, recorder.intervals(), self.transport)
-                result = result._replace(loss=self.transport.end(losses, parts, entry.mode()))
-                ended = True
-            return self._finish(result, raw), timeline
+                with let_interrupts():
+                    if self.spec.update is not None:
+                        passes = self.spec.update.begin(passes)
+                    buffers = self._execute(compiled, passes)
+                    if self.spec.update is not None:
+                        self.spec.update.finish(buffers)
+                    parts = entry.parts if self.spec.update is None else {}  # an update has them, and sums them over all pipelines
+                    losses = losses_of(compiled.lowered, buffers) if parts else {}
+                    result = collect(compiled.lowered, passes, buffers)
+                    buffers = None
+                    if self.spec.finite and self.spec.update is None:
+                        self._require_finite(entry.compiled, passes, result, losses)
+                    timeline = None if recorder is None else gather(entry.compiled, recorder.intervals(), self.transport)
+                return result._replace(loss=self.transport.end(losses, parts, entry.mode())), raw, timeline
         except BaseException as raised:
-            if ended:  # on every rank: there is nothing to tell
-                raise
             failure = self._failure(raised, entry)
             error = self.transport.fail(failure)
             if error is failure.cause or not isinstance(failure.cause, Exception):
@@ -160,19 +181,21 @@ class StepFunction(Generic[P, R]):
         Args:
             args, kwargs: as of a call. Tensors may be on the device meta, and trees may be signatures.
         """
-        try:
-            arguments = self._read(self._prepare(*args, **kwargs), abstract=True)
-            name, _ = self._begin(arguments, None, "lowered, not run")
-            exchange, generation = self._agreement.exchange(name, arguments.form), self._agreement.generation
-            lowered = self._lower(arguments, name, exchange)
-            agreed = self._agreement.conclude(name, lowered, exchange)
-            kept = Last.of(arguments, name, Entry.of(CompiledStep(lowered, {}, (), ()), agreed.parts))
-            self.transport.end({}, {})
-        except BaseException as cause:
-            error = self.transport.fail(Failure(self._ranks[0], None, None, cause))
-            if error is cause or not isinstance(cause, Exception):
-                raise
-            raise error from cause
+        with self.transport.hold_interrupts():
+            try:
+                arguments = self._read(self._prepare(*args, **kwargs), abstract=True)
+                name, _ = self._begin(arguments, None, "lowered, not run")
+                exchange, generation = self._agreement.exchange(name, arguments.form), self._agreement.generation
+                with let_interrupts():
+                    lowered = self._lower(arguments, name, exchange)
+                agreed = self._agreement.conclude(name, lowered, exchange)
+                kept = Last.of(arguments, name, Entry.of(CompiledStep(lowered, {}, (), ()), agreed.parts))
+                self.transport.end({}, {})
+            except BaseException as cause:
+                error = self.transport.fail(Failure(self._ranks[0], None, None, cause))
+                if error is cause or not isinstance(cause, Exception):
+                    raise
+                raise error from cause
 
         def runs(compiled: CompiledStep) -> Callable[P, R]:
             kept.require_same_modes()
@@ -200,7 +223,7 @@ class StepFunction(Generic[P, R]):
         last = None if self._last is None or abstract else self._last.arguments
         return read_arguments(raw, self.schedule, self._local, self._loss_fn is not None, last, abstract=abstract)
 
-    def _read_passes(self, raw: Sequence[RawArguments]) -> list[StepArguments]:
+    def _read_passes(self, raw: Sequence[RawArguments]) -> Sequence[StepArguments]:
         """The arguments of every pass of the schedule, all of one form."""
         arguments = [self._read(raw[0])]
         for n, other in enumerate(raw[1:], 1):
@@ -269,8 +292,9 @@ class StepFunction(Generic[P, R]):
         self._building.active = True
         try:
             exchange = self._agreement.exchange(name, arguments.form)
-            lowered = self._lower(arguments, name, exchange)
-            compiled = compile_step(lowered, self._engine, self.transport)
+            with let_interrupts():
+                lowered = self._lower(arguments, name, exchange)
+                compiled = compile_step(lowered, self._engine, self.transport)
             agreed = self._agreement.conclude(name, lowered, exchange)
         finally:
             self._building.active = False
@@ -290,12 +314,44 @@ class StepFunction(Generic[P, R]):
             ranks=self._ranks, exchange=exchange, example=arguments.example,
         )  # fmt: skip
 
+    def _execute(self, compiled: CompiledStep, passes: Sequence[StepArguments]) -> Buffers:
+        """Run the passes; return the buffers of the last."""
+        buffers: Buffers | None = None
+        start = Start(0, None)
+        for n, part in enumerate(passes):
+            if self.spec.finite and (buffers is None or buffers.ends):
+                start = Start.of(n, buffers)
+            try:
+                buffers = execute(compiled, fill(compiled.lowered, part, buffers))
+            except StepFailed as failed:
+                if isinstance(cause := failed.failure.cause, NotFinite):
+                    raise locate(compiled, passes[start.first : n + 1], start, self.transport, cause) from cause
+                raise
+        assert buffers is not None
+        return buffers
+
+    def _require_finite(
+        self, compiled: CompiledStep, passes: Sequence[StepArguments], result: StepResult, losses: Mapping[int, torch.Tensor]
+    ) -> None:
+        """Raise on all ranks where the loss or a gradient is not finite on one."""
+        made = [*losses.values(), *tree_leaves((result.grads, result.input_grads))]
+        device = next(iter(compiled.lowered.form.devices.values()))
+        try:
+            require_finite(made, self.transport.collective("world"), device)
+        except NotFinite as cause:
+            raise locate(compiled, passes, Start(0, None), self.transport, cause) from cause
+
     def _failure(self, raised: BaseException, entry: Entry | None) -> Failure:
         if not isinstance(raised, StepFailed) or entry is None:
             return Failure(self._ranks[0], None, None, raised)
         return raised.failure._replace(context=describe_inputs(raised.failure, entry.compiled.lowered))
 
-    def _require_all_ranks_under_transforms(self) -> None:
+    def _require_servable_under_transforms(self) -> None:
+        if transforming() and self.spec.finite:
+            raise ValueError(
+                "got a step that raises where numbers are not finite, under a torch.func transform, which has none to read; "
+                "make one with on_nonfinite='ignore'"
+            )
         if transforming() and len(self._ranks) < self.schedule.ranks:
             raise ValueError(
                 "got a step under a torch.func transform, whose ranks are in several processes, where the transform "
@@ -314,6 +370,15 @@ def _shown(part: Any) -> str:
     if isinstance(part, Mapping):
         return ", ".join(f"stage {stage} {_shown(of_stage)}" for stage, of_stage in part.items()) or "none"
     return " and ".join(dict.fromkeys(map(str, part))) if isinstance(part, tuple) else str(part)
+
+
+def _outside_inference_mode() -> AbstractContextManager[object]:
+    if not torch.is_inference_mode_enabled():
+        return nullcontext()
+    modes = ExitStack()
+    modes.enter_context(torch.inference_mode(False))
+    modes.enter_context(torch.no_grad())
+    return modes
 
 
 def _generators(arguments: StepArguments) -> AbstractContextManager[None]:

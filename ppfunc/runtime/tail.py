@@ -13,7 +13,7 @@ from .buffers import Buffers, Leaves, Tag
 from .calls import Place
 from .errors import AgreementError
 from .functorch import transformed
-from .lower import BATCH, LoweredStep
+from .lowered import BATCH, LoweredStep
 from .ownership import Owned
 from .ties import DIGEST, SharedLeaf, digest, same_bits, shared_leaves
 from .transport import Call, DataTransport, Transfer

@@ -17,9 +17,9 @@ from ppfunc.schedule import Schedule
 from ppfunc.stage import LeafSignature, Signature
 from ppfunc.stage.signature import differentiable
 
-from .arguments import StepForm
 from .buffers import Leaves
 from .errors import AgreementError
+from .form import StepForm
 from .ownership import sharing
 from .transport import Link
 

@@ -1,6 +1,7 @@
 """The two protocols of a transport: data, which carries tensors between stages, and control, which keeps ranks together."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Literal, NamedTuple, Protocol, Self
 
@@ -194,6 +195,10 @@ class ControlTransport(Protocol):
         """
         ...
 
+    def rest(self) -> None:
+        """Say that no rank is in a collective of a stage, nor will be before the next step, so that none is ended by a failure now."""
+        ...
+
     def end(self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart], mode: Mode = "mixed") -> torch.Tensor | None:
         """End a step: returns once every rank is at its end, so that a step fails on all ranks or on none.
 
@@ -210,6 +215,14 @@ class ControlTransport(Protocol):
         Returns:
             The sum, on every rank, None where ``parts`` is empty.
         """
+        ...
+
+    def hold_interrupts(self, later: bool = False) -> AbstractContextManager[object]:
+        """Hold back interrupts of this thread, as :class:`~ppfunc.runtime.interrupts.hold_interrupts`: around every step."""
+        ...
+
+    def lose_step(self) -> None:
+        """Say that the results of the step that has ended cannot be returned here: the next one is refused on all ranks."""
         ...
 
     def fail(self, failure: Failure) -> BaseException:

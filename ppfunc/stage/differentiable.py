@@ -28,11 +28,6 @@ def contiguous(tensors: Iterable[torch.Tensor | None]) -> tuple[Any, ...]:
     return tuple(None if t is None else awaited(t).resolve_conj().resolve_neg().contiguous() for t in tensors)
 
 
-def settled(gradients: Gradients) -> Gradients:
-    """Gradients of parameters as they are, those that are results of functional collectives waited for."""
-    return tuple(None if t is None else awaited(t) for t in gradients)
-
-
 class DifferentiableStage:
     """The stage as a function of its differentiable leaves alone; the others are set beforehand."""
 
@@ -93,6 +88,16 @@ class DifferentiableStage:
         if written:
             reason = f"it is not pure: it has written into its argument {self.example.paths[written[0]]}, whose values are others now"
             raise StageError(self.name, reason, "return the new value, or work on a clone")
+
+    def dense(self, gradients: Gradients) -> Gradients:
+        """Gradients of the parameters, those that are results of functional collectives waited for; raise if one is sparse."""
+        for at, gradient in zip(self.param_at, gradients, strict=True):
+            if gradient is not None and gradient.layout is not torch.strided:
+                reason = (
+                    f"the gradient of params{self.example.params.paths[at]} is a {str(gradient.layout)[6:]} tensor, expected a dense one"
+                )
+                raise StageError(self.name, reason, "leave out sparse=True")
+        return tuple(None if t is None else awaited(t) for t in gradients)
 
     def no_gradients(self, gy: Leaves, **_: Any) -> tuple[Gradients, Gradients]:
         """The backward of a stage through which no gradient flows."""

@@ -9,7 +9,7 @@ from typing import Any, ParamSpec
 import torch
 
 from .abstract import DATA_DEPENDENT, Outline, data_dependence, outline as outline_of, without_values
-from .differentiable import DifferentiableStage, contiguous, settled
+from .differentiable import DifferentiableStage, contiguous
 from .errors import StageError, by_dtensor, first_line
 from .example import Example, Leaves, stand_ins
 from .program import FlatProgram, Gradients, StageProgram, stage_program
@@ -161,7 +161,7 @@ def _by_vjp(stage: DifferentiableStage) -> tuple[Forward, Backward]:
     def backward(residuals: tuple[Any, ...], gy: Leaves) -> tuple[Gradients, Gradients]:
         again = torch.is_grad_enabled()
         gparams, gx = residuals[0](contiguous(gy), retain_graph=again, create_graph=again)
-        return settled(gparams), contiguous(gx)
+        return stage.dense(gparams), contiguous(gx)
 
     return forward, backward
 
@@ -184,6 +184,6 @@ def _by_tape(stage: DifferentiableStage) -> tuple[Forward, Backward]:
             return stage.no_gradients(gy)
         outputs, cotangents = zip(*reached, strict=True)
         gradients = torch.autograd.grad(outputs, params + x, cotangents, allow_unused=True)
-        return settled(gradients[: len(params)]), contiguous(gradients[len(params) :])
+        return stage.dense(gradients[: len(params)]), contiguous(gradients[len(params) :])
 
     return forward, backward

@@ -60,10 +60,35 @@ def test_same_curve_whatever_the_schedule_and_the_stages(trained):
         "--stages 2 --schedule dualpipe",
         "--stages 4 --schedule deepspeed_train",
         "--schedule data_parallel --stages 1",
+        "--stages 2 --microbatches 2 --accumulate 2",
     ):
         got = trained(*more.split())
         assert got.losses == pytest.approx(expected.losses, rel=1e-6), more
         assert got.validation == pytest.approx(expected.validation, rel=1e-6), more
+
+
+def test_precisions_and_clipping_train_too(trained):
+    tied = trained("--stages", "1", "--tied")
+    assert trained("--stages", "3", "--tied").losses == pytest.approx(tied.losses, rel=1e-6)
+    for precision in ("bfloat16", "float16"):
+        got = trained("--stages", "3", "--tied", "--precision", precision)
+        assert got.losses == pytest.approx(tied.losses, rel=2e-2)
+        assert got.losses != pytest.approx(tied.losses, rel=1e-6)
+    clipped = trained("--stages", "2", "--tied", "--clip", "1e-6")
+    assert clipped.losses[0] == pytest.approx(tied.losses[0], rel=1e-6)
+    assert clipped.losses[-1] != pytest.approx(tied.losses[-1], rel=1e-2)
+
+
+def test_a_grid_of_eight_processes_has_the_curve_of_one(trained, environment, tmp_path):
+    options = "--tied --clip 0.5 --accumulate 2 --microbatches 2".split()
+    expected = trained("--stages", "1", *options)
+    grid = "--stages 2 --data 2 --tensor 2 --shard params".split()
+    command = [sys.executable, EXAMPLES / "train_gpt.py", *SMALL, *options, *grid, "--out", tmp_path]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    losses = [float(line.split(",")[1]) for line in (tmp_path / "loss.csv").read_text().splitlines()]
+    assert losses == pytest.approx(expected.losses, rel=1e-5)
+    assert "A sample" in done.stdout
 
 
 def test_runs_plainly_in_processes_of_its_own(environment, tmp_path):
@@ -93,7 +118,7 @@ def test_a_failing_rank_fails_the_run_and_alone_tells_why(environment, tmp_path)
         "        return w * x\n"
         "    step = pp.value_and_grad([stage] * 2, torch.sub, pp.gpipe(2, 2), place.transport, engine=pp.functional)\n"
         "    step({place.rank: torch.ones(())}, torch.ones(2), torch.ones(2))\n"
-        "if __name__ == '__main__': launch.run(job, None, 2, False)\n"
+        "if __name__ == '__main__': launch.run(job, None, (2, 1, 1), False)\n"
     )
     done = subprocess.run([sys.executable, tmp_path / "fail.py"], env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
@@ -138,6 +163,11 @@ def test_options_that_do_not_fit_are_refused_at_once(example, capsys):
         ("--context 0", "--context: got 0"),
         ("--context 100000000", "expected at most 8192"),
         ("--chunks 2", "no choice of chunks"),
+        ("--data 0", "--data: got 0"),
+        ("--data 4", "16 is not divisible by 4 pipelines, 1 passes and 8 microbatches"),
+        ("--tensor 3", "4 heads are not divisible by --tensor 3"),
+        ("--tensor 2 --in-process", "--in-process runs one pipeline"),
+        ("--clip -1", "--clip: got -1.0, expected a norm, at least 0"),
     ]:
         with pytest.raises(SystemExit) as caught:
             train_gpt.parse_options(wrong.split())

@@ -258,49 +258,6 @@ def test_a_failure_is_told_to_every_rank_and_the_next_step_works(kind, who):
         assert (generation, ended) == (1, 2)
 
 
-class Interrupting:
-    """Links one of whose calls is interrupted, once."""
-
-    def __init__(self, links, method):
-        self._links, self._method = links, method
-
-    def __getattr__(self, name):
-        def call(*args):
-            if name == self._method:
-                self._method = None
-                raise KeyboardInterrupt
-            return getattr(self._links, name)(*args)
-
-        return call if name in ("send", "recv", "vote", "commit") else getattr(self._links, name)
-
-
-@pytest.mark.parametrize(
-    ("who", "method", "fails"),
-    [(0, "recv", 0), (0, "commit", 1), (0, "send", 1), (1, "vote", 1), (1, "send", 1), (4, "recv", 1), (4, "commit", 1)],
-)
-def test_an_interrupt_at_the_end_fails_this_step_or_the_next_on_all_ranks(who, method, fails):
-    """The next, where other ranks may have ended this one."""
-
-    def work(rank, control):
-        links, outcomes = control.links, []
-        for _ in range(3):
-            try:
-                control.begin("f", "k", 0)
-                if rank == who and not outcomes:
-                    control.links = Interrupting(links, method)
-                control.end({}, {})
-                outcomes.append(None)
-            except BaseException as error:
-                outcomes.append(control.fail(Failure(rank, None, None, error)))
-            control.links = links
-        return outcomes, control.ended
-
-    for rank, (outcomes, ended) in enumerate(in_threads(in_memory, 5, work)):
-        assert isinstance(outcomes.pop(fails), KeyboardInterrupt if rank == who else PipelineError)
-        assert outcomes == [None, None]
-        assert ended == 2
-
-
 def test_ranks_that_have_not_ended_the_same_steps_are_told():
     def work(rank, control):
         control.ended = int(rank == 2)
@@ -457,15 +414,16 @@ def interrupted(rank, ranks, steps):
     try:
         while got < steps:
             try:
-                try:
-                    inside = True
-                    transport.begin("f", "k", 0)
-                    transport.end({}, {})
-                    inside = False
-                    got += 1
-                except BaseException as cause:
-                    inside = False
-                    raise transport.fail(Failure(rank, None, None, cause)) from None
+                with transport.hold_interrupts(later=True):
+                    try:
+                        inside = True
+                        transport.begin("f", "k", 0)
+                        transport.end({}, {})
+                        inside = False
+                        got += 1
+                    except BaseException as cause:
+                        inside = False
+                        raise transport.fail(Failure(rank, None, None, cause)) from None
             except AgreementError as error:
                 return got, failed, str(error)
             except (KeyboardInterrupt, PipelineError):

@@ -11,6 +11,7 @@ from hypothesis import given, strategies as st
 
 import ppfunc as pp
 from ppfunc.runtime.buffers import Buffers, Tag
+from ppfunc.runtime.interrupts import let_interrupts
 from ppfunc.runtime.simulated import Fault, InjectedError, RankStopped, Simulated
 from ppfunc.runtime.simulated.faults import KINDS
 from ppfunc.runtime.transport import Failure, Link, LossPart, Transfer
@@ -74,17 +75,19 @@ def ring(rank, transport):
     parts = {r: LossPart(r, LEAF) for r in range(size)}
     state = {"generation": None, "calls": ()}
 
-    def step():
+    def attempt():
         place = None
         try:
             transport.begin("a step", "shapes" if rank == 0 else None, 0)
             if state["generation"] != transport.generation:
                 transport.all_gather("the same everywhere")
-                transport.connect([Link("F", r, (r + 1) % size) for r in range(size)])
+                with let_interrupts():
+                    transport.connect([Link("F", r, (r + 1) % size) for r in range(size)])
                 state.update(generation=transport.generation, calls=tuple(ring_calls(rank, size, transport)))
             buffers = Buffers()
-            for place, call in enumerate(state["calls"]):  # noqa: B007
-                call(buffers)
+            with let_interrupts():
+                for place, call in enumerate(state["calls"]):  # noqa: B007
+                    call(buffers)
             place = None
             (mine,) = buffers.kept.get((0, 0), (torch.zeros(LEAF.shape, dtype=LEAF.dtype),))
             return float(transport.end({rank: mine}, parts).sum())
@@ -94,6 +97,10 @@ def ring(rank, transport):
             if error is cause or not isinstance(cause, Exception):
                 raise cause
             raise error from cause
+
+    def step():
+        with transport.hold_interrupts(later=True):
+            return attempt()
 
     return step
 

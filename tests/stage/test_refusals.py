@@ -414,6 +414,17 @@ def test_a_generator_of_its_own_must_be_made_in_the_call(engine, args):
         engine(lambda w, x: x @ w + torch.rand(2, 3, generator=torch.default_generator), args)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_sparse_gradient_is_refused_by_name(engine):
+    embedding = torch.nn.Embedding(5, 2, sparse=True)
+    with pytest.raises(StageError, match=r"stage 2: the gradient of params\['weight'\] is a sparse_coo tensor.*leave out sparse=True"):
+        engine(
+            lambda p, x: torch.func.functional_call(embedding, p, (x,)),
+            (dict(embedding.named_parameters()), torch.arange(3)),
+            name="stage 2",
+        )
+
+
 def test_a_sparse_tensor_made_in_the_forward_is_not_kept_by_the_graph_engine(args):
     def fn(w, x):
         return (torch.sparse.mm((w > 0).to(w.dtype).to_sparse(), x.T @ x) @ w).sum(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..interrupts import let_interrupts
 from .network import Network
 
 
@@ -10,7 +11,7 @@ class SimulatedLinks:
 
     def __init__(self, network: Network, rank: int) -> None:
         self._network, self._member = network, network.members[rank]
-        self.rank, self.size = rank, len(network.members)
+        self.rank, self.size, self.signals = rank, len(network.members), self._member.signals
 
     @property
     def generation(self) -> int:
@@ -24,7 +25,8 @@ class SimulatedLinks:
     def recv(self, peer: int, channel: str) -> bytes:
         self._network.operation(self.rank, f"recv {channel} of {peer}")
         pipe = self._network.pipe(self.generation, peer, self.rank, channel)
-        self._network.wait(self.rank, peer, f"a message ({channel})", lambda: bool(pipe.arrived), pipe)
+        with let_interrupts():
+            self._network.wait(self.rank, peer, f"a message ({channel})", lambda: bool(pipe.arrived), pipe)
         return pipe.arrived.popleft()
 
     def begin(self, step: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from math import inf
 from typing import NamedTuple
 
 from ..errors import GONE, LinkError
+from ..interrupts import Handler
 from .faults import Fault, InjectedError, RankStopped, require_possible
 from .scheduler import Scheduler
 
@@ -19,6 +21,29 @@ class Verdict(NamedTuple):
 
     text: str
     committed: int
+
+
+class RankSignals:
+    """The signals of one rank, of which there is SIGINT."""
+
+    def __init__(self) -> None:
+        self._handler: Handler = signal.default_int_handler
+        self.later = False  # whether it is to be interrupted in its next operation
+
+    def handlers(self) -> dict[int, Handler]:
+        return {signal.SIGINT: self._handler}
+
+    def get(self, number: int) -> Handler:
+        return self._handler
+
+    def set(self, number: int, handler: Handler) -> None:
+        self._handler = handler
+
+    def send(self) -> None:
+        self._handler(signal.SIGINT, None)
+
+    def send_later(self, number: int) -> None:
+        self.later = True
 
 
 @dataclass(slots=True)
@@ -36,6 +61,7 @@ class Member:
         voting: whether it waits to hear if rank 0 has committed that step.
         settling: whether that step has not yet ended here.
         ended: the error of every further operation, where there can be none.
+        signals: those of its thread.
     """
 
     operations: int = 0
@@ -48,6 +74,7 @@ class Member:
     voting: bool = False
     settling: bool = False
     ended: Exception | None = None
+    signals: RankSignals = field(default_factory=RankSignals)
 
 
 class Pipe:
@@ -98,7 +125,7 @@ class Network:
     # -- operations ------------------------------------------------------------------------
 
     def operation(self, rank: int, text: str, *, can_fail: bool = True) -> None:
-        """Begin an operation of a rank: faults strike, then others may run. One that cannot fail raises interrupts only."""
+        """Begin an operation of a rank: faults strike, then others may run. One that cannot fail raises none."""
         member = self.members[rank]
         if member.ended is not None:
             raise member.ended.with_traceback(None)
@@ -106,6 +133,9 @@ class Network:
         self.log(f"rank {rank}.{member.operations} {text}")
         member.operations += 1
         later = {"delay", "drop"} if can_fail and not member.settling else {"delay", "drop", "raise"}
+        if member.signals.later:
+            member.signals.later = False
+            member.signals.send()
         for fault in [f for f in member.due if f.kind not in later]:
             member.due.remove(fault)
             self._strike(rank, fault)
@@ -180,13 +210,15 @@ class Network:
         self.scheduler.after(self.scheduler.random.uniform(0, self.latency), event)
 
     def _strike(self, rank: int, fault: Fault) -> None:
+        member = self.members[rank]
         if self.scheduler.random.random() < 0.5:  # in the middle of the operation
             self._sleep(rank, self.scheduler.random.uniform(0, 3 * self.latency))
         self.log(f"rank {rank} {fault.kind}")
         if fault.kind == "raise":
             raise InjectedError(f"operation {fault.at} of rank {rank} fails")
         if fault.kind == "interrupt":
-            raise KeyboardInterrupt
+            member.signals.send()
+            return
         if fault.kind == "kill":
             self._lose_pipes(rank)
             self.close(rank)

@@ -10,6 +10,7 @@ import torch
 
 from ..collective import Among, Collective
 from ..control import Control
+from ..interrupts import hold_interrupts
 from ..transport import Call, Link, LossPart, Mode, Transfer
 from .faults import Fault
 from .links import SimulatedLinks
@@ -106,6 +107,9 @@ class SimulatedTransport(Control):
             return super().end(losses, parts, mode, after)
         finally:
             self.links.settled()
+
+    def hold_interrupts(self, later: bool = False) -> hold_interrupts:
+        return hold_interrupts(later, self.links.signals)
 
     def tear_down(self) -> None:
         self._wires.disconnect(self.rank)

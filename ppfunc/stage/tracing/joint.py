@@ -90,7 +90,7 @@ def _joint(stage: DifferentiableStage, record: Record, params: Leaves, x: Leaves
         inputs = primals[0] + primals[1]
         gradients = torch.autograd.grad(y, inputs, gy, allow_unused=True) if y and inputs else (None,) * len(inputs)
     cut = len(primals[0])
-    return outputs, gradients[:cut], contiguous(gradients[cut:])
+    return outputs, stage.dense(gradients[:cut]), contiguous(gradients[cut:])
 
 
 def _without_effects(joint: Joint, record: Record, *groups: Leaves) -> Results:

@@ -1,0 +1,108 @@
+"""A step lowered: what every stage and every edge is for arguments of one form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from ppfunc.schedule import Instruction, Op, Schedule
+from ppfunc.stage import LeafSignature, Outline, Signature
+
+from .buffers import Key
+from .form import StepForm
+from .spec import StepSpec
+from .stage_programs import StageFunction
+from .transport import LossPart
+
+BATCH = -1
+"""The "stage" that the batch comes from."""
+
+
+class Edge(NamedTuple):
+    """One part of a stage's input, or of its output, for one microbatch.
+
+    Args:
+        stage: the stage of the schedule at the other end, ``BATCH`` for the batch.
+        signature: of what travels.
+    """
+
+    stage: int
+    signature: Signature
+
+    @property
+    def leaves(self) -> tuple[LeafSignature, ...]:
+        """Signatures of the tensors that travel forward."""
+        return self.signature.leaves
+
+    @property
+    def carrying(self) -> tuple[LeafSignature, ...]:
+        """Those whose gradients travel back."""
+        return tuple(leaf for leaf in self.leaves if leaf.grad)
+
+
+class LoweredStage(NamedTuple):
+    """One stage for one form of its arguments.
+
+    Args:
+        model: its number in the model.
+        function: the stage with its loss, in the form that engines take.
+        example: ``(params, x, *extras)``: signatures, or trees of tensors.
+        params: signature of its parameters; the leaves with ``grad`` get gradients.
+        device: where it computes.
+        outline: of the function.
+        sources: where the parts of its input come from: the stage before or the batch, then skip connections.
+        sinks: where its output goes: the stage after it, if any, then skip connections.
+        loss: signature of the loss, None where the stage has none.
+        outputs, metrics, state: signatures of what is not differentiated, in the order of the output.
+    """
+
+    model: int
+    function: StageFunction
+    example: tuple[Any, ...]
+    params: Signature
+    device: torch.device
+    outline: Outline
+    sources: tuple[Edge, ...]
+    sinks: tuple[Edge, ...]
+    loss: Signature | None
+    outputs: Signature
+    metrics: Signature
+    state: Signature
+
+    @property
+    def kept(self) -> int:
+        """The number of output leaves that the caller may want: loss, outputs, metrics."""
+        return (self.loss is not None) + len(self.outputs.leaves) + len(self.metrics.leaves)
+
+
+class LoweredStep(NamedTuple):
+    """A step, lowered: values only.
+
+    Args:
+        schedule: proved, with communication placed.
+        spec: what is wanted.
+        form: of the arguments.
+        ranks: those of this process.
+        stages: the stages of this process, by (stage of the schedule, microbatch).
+        losses: form of the losses of the stages of this process, by stage of the schedule.
+        drawing: the stages of the model, of this process, that are known to draw random numbers.
+    """
+
+    schedule: Schedule
+    spec: StepSpec
+    form: StepForm
+    ranks: tuple[int, ...]
+    stages: Mapping[Key, LoweredStage]
+    losses: Mapping[int, LossPart]
+    drawing: tuple[int, ...]
+
+    def __repr__(self) -> str:
+        return f"<lowered {self.spec.name}, {self.schedule!r}>"
+
+    def edge_of(self, message: Instruction) -> Edge:
+        """The edge that a SEND or RECV of this process is about."""
+        assert message.microbatch is not None
+        low, other = self.stages[message.stage, message.microbatch], self.schedule.other_end(message)
+        return next(edge for edge in (low.sinks if message.op in (Op.SEND_F, Op.RECV_B) else low.sources) if edge.stage == other)
