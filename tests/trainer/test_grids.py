@@ -118,7 +118,7 @@ def cut(build, tied, mesh):
 
 
 def metrics_of(found):
-    return [tuple(number.item() for number in metrics) for metrics in found]
+    return [(m.loss.item(), m.grad_norm.item(), m.scale.item(), m.skipped.item()) for m in found]
 
 
 def whole(tree):
