@@ -67,6 +67,18 @@ class AgreementError(RuntimeError):
     """The ranks of a pipeline were given different programs; raised on every rank before a step begins."""
 
 
+LONGEST = 2000  # characters of a message of somebody else's that travel
+
+
+def shortened(message: str) -> str:
+    """A message that may be long, as it travels.
+
+    >>> len(shortened("x" * 20_000_000))
+    2031
+    """
+    return message if len(message) <= LONGEST else f"{message[:LONGEST]}... ({len(message) - LONGEST} more characters)"
+
+
 GONE = "its process is gone or out of reach, or it has closed its transport"
 
 
@@ -101,7 +113,7 @@ class FailureRecord(NamedTuple):
         cause, place = failure.cause, failure.instruction and str(failure.instruction)
         if not isinstance(cause, LinkError) or cause.kind == "failed":
             disagreement = isinstance(cause, AgreementError)
-            reason = str(cause) if disagreement else failure.reason
+            reason = shortened(str(cause)) if disagreement else failure.reason
             return cls(failure.rank, failure.position, place, reason, reporter, disagreement)
         culprit, state = suspect(cause.peer) if cause.kind == "late" else (cause.peer, "")
         victim = "" if culprit == cause.peer else f", which waits for rank {culprit}"

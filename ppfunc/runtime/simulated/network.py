@@ -10,6 +10,8 @@ from functools import partial
 from math import inf
 from typing import NamedTuple
 
+import torch
+
 from ..errors import GONE, LinkError
 from ..interrupts import Handler
 from .faults import Fault, InjectedError, RankStopped, require_possible
@@ -120,6 +122,7 @@ class Network:
         self.trace: list[str] = []
         self.published: list[Verdict] = []  # by generation
         self.committed = 0  # steps, by rank 0
+        self.sums: dict[tuple[int, int, int], dict[int, torch.Tensor]] = defaultdict(dict)  # by generation, number, rank: of every peer
         self._pipes: dict[tuple[int, int, int, str], Pipe] = defaultdict(partial(Pipe, self.scheduler))
 
     # -- operations ------------------------------------------------------------------------
