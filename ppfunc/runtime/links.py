@@ -389,11 +389,11 @@ class SocketLinks:
         while not self._closed and not (met and len(self._addresses) == self.size):
             try:
                 met = met or self._meet_parent()
+                if time.monotonic() > probe:
+                    probe = self._probe()
             except LinkError as error:  # the store is gone
-                self._decide_alone(error.peer)
-                met = True
-            if time.monotonic() > probe:
-                probe = self._probe()
+                self._lose_store(error.peer)
+                return
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
 
@@ -416,19 +416,23 @@ class SocketLinks:
         _ring(self._note)
         return True
 
-    def _decide_alone(self, server: int) -> None:
-        """The store is gone, and with it the way to the rank above."""
-        assert self._parent is not None
+    def _lose_store(self, server: int) -> None:
+        """The store is gone, and with it the way to the ranks that have not come."""
         with self._changed:
-            self._decide(self._undecided, self._committed, self._describe(server))
-            self._gone.add(self._parent)
+            if server != self.rank:  # it is that of another rank
+                self._report(self._undecided, self._describe(server))
+            if self._parent is not None and self._streams[self._parent, "watch"].socket is None:
+                self._decide(self._undecided, self._committed, self._describe(server))
+                self._gone.add(self._parent)
             self._changed.notify_all()
 
     def _probe(self) -> float:
         """Find out which ranks that have not come are gone: the highest rank looks after all. Returns when to look again."""
         began = time.monotonic()
         for peer in self._neighbours if self._parent is not None else range(1, self.size):
-            if peer not in self._addresses and peer not in self._gone and not self._rendezvous.alive(peer):
+            if peer in self._addresses or peer in self._gone:
+                continue
+            if not self._rendezvous.alive(peer) or self._rendezvous.read(f"left/{peer}") is not None:
                 with self._changed:
                     if peer not in self._addresses:
                         self._lose(peer)
@@ -454,6 +458,11 @@ class SocketLinks:
         After a failure, once the ranks below have read it: this process may serve the store, and one that has not read it would
         only see that it is gone.
         """
+        if not self._closed and len(self._addresses) < self.size:  # who has not met this rank cannot see its connections end
+            telling = threading.Thread(target=self._leave, name="ppfunc leaving", daemon=True)
+            with suppress(RuntimeError):  # the interpreter is ending, and with it the process
+                telling.start()
+                telling.join(_PATIENCE)
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._read_by_all == max(self._decided, default=-1), _PATIENCE)
             self._closed = True
@@ -462,6 +471,11 @@ class SocketLinks:
             self._note.send(b".")
         if self._thread is not threading.current_thread():
             self._thread.join(_PATIENCE)
+
+    def _leave(self) -> None:
+        """Say in the store that this rank has closed its transport."""
+        with suppress(LinkError):
+            self._rendezvous.write(f"left/{self.rank}", "")
 
     def _let_go(self, greeting: Mapping[int, socket.socket]) -> None:
         for stream in list(self._streams.values()):

@@ -104,11 +104,12 @@ class Noted(torch.autograd.Function):
 
 def over(shape, names, limit, begun):
     """A transport; ``begun`` is called once torch, whose errors name nobody, has made the mesh."""
+    if len(names) == 1:
+        begun()
+        return pp.P2P(timeout=limit)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     dist.barrier()
     begun()
-    if len(names) == 1:
-        return pp.P2P(timeout=limit)
     if "tp" in names:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=limit), mesh.get_group("tp"))
     axes = pp.Axes(pipe="pp", data="dp" if "dp" in names else None, model="tp" if "tp" in names else None)
@@ -382,6 +383,26 @@ def test_the_host_of_the_store_may_leave_after_a_failure(fresh, soon, victim):
             assert "armed" in seen.text
             if rank == victim:
                 assert seen.ended == 2
+
+
+def closes(rank, size, victim):
+    """One rank closes its transport before it has met anybody, and lives on."""
+    if rank == victim:
+        pp.P2P(timeout=60.0).close()
+        return None
+    time.sleep(0.5)
+    return tuple(watched(lambda: Run("3 ranks").step()))
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_rank_that_closes_before_the_others_have_come_is_named(fresh, victim):
+    processes = fresh(3)
+    processes(warm)
+    processes.start(closes, victim)
+    for rank, end in enumerate(processes._ends):
+        if rank != victim:
+            seen = Seen(*processes._answer(end, 60))
+            assert (seen.kind, seen.rank) == ("PipelineError", victim), (rank, seen)
 
 
 def skips(rank, size, victim):
