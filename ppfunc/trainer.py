@@ -166,7 +166,7 @@ class Trainer:
     # -- one call --------------------------------------------------------------------------
 
     def _run(self, run: Callable[..., Any], state: TrainState, *call: Any) -> Any:
-        """Run several steps; give up a state that was updated in place."""
+        """Run several steps, by the step function or its ``record``; give up a state that was updated in place."""
         written: list[torch.Tensor] = []
         reason = "it was updated in place by a step that has failed since"
         try:

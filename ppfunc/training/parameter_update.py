@@ -245,7 +245,7 @@ def _step(rule: UpdateRule, ranks: TrainingRanks, buffers: Buffers, stage: int) 
 def _optimized(
     rule: UpdateRule, run: Progress, stage: int, given: tuple[Tree, Tree, Tree], parts: Sequence[ShardOf] | None
 ) -> tuple[Tree, Tree]:
-    """What the optimizer makes of gradients, its state and parameters; notes which of them it has written into."""
+    """Run the optimizer on gradients, its state and parameters; note which of them it has written into."""
     _, state, params = given
     leaves = tree_leaves((state, params))
     before = versions(leaves)
