@@ -389,6 +389,18 @@ def test_the_pass_and_the_step_where_a_number_is_not_finite_are_found():
     assert [m.stages[0].tolist() for m in metrics] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
 
 
+def test_the_states_of_stages_are_those_of_that_step():
+    """A number that is not finite for one value of a state alone, which later microbatches have not."""
+    _, params, x, y = problem()
+
+    def counting(params, x, state):
+        return pp.Output(dense(params, x) * torch.where(state == 9, math.nan, 1.0), state=state + 1)
+
+    trainer = trainer_of(stages=[counting, dense], schedule=pp.zb_h1(2, 2), accumulate=2, on_nonfinite="raise")
+    with pytest.raises(pp.PipelineError, match=r"at 0F1, .*: its output; its input was"):
+        trainer.steps(trainer.init(params, {0: torch.zeros(())}), [(x, y)] * 3)
+
+
 def test_a_loss_and_a_norm_that_overflow_are_named():
     _, params, x, y = problem()
     trainer = trainer_of(loss=lambda y, t: squared(y, t) / 0, on_nonfinite="raise")
