@@ -5,7 +5,11 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from typing import Any
+
 import torch
+import torch.distributed as dist
 
 # Optimizers as single kernels over lists of tensors of one device and dtype, with ``grad_scale`` and ``found_inf``.
 fused_adamw = torch._fused_adamw_
@@ -20,3 +24,10 @@ norms_of_each = torch._foreach_norm
 
 # Change a loss scale and its count of good steps in place: ``(scale, good, found_inf, growth, backoff, interval)``.
 update_scale = torch._amp_update_scale_
+
+
+def all_gather_within(timeout: timedelta, group: Any, whole: torch.Tensor, part: torch.Tensor) -> Any:
+    """Begin to gather flat tensors of all ranks, in another time than the group was made with."""
+    options = dist.AllgatherOptions()
+    options.timeout = timeout
+    return group._allgather_base(whole, part, options)
