@@ -9,7 +9,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
+
+# How long a collective may take.
+from torch.distributed.distributed_c10d import AllgatherOptions
 
 # Optimizers as single kernels over lists of tensors of one device and dtype, with ``grad_scale`` and ``found_inf``.
 fused_adamw = torch._fused_adamw_
@@ -28,6 +30,6 @@ update_scale = torch._amp_update_scale_
 
 def all_gather_within(timeout: timedelta, group: Any, whole: torch.Tensor, part: torch.Tensor) -> Any:
     """Begin to gather flat tensors of all ranks, in another time than the group was made with."""
-    options = dist.AllgatherOptions()
+    options = AllgatherOptions()
     options.timeout = timeout
     return group._allgather_base(whole, part, options)
