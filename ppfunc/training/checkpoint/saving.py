@@ -116,19 +116,20 @@ def _told(form: TensorForm) -> str:
     return f"{dtype_name(form.dtype)}{list(form.shape)}"
 
 
-def sums_of(leaves: Sequence[tuple[str, Leaf]], plan: WritePlan, whole: bool = False) -> list[list[Any]]:
+def sums_of(leaves: Sequence[tuple[str, Leaf]], plan: WritePlan) -> list[list[Any]]:
     """Of the boxes of this rank that others hold, too, the sum of their bits, as a 64 bit integer."""
     found = []
     for name, leaf in leaves:
         if isinstance(leaf, Tensor):
-            key = name, Box.of_whole(leaf.shape) if whole else box_of(leaf, name)
+            key = name, box_of(leaf, name)
             if key in plan.shared:
-                found.append([name, list(key[1].offset), _bits(local(leaf))])
+                found.append([name, list(key[1].offset), bits_of(local(leaf))])
     return found
 
 
 @torch.no_grad()
-def _bits(tensor: Tensor) -> int:
+def bits_of(tensor: Tensor) -> int:
+    """The sum of the bits of a tensor."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     if flat.numel() % 8 == 0:
         flat = (flat if flat.storage_offset() % 8 == 0 else flat.clone()).view(torch.int64)
