@@ -38,6 +38,7 @@ trainer                 a function of state and batch to the next state, with wh
 data rank               one of several pipelines that hold the same parameters and run other batches
 model rank              one of several ranks that compute parts of the same stage, on the same batch
 shard                   the part of a tensor that a rank keeps
+checkpoint              a folder with the state of a step, which is there as a whole or not at all
 bubble                  the share of a training step in which ranks wait
 ======================  ==========================================================================================
 """
@@ -148,6 +149,14 @@ if TYPE_CHECKING:
         shard as shard,
         static_scale as static_scale,
         warmup_cosine as warmup_cosine,
+    )
+    from .training.checkpoint import (
+        CheckpointError as CheckpointError,
+        export as export,
+        latest as latest,
+        load as load,
+        save as save,
+        save_async as save_async,
     )
     from .transforms import gnvp as gnvp, hvp as hvp, jvp as jvp, per_sample_grad as per_sample_grad
 else:

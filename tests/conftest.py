@@ -162,6 +162,14 @@ def four() -> Iterator[Processes]:
     processes.close()
 
 
+@pytest.fixture(scope="module")
+def eight() -> Iterator[Processes]:
+    """Eight processes, shared by the tests of a module."""
+    processes = Processes(8)
+    yield processes
+    processes.close()
+
+
 @pytest.fixture
 def fresh() -> Iterator[Callable[[int], Processes]]:
     """Makes processes for one test, which may kill them."""

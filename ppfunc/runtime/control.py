@@ -225,6 +225,9 @@ class Control:
             require_alike({rank: json.loads(theirs) for rank, theirs in sorted(told.items())}, "the axis of the model")
         self._executing = True
 
+    def rest(self) -> None:
+        self._executing = False
+
     def _pass_down(self, tree: Tree, mine: str, shapes: str | None = None) -> str | None:
         """Compare what the rank at the top of a tree tells; the shapes that it tells too."""
         told = mine

@@ -195,6 +195,10 @@ class ControlTransport(Protocol):
         """
         ...
 
+    def rest(self) -> None:
+        """Say that no rank is in a collective of a stage, nor will be before the next step, so that none is ended by a failure now."""
+        ...
+
     def end(self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart], mode: Mode = "mixed") -> torch.Tensor | None:
         """End a step: returns once every rank is at its end, so that a step fails on all ranks or on none.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf, isinf
+from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,7 +89,18 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor | None:
     return None if max_norm == inf else (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
-def require_norm_type(norm_type: float) -> None:
-    """Raise ValueError for a p of which there is no norm."""
-    if not norm_type > 0:
-        raise ValueError(f"norm_type is {norm_type}, expected a number of more than 0, or infinity")
+def require_norm_type(norm_type: Any) -> None:
+    """Raise ValueError or TypeError for a p of which there is no norm."""
+    if isinstance(norm_type, bool) or not isinstance(norm_type, Real):
+        mend = ", such as math.inf" if norm_type == "inf" else ""
+        raise TypeError(f"norm_type is {norm_type!r} of type {type(norm_type).__name__}, expected a number{mend}")
+    if not float(norm_type) > 0:
+        raise ValueError(f"norm_type is {norm_type}, expected a number of more than 0, or math.inf")
+
+
+def require_max_norm(name: str, max_norm: Any) -> None:
+    """Raise ValueError or TypeError for a norm to clip by that is none."""
+    if isinstance(max_norm, bool) or not isinstance(max_norm, Real):
+        raise TypeError(f"{name}: got {max_norm!r} of type {type(max_norm).__name__}, expected a number")
+    if not float(max_norm) >= 0:
+        raise ValueError(f"{name}: got {max_norm}, expected a norm, at least 0, or math.inf for none")

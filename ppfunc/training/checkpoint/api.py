@@ -1,0 +1,174 @@
+"""Save and load training states: ``save``, ``save_async`` and ``load``."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import warnings
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from .loading import load_tree
+from .naming import Names
+from .peers import Group, Peers
+from .saving import SaveWork, prepare, write
+
+
+def save(
+    folder: str | Path, state: Any, keep: int | None = 3, *, step: int | None = None, names: Names = None, group: Group = None
+) -> Path:  # fmt: skip
+    """Save a state as ``folder/step-N``: when this returns, all of it is on the disk; before, nothing of it is a checkpoint.
+
+    All ranks call it, each with what it holds: DTensors, and plain tensors, which are the same on all ranks that hold one. Each element
+    is written once. It can be loaded into any state with the same names: schedule, sharding and number of ranks may be others, and
+    with ``names`` the stages, too.
+
+    Args:
+        folder: of all checkpoints of a run; all ranks share it.
+        state: a tree of tensors, numbers and texts, such as a :class:`ppfunc.TrainState`, or a dictionary of one and the position in
+            the data.
+        keep: how many checkpoints stay; those of the earliest steps are deleted. None keeps all.
+        step: number of the checkpoint; by default the leaf of the state that is called ``step``. That of a TrainState does not count
+            skipped updates.
+        names: names of the parameters that do not depend on the stages: a :class:`ppfunc.Split`, ``{stage: {name of a leaf: name in the
+            model}}``, or such a function of stage and name. By default a name has its stage, and is loaded into the same stages only.
+        group: the ranks that save: a mesh or a process group; by default all, or this process where ``torch.distributed`` is not
+            initialised.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        FileExistsError: a good checkpoint of this step, or of a later one, is there. Damaged ones are put aside.
+        ValueError, TypeError: names, shapes or values that do not fit together, which are named.
+        CheckpointError: another rank is gone, or an asynchronous save before this one has failed.
+        OSError: the disk is full, or does not work.
+
+    >>> import tempfile, torch
+    >>> with tempfile.TemporaryDirectory() as runs:
+    ...     path = save(runs, {"w": torch.ones(2), "batch": 7}, step=1)
+    ...     path.name, load(runs, like={"w": torch.zeros(2), "batch": 0})
+    ('step-1', {'w': tensor([1., 1.]), 'batch': 7})
+    """
+    with Peers(group) as peers, ExitStack() as held:
+        return write(peers, prepare(peers, folder, state, step, keep, names, group, _flight.settle, False, held))
+
+
+def save_async(
+    folder: str | Path, state: Any, keep: int | None = 3, *, step: int | None = None, names: Names = None, group: Group = None
+) -> Saving:  # fmt: skip
+    """Begin to save a state, as :func:`save` does: returns when it is copied to the host's memory, so that training can go on.
+
+    The rest is done by a thread, over a process group of its own. One save is under way at a time: the next one waits for it, and raises
+    what it has raised, unless :meth:`Saving.result` has. Take the result of the last one before ``destroy_process_group``.
+
+    Args:
+        folder, state, keep, step, names, group: see :func:`save`.
+    """
+    with _flight.lock, ExitStack() as held:
+        peers = held.enter_context(Peers(group))
+        work = prepare(peers, folder, state, step, keep, names, group, _flight.settle, True, held)
+        _flight.last = Saving(peers, work, held.pop_all())
+        return _flight.last
+
+
+class Saving:
+    """A save that is under way: made by :func:`save_async`."""
+
+    def __init__(self, peers: Peers, work: SaveWork, held: ExitStack) -> None:
+        self._target = work.target
+        self._error: BaseException | None = None
+        self._seen = False
+        self._thread = threading.Thread(target=self._run, args=(peers, work, held), name=f"ppfunc {work.target.name}")
+        self._thread.start()
+
+    def _run(self, peers: Peers, work: SaveWork, held: ExitStack) -> None:
+        try:
+            with held:
+                write(peers, work)
+        except BaseException as error:
+            self._error = error
+
+    def __repr__(self) -> str:
+        state = "under way" if not self.done() else "failed" if self._error else "done"
+        return f"<save of {self._target}, {state}>"
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return not self._thread.is_alive()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until it has ended, at most ``timeout`` seconds, and raise what it has raised.
+
+        Raises:
+            TimeoutError: it has not ended.
+        """
+        self._thread.join(timeout)
+        if not self.done():
+            raise TimeoutError(f"the save of {self._target} has not ended within {timeout} s")
+        self._seen = True
+        if self._error is not None:
+            raise self._error
+
+    def result(self, timeout: float | None = None) -> Path:
+        """The folder of the checkpoint, which is on the disk; see :meth:`wait`."""
+        self.wait(timeout)
+        return self._target
+
+    def settle(self) -> None:
+        """Wait for the end; raise what it has raised unless someone has seen it."""
+        self._thread.join()
+        if not self._seen:
+            self.wait()
+
+
+class _Flight:
+    """Holds the save of this process that is under way."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()  # held while a save begins
+        self.last: Saving | None = None
+
+    def settle(self) -> None:
+        """Wait for the save that is under way; raise what it has raised, once."""
+        with self.lock:
+            last, self.last = self.last, None
+            if last is not None:
+                last.settle()
+
+    def tell(self) -> None:
+        """Warn, as the process ends, of a failure that nobody has asked for."""
+        try:
+            self.settle()
+        except BaseException as error:
+            warnings.warn(f"a checkpoint was not saved: {type(error).__name__}: {error}", stacklevel=1)
+
+
+_flight = _Flight()
+atexit.register(_flight.tell)
+
+
+def load(folder: str | Path, like: Any, *, names: Names = None, group: Group = None) -> Any:
+    """Load a state: every rank reads what it needs, and verifies every byte that it takes.
+
+    All ranks call it. What is loaded is new tensors; when it raises, it raises on all ranks, and nothing has changed.
+
+    Args:
+        folder: that was given to :func:`save`, whose latest good checkpoint is loaded, with a warning where later ones are damaged; or
+            a checkpoint, such as :func:`latest` gives; or a folder of safetensors files under a model's own names, as :func:`export` and
+            Hugging Face write them, which have no digests.
+        like: a state of the form to load, such as ``trainer.init(params)``. Its names, shapes and dtypes have to be those of the
+            checkpoint, all of them; layouts over a mesh and devices are its own.
+        names, group: see :func:`save`.
+
+    Returns:
+        The state, with the structure and the layouts of ``like``.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        CheckpointError: a checkpoint is damaged, uncommitted or foreign; names the file or the tensor.
+        ValueError: names, shapes or dtypes of ``like`` are not those of the checkpoint.
+    """
+    with Peers(group) as peers:
+        return load_tree(peers, Path(folder).absolute(), like, names)

@@ -1,0 +1,230 @@
+"""Keep the folders of checkpoints: one per step, which appears whole by a rename, and old ones that go the same way.
+
+========================  ====================================================================================
+``step-12``               a checkpoint
+``step-12.writing-...``   one that is being written, locked by its writer; without a lock its writer is dead
+``step-12.damaged-...``   one that was refused when a save found it in its way, kept to be looked at
+``step-12.deleting-...``  one that is being deleted
+========================  ====================================================================================
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from .errors import CheckpointError, shown
+from .manifest import MANIFEST, Contents, read_manifest
+from .tensor_file import open_plain
+
+_STEP = re.compile(r"step-(0|[1-9]\d{0,18})", re.ASCII)
+_ON_THE_WAY = re.compile(r"step-\d+\.(writing|deleting)-[0-9a-f]+", re.ASCII)
+
+
+def step_of(folder: Path) -> int | None:
+    """The step of a folder of this name; None for another name.
+
+    >>> step_of(Path("runs/step-12")), step_of(Path("runs/step-12.writing-a0"))
+    (12, None)
+    """
+    found = _STEP.fullmatch(folder.name)
+    return None if found is None else int(found[1])
+
+
+def on_the_way(folder: Path) -> bool:
+    """Whether a folder is one that was being written or deleted."""
+    return _ON_THE_WAY.fullmatch(folder.name) is not None
+
+
+def checkpoints(root: Path) -> list[Path]:
+    """The checkpoints in a folder, good or not, the latest first."""
+    found = [Path(entry.path) for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False)] if root.is_dir() else []
+    return sorted((path for path in found if step_of(path) is not None), key=lambda path: -(step_of(path) or 0))
+
+
+def flush_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+class Draft:
+    """A checkpoint that is being written; a context manager that deletes it unless it was committed.
+
+    Args:
+        root: the folder of checkpoints, made where there is none.
+        step: of the checkpoint.
+    """
+
+    def __init__(self, root: Path, step: int) -> None:
+        self.target = root / f"step-{step}"
+        _make(root)
+        self._lock = -1
+        while self._lock < 0:  # a save beside this one may delete the folder before it is locked
+            self.nonce = secrets.token_hex(8)
+            self.folder = writing(self.target, self.nonce)
+            os.mkdir(self.folder)
+            self._lock = _locked(self.folder)
+
+    def commit(self, contents: Contents, text: bytes, good: Callable[[Path], bool]) -> None:
+        """Make the checkpoint appear, whole and on the disk.
+
+        Args:
+            contents: that the ranks have written.
+            text: of the manifest.
+            good: whether a checkpoint that is there is good.
+
+        Raises:
+            FileExistsError: there is a good checkpoint of this step or a later one.
+            CheckpointError: a file that another rank has written is not here.
+        """
+        for name, (size, _) in contents.files.items():
+            if not (self.folder / name).exists() or os.stat(self.folder / name).st_size != size:
+                raise CheckpointError(f"{self.folder / name} is not as a rank has written it; give a folder that all ranks share")
+        file = os.open(self.folder / MANIFEST, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            memory = memoryview(text)
+            while len(memory):
+                memory = memory[os.write(file, memory) :]
+            os.fsync(file)
+        finally:
+            os.close(file)
+        flush_folder(self.folder)
+        self.clear_way(good)
+        try:
+            os.rename(self.folder, self.target)
+        except OSError as error:
+            if self.target.exists():
+                raise FileExistsError(f"{self.target} has been saved by another at the same time") from error
+            raise
+        self._unlock()
+        flush_folder(self.target.parent)
+
+    def clear_way(self, good: Callable[[Path], bool]) -> None:
+        """Put aside damaged checkpoints of this step and later ones.
+
+        Raises:
+            FileExistsError: one of them is good.
+        """
+        for path in checkpoints(self.target.parent):
+            if (step_of(path) or 0) < (step_of(self.target) or 0):
+                break
+            if good(path):
+                raise FileExistsError(
+                    f"{path} is there, and good: {self.target.name} cannot be saved behind it; "
+                    "go on from the latest, save into another folder, or delete it"
+                )
+            os.rename(path, path.with_name(f"{path.name}.damaged-{self.nonce}"))
+            flush_folder(path.parent)
+
+    def _unlock(self) -> None:
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            os.close(lock)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._lock >= 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self._unlock()
+
+
+def writing(target: Path, nonce: str) -> Path:
+    """Where a checkpoint is written."""
+    return target.with_name(f"{target.name}.writing-{nonce}")
+
+
+def _make(root: Path) -> None:
+    """Make a folder, and the folders around it, on the disk."""
+    missing = [path for path in (root, *root.parents) if not path.exists()]
+    for path in reversed(missing):
+        with suppress(FileExistsError):
+            os.mkdir(path)
+        flush_folder(path.parent)
+
+
+def _locked(folder: Path) -> int:
+    """Lock a folder: a descriptor; -1 where another has it, or it is gone."""
+    try:
+        file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return -1
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if folder.exists():
+            return file
+    except BlockingIOError:
+        pass
+    except BaseException:
+        os.close(file)
+        raise
+    os.close(file)
+    return -1
+
+
+def clean(root: Path, keep: int | None) -> None:
+    """Delete what dead writers have left, and all checkpoints but the latest ``keep`` whole ones.
+
+    A damaged checkpoint does not count, and is deleted with those before the last that is kept.
+    """
+    for entry in list(os.scandir(root)):
+        if on_the_way(Path(entry.path)) and entry.is_dir(follow_symlinks=False) and (lock := _locked(Path(entry.path))) >= 0:
+            shutil.rmtree(entry.path, ignore_errors=True)
+            os.close(lock)
+    kept = 0
+    for path in checkpoints(root) if keep is not None else ():
+        if kept == keep:
+            with suppress(FileNotFoundError):  # another save deletes it, too
+                _delete(path)
+        elif fault(path) is None:
+            kept += 1
+
+
+def _delete(path: Path) -> None:
+    """Delete a checkpoint: at once for those who look for one."""
+    gone = path.with_name(f"{path.name}.deleting-{secrets.token_hex(8)}")
+    os.rename(path, gone)
+    flush_folder(path.parent)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def require_whole(contents: Contents) -> None:
+    """Check, without reading tensors, that all files of a checkpoint are there, and nothing else.
+
+    Raises:
+        CheckpointError: a file is lost, cut, a link, foreign, or the checkpoint is that of another step.
+    """
+    folder = contents.folder
+    for name, (size, _) in contents.files.items():
+        file = open_plain(folder, name)
+        try:
+            if (found := os.fstat(file).st_size) != size:
+                raise CheckpointError(f"{shown(f'{folder.name}/{name}')} has {found} bytes, expected {size}")
+        finally:
+            os.close(file)
+    if foreign := sorted(set(os.listdir(folder)) - contents.files.keys() - {MANIFEST}):
+        raise CheckpointError(f"{shown(f'{folder.name}/{foreign[0]}')} is no part of the checkpoint; take it away")
+    if step_of(folder) not in (None, contents.step):
+        raise CheckpointError(f"{shown(folder.name)} holds the checkpoint of step {contents.step}")
+
+
+def fault(folder: Path) -> CheckpointError | None:
+    """Find a fault of a checkpoint that can be seen without reading tensors."""
+    try:
+        require_whole(read_manifest(folder))
+    except CheckpointError as error:
+        return error
+    return None

@@ -1,0 +1,115 @@
+"""Name the leaves of a state as the model does, so that no name depends on the stages or the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import optree
+import torch
+from optree import PyTreeAccessor, PyTreeSpec
+
+from ppfunc.splitter import Split
+from ppfunc.stage.tree import tree_flatten
+
+from ..train_state import TrainState
+from .errors import shown
+
+Names = Split | Mapping[int, Mapping[str, str]] | Callable[[int, str], str] | None
+"""From a stage and the name of a leaf in it to the name in the model; a split has those of its model."""
+
+Leaf = torch.Tensor | bool | int | float | str
+
+Path = tuple[Any, ...]
+
+
+def named_leaves(tree: Any, names: Names, what: str) -> tuple[list[tuple[str, Leaf]], PyTreeSpec]:
+    """The leaves of a tree with their names, and its structure.
+
+    A name is the keys on the way to a leaf, joined by dots: ``params.0.w``. Where ``names`` are given, the first integer key of a
+    dictionary is a stage, and it and what is behind it become the name in the model: ``params.h.3.w``, and in the state of the
+    optimizer ``optimizer.mean.h.3.w``. What the optimizer keeps once per stage loses its stage, since all stages have the same.
+
+    Args:
+        what: the name of the tree, for errors.
+
+    Raises:
+        TypeError: a leaf is neither a tensor nor a number or text of Python.
+        ValueError: two leaves of the tree have one name, and no ``names`` say that they are one; a stage without names.
+
+    >>> named_leaves({"a": torch.zeros(1), 0: [1, 2.0]}, None, "state")[0]
+    [('a', tensor([0.])), ('0.0', 1), ('0.1', 2.0)]
+    """
+    leaves, treedef = tree_flatten(tree, what)
+    accessors = optree.treespec_accessors(treedef)
+    own = _parameters(accessors)
+    found = [(_name(accessor, own, names), leaf) for accessor, leaf in zip(accessors, leaves, strict=True)]
+    seen: dict[str, PyTreeAccessor] = {}
+    for (name, leaf), accessor in zip(found, accessors, strict=True):
+        if type(leaf) not in (bool, int, float, str) and not isinstance(leaf, torch.Tensor):
+            raise TypeError(f"{accessor.codify(what)} is of type {type(leaf).__name__}, expected a tensor, a number or a text")
+        if name == "__metadata__":
+            raise ValueError(f"{accessor.codify(what)}: safetensors keeps the name {name!r} for itself; take another key")
+        if names is None and name in seen:
+            raise ValueError(f"{seen[name].codify(what)} and {accessor.codify(what)} are both called {shown(name)}; change a key")
+        seen[name] = accessor
+    return found, treedef
+
+
+def _name(accessor: PyTreeAccessor, own: Mapping[int, set[Path]], names: Names) -> str:
+    path = _keys(accessor)
+    at = _stage_at(accessor)
+    if names is None or at is None:
+        return _joined(path)
+    before, stage, rest = path[:at], path[at], path[at + 1 :]
+    if _under(accessor, at, "optimizer"):
+        start = next((n for n in range(len(rest)) if rest[n:] in own.get(stage, ())), None)
+        if start is None:
+            return _joined(before + rest)
+        before, rest = before + rest[:start], rest[start:]
+    return _joined((*before, _model_name(names, stage, _joined(rest))))
+
+
+def _model_name(names: Names, stage: int, leaf: str) -> str:
+    """The name that the model has for a leaf of a stage."""
+    if isinstance(names, Split):
+        known: Mapping[str, Any] = {**names.params.get(stage, {}), **names.state.get(stage, {})}
+        name = leaf if leaf in known else None
+    elif isinstance(names, Mapping):
+        name = names.get(stage, {}).get(leaf)
+    else:
+        assert names is not None
+        name = names(stage, leaf)
+    if not isinstance(name, str):
+        raise ValueError(f"names: got {name!r} for {leaf!r} of stage {stage}, expected the model's name of it")
+    return name
+
+
+def _parameters(accessors: Sequence[PyTreeAccessor]) -> dict[int, set[Path]]:
+    """By stage, the paths of the parameters of training states."""
+    found: dict[int, set[Path]] = {}
+    for accessor in accessors:
+        at = _stage_at(accessor)
+        if at is not None and _under(accessor, at, "params"):
+            path = _keys(accessor)
+            found.setdefault(path[at], set()).add(path[at + 1 :])
+    return found
+
+
+def _stage_at(accessor: PyTreeAccessor) -> int | None:
+    """Where on its way the stage is: the first integer key of a dictionary."""
+    return next((n for n, e in enumerate(accessor) if isinstance(e, optree.MappingEntry) and type(e.entry) is int), None)
+
+
+def _under(accessor: PyTreeAccessor, at: int, field: str) -> bool:
+    """Whether the dictionary of stages at a place is this field of a training state."""
+    entry = accessor[at - 1] if at else None
+    return isinstance(entry, optree.NamedTupleEntry) and entry.type is TrainState and entry.field == field
+
+
+def _keys(accessor: PyTreeAccessor) -> Path:
+    return tuple(e.field if isinstance(e, optree.NamedTupleEntry | optree.DataclassEntry) else e.entry for e in accessor)
+
+
+def _joined(path: Path) -> str:
+    return ".".join(map(str, path))

@@ -1,0 +1,209 @@
+"""Grids of pipe x data x tensor ranks train as torch trains the model whole, in one process; sharded as whole, several steps as one."""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+import ppfunc as pp
+from ppfunc.stage.tree import tree_leaves
+
+VOCABULARY, WIDTH, HIDDEN, LAYERS, ROWS, MICROBATCHES, STEPS = 10, 6, 8, 4, 32, 4, 6
+TOLERANCE = 1e-12
+GRIDS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)]
+SCHEDULES = {
+    "1f1b": pp.one_f_one_b,
+    "interleaved": lambda ranks, m: pp.interleaved_one_f_one_b(ranks, m, 2),
+    "zb_h1": pp.zb_h1,
+    "zbv": pp.zbv,
+    "dualpipev": pp.dualpipev,
+}
+OPTIONS = [
+    "clip",
+    "tied clip",
+    "overflow",
+    "accumulate clip",
+    "optimizer overflow",
+    "params overflow",
+    "tied clip overflow accumulate",
+    "tied clip overflow accumulate optimizer",
+    "tied clip overflow accumulate params",
+]
+PAIRS = list(itertools.product(GRIDS, SCHEDULES))
+
+
+class Block(nn.Module):
+    """Leaves of many rows, of one that no axis cuts, and of none."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.gain, self.row = nn.Parameter(torch.tensor(0.7)), nn.Parameter(torch.ones(1, 1))
+
+    def forward(self, x):
+        return x * self.row + self.gain * self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def layers(tied):
+    torch.manual_seed(3)
+    made = [nn.Embedding(VOCABULARY, WIDTH), Block(), Block(), nn.Linear(WIDTH, VOCABULARY, bias=False)]
+    made[-1].weight.data = made[0].weight.data.clone() if tied else made[-1].weight.data
+    return [layer.double() for layer in made]
+
+
+def batch(step, overflows):
+    """Of the whole grid; in one step the loss of the last row is none."""
+    generator = torch.Generator().manual_seed(step)
+    ids, targets = (torch.randint(VOCABULARY, (ROWS,), generator=generator) for _ in range(2))
+    gains = torch.rand(ROWS, dtype=torch.float64, generator=generator)
+    gains[-1] = torch.inf if overflows and step == 2 else 1
+    return ids, (targets, gains)
+
+
+def loss_fn(scores, targets):
+    ids, gains = targets
+    return (F.cross_entropy(scores, ids, reduction="none") * gains).mean()
+
+
+@cache
+def alone(options):
+    """Losses, norms, scales and whether the update was skipped, of every step of torch alone; then the parameters by layer."""
+    words = options.split()
+    model = nn.Sequential(*layers("tied" in words))
+    if "tied" in words:
+        model[-1].weight = model[0].weight
+    optimizer, found = torch.optim.AdamW(model.parameters(), 1e-2), []
+    scaler, scale, good = "overflow" in words, 8.0 if "overflow" in words else 1.0, 0
+    for step in range(STEPS):
+        x, y = batch(step, scaler)
+        loss = loss_fn(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.3 if "clip" in words else torch.inf)
+        skipped = not (norm.isfinite() and loss.isfinite())
+        found.append((loss.item(), norm.item(), scale, float(skipped)))
+        if not skipped:
+            optimizer.step()
+        good = 0 if skipped else good + 1
+        if scaler and (skipped or good == 2):
+            scale, good = scale * (0.5 if skipped else 2.0), 0
+    return found, {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def cut(build, tied, mesh):
+    """The layers as stages, over the ranks of an axis where there are any, and the places of the tied leaf."""
+    stages, made = len(set(build.model_stages)), layers(tied)
+    count = LAYERS // stages
+    plans = [
+        {"": RowwiseParallel(input_layouts=Replicate())},
+        *[{".up": ColwiseParallel(), ".down": RowwiseParallel()}] * 2,
+        {"": ColwiseParallel(output_layouts=Replicate())},
+    ]
+    found = []
+    for stage in range(stages):
+        own = range(stage * count, (stage + 1) * count)
+        module = nn.Sequential(*(made[n] for n in own))
+        plan = {f"{k}{path}": style for k, n in enumerate(own) for path, style in plans[n].items()}
+        found.append(pp.stage_from_module(module) if mesh is None else pp.parallelize(module, mesh, plan))
+    return found, {"embedding": [(0, "0.weight"), (stages - 1, f"{count - 1}.weight")]} if tied else {}
+
+
+def metrics_of(found):
+    return [tuple(number.item() for number in metrics) for metrics in found]
+
+
+def whole(tree):
+    return {name: t.full_tensor() if isinstance(t, DTensor) else t.clone() for name, t in tree.items()}
+
+
+@cache
+def mesh_of(shape):
+    """The axes that have several ranks, and that of the pipeline."""
+    axes = [(name, size) for name, size in zip(("pp", "dp", "tp"), shape, strict=True) if size > 1 or name == "pp"]
+    names, sizes = zip(*axes, strict=True)
+    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+
+
+def trained(mesh, shape, schedule, options, several):
+    """The metrics and the parameters, whole, after all steps, one by one and together."""
+    words, names = options.split(), () if mesh is None else mesh.mesh_dim_names
+    build = SCHEDULES[schedule](shape[0], MICROBATCHES)
+    stages, tied = cut(build, "tied" in words, mesh["tp"] if "tp" in names else None)
+    axes = None if mesh is None else pp.Axes("pp", "dp" if "dp" in names else None, "tp" if "tp" in names else None)
+    place = mesh.get_local_rank("dp") if "dp" in names else 0
+    part = slice(place * ROWS // shape[1], (place + 1) * ROWS // shape[1])
+    batches = [batch(step, "overflow" in words) for step in range(STEPS)]
+    batches = [(ids[part], tuple(t[part] for t in targets)) for ids, targets in batches]
+    pipe = range(shape[0]) if mesh is None else [mesh.get_local_rank("pp")]
+    mine = {s: stages[s].params for rank in pipe for s in build.model_stages_of(rank)}
+    with pp.train_step(
+        [stage.fn for stage in stages], loss_fn, build, pp.adamw(1e-2), mesh, axes=axes, tied=tied,
+        clip=0.3 if "clip" in words else None, scale=pp.dynamic_scale(init=8.0, interval=2) if "overflow" in words else None,
+        accumulate=2 if "accumulate" in words else 1, shard=next((w for w in words if w in ("optimizer", "params")), "none"),
+    ) as trainer:  # fmt: skip
+        state, found = trainer.init(mine), []
+        for x, y in batches:
+            state, metrics = trainer.step(state, x, y)
+            found.append(metrics)
+        params = {s: whole(tree) for s, tree in state.params.items()}
+        if several:
+            again, others = trainer.steps(trainer.init(mine), batches)
+            assert metrics_of(others) == pytest.approx(metrics_of(found), rel=0, abs=0, nan_ok=True)
+            assert all(torch.equal(a, b) for a, b in zip(tree_leaves(again), tree_leaves(state), strict=True))
+    layer = LAYERS // len(stages)
+    return metrics_of(found), {f"{s * layer + int(n)}.{rest}": t for s in params for n, _, rest, t in parted(params[s])}
+
+
+def parted(tree):
+    return ((*name.partition("."), t) for name, t in tree.items())
+
+
+def grid(rank, size, shape, schedule, expected, several=False):
+    """Train on the first ranks of all, under each of the options, as torch alone does; what is sharded has the bits of what is not."""
+    bits = {}
+    mesh = None if size == 1 else mesh_of(shape)
+    for options, (wanted, params) in expected.items():
+        found, got = trained(mesh, shape, schedule, options, several)
+        for one, other in zip(found, wanted, strict=True):
+            assert one == pytest.approx(other, rel=TOLERANCE, nan_ok=True), options
+        for name, leaf in got.items():
+            assert torch.allclose(leaf, params[name], rtol=TOLERANCE, atol=TOLERANCE), (options, name)
+        alike = " ".join(word for word in options.split() if word not in ("optimizer", "params"))
+        first = bits.setdefault(alike, (options, str(found), got))
+        assert first[1] == str(found), (first[0], options)
+        assert all(torch.equal(leaf, first[2][name]) for name, leaf in got.items()), (first[0], options)
+
+
+def run(request, shape, schedule, options, several=False):
+    expected, size = {option: alone(option) for option in options}, shape[0] * shape[1] * shape[2]
+    if size == 1:
+        return grid(0, 1, shape, schedule, expected, several)
+    processes = request.getfixturevalue({2: "two", 4: "four", 8: "eight"}[size])
+    return processes(grid, shape, schedule, expected, several, timeout=500)
+
+
+@pytest.mark.parametrize(
+    "shape, schedule, options", [(*pair, OPTIONS[n % len(OPTIONS)]) for n, pair in enumerate(PAIRS)], ids=lambda part: str(part)
+)
+def test_every_grid_trains_as_one_process(request, shape, schedule, options):
+    run(request, shape, schedule, [options])
+
+
+@pytest.mark.parametrize("shape, schedule", [((2, 1, 2), "zb_h1"), ((1, 2, 2), "1f1b"), ((2, 2, 2), "zbv")], ids=str)
+def test_what_is_sharded_and_several_steps_have_the_same_bits(request, shape, schedule):
+    run(request, shape, schedule, OPTIONS[-3:], True)
+
+
+@pytest.mark.parametrize("shape, schedule", PAIRS, ids=str)
+def test_every_grid_trains_under_all_options(request, shape, schedule):
+    if not request.config.getoption("--large"):
+        pytest.skip("all options of all grids: run with --large")
+    run(request, shape, schedule, OPTIONS, True)

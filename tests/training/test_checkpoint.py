@@ -1,0 +1,607 @@
+"""Checkpoints on one rank: what is saved comes back, and what is damaged is refused by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import threading
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import ppfunc as pp
+from ppfunc.stage.tree import tree_leaves, tree_map
+from ppfunc.training.checkpoint import manifest, tensor_file
+from ppfunc.training.checkpoint.boxes import Box, require_tiled
+from ppfunc.training.checkpoint.naming import named_leaves
+
+
+def tree(seed: int = 0) -> dict:
+    g = torch.Generator().manual_seed(seed)
+    return {
+        "w": torch.randn(5, 3, generator=g),
+        "half": torch.randn(7, generator=g).bfloat16(),
+        "ids": torch.randint(99, (2, 2), generator=g),
+        "flag": torch.tensor(True),
+        "empty": torch.zeros(0, 3),
+        "c": torch.randn(3, dtype=torch.complex64, generator=g),
+        "rest": (torch.randn((), generator=g, dtype=torch.float64), [3 + seed, 0.1, True, "text\x1b"]),
+    }
+
+
+def zeros(like):
+    return tree_map(
+        lambda leaf: torch.full_like(leaf, -1 if leaf.dtype.is_signed else 1) if isinstance(leaf, Tensor) else type(leaf)(), like
+    )
+
+
+def equal(one, other) -> bool:
+    pairs = list(zip(tree_leaves(one), tree_leaves(other), strict=True))
+    return all(
+        a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b) if isinstance(a, Tensor) else type(a) is type(b) and a == b
+        for a, b in pairs
+    )
+
+
+@pytest.fixture
+def runs(tmp_path):
+    for step in (1, 2):
+        pp.save(tmp_path, tree(step), step=step)
+    return tmp_path
+
+
+def refused(path, match, like=None):
+    with pytest.raises(pp.CheckpointError, match=match):
+        pp.load(path, like=zeros(tree()) if like is None else like)
+
+
+def test_what_is_saved_comes_back(tmp_path):
+    saved = tree()
+    path = pp.save(tmp_path / "new" / "runs", saved, step=3)
+    assert path == tmp_path / "new" / "runs" / "step-3"
+    assert sorted(os.listdir(path)) == ["00001-of-00001.safetensors", "manifest.json"] and os.listdir(path.parent) == ["step-3"]
+    like = zeros(saved)
+    loaded = pp.load(path.parent, like=like)
+    assert equal(loaded, saved) and equal(like, zeros(saved))
+    assert equal(pp.load(path, like=like), saved)
+    assert pp.latest(path.parent) == path
+    assert torch.equal(load_file(path / "00001-of-00001.safetensors")["w"], saved["w"])
+
+
+@pytest.mark.parametrize("dtype", tensor_file.DTYPES.values(), ids=str)
+def test_every_dtype(tmp_path, dtype):
+    saved = {
+        "a": torch.randint(2 if dtype is torch.bool else 256, (24,), dtype=torch.uint8).view(dtype),
+        "b": torch.zeros(1),
+    }
+    pp.save(tmp_path, saved, step=0)
+    loaded = pp.load(tmp_path, like={"a": torch.zeros_like(saved["a"]), "b": torch.ones(1)})
+    assert loaded["a"].dtype == dtype and torch.equal(loaded["a"].view(torch.uint8), saved["a"].view(torch.uint8))
+
+
+def test_numbers_keep_their_bits(tmp_path):
+    saved = {"a": 0.1, "b": float("inf"), "c": -0.0, "d": 2**62, "e": False, "f": "\ud800"}
+    pp.save(tmp_path, saved, step=0)
+    loaded = pp.load(tmp_path, like={key: type(value)() for key, value in saved.items()})
+    assert str(loaded) == str(saved)
+    with pytest.raises(ValueError, match="'e' is a number or text, bool, like has a number or text, int"):
+        pp.load(tmp_path, like=saved | {"e": 0})
+
+
+def test_layouts_in_memory_are_those_of_the_template(tmp_path):
+    saved = {
+        "a": torch.arange(24.0).view(2, 3, 4).permute(2, 0, 1),
+        "b": torch.arange(6.0).view(2, 3).conj(),
+        "c": torch.ones(3).expand(2, 3),
+    }
+    pp.save(tmp_path, saved, step=0)
+    loaded = pp.load(tmp_path, like=saved)
+    assert equal(loaded, saved) and loaded["a"].stride() == saved["a"].stride()
+
+
+# -- names, steps -----------------------------------------------------------------------------
+
+
+def test_names_are_keys():
+    state = pp.TrainState(
+        torch.tensor(1), {0: {"a": [torch.zeros(1)]}}, {0: {"mean": {"a": [torch.zeros(1)]}, "updates": torch.tensor(1)}}, {}
+    )
+    assert [n for n, _ in named_leaves(state, None, "state")[0]] == ["step", "params.0.a.0", "optimizer.0.mean.a.0", "optimizer.0.updates"]
+    names = {0: {"a.0": "h.7"}}
+    assert [n for n, _ in named_leaves(state, names, "state")[0]] == ["step", "params.h.7", "optimizer.mean.h.7", "optimizer.updates"]
+    with pytest.raises(ValueError, match="names: got None for 'a.0' of stage 0"):
+        named_leaves(state, {}, "state")
+
+
+def test_mistakes_are_named(tmp_path):
+    one = torch.zeros(2)
+    for state, error, match in [
+        ({"a": one}, ValueError, "step: got None, expected a number"),
+        ({"step": torch.tensor(0.5)}, ValueError, "step: got"),
+        ({"step": -1}, ValueError, "step: got -1"),
+        ({"step": 1, "a.b": one, "a": {"b": one}}, ValueError, r"state\['a.b'\] and state\['a'\]\['b'\] are both called 'a.b'"),
+        ({"step": 1, "a": object()}, TypeError, r"state\['a'\] is of type object"),
+        ({"step": 1, "__metadata__": one}, ValueError, "keeps the name"),
+        ({"step": 1, "a": one.to_sparse()}, TypeError, "expected a dense tensor"),
+        ({"step": 1, "a": one.to("meta")}, TypeError, "on meta"),
+        ({"step": 1, "a": one.to(torch.complex128)}, TypeError, "'a' has the dtype torch.complex128, expected one of bool"),
+    ]:
+        with pytest.raises(error, match=match):
+            pp.save(tmp_path, state)
+    with pytest.raises(ValueError, match="keep: got 0"):
+        pp.save(tmp_path, {"step": 1}, keep=0)
+    with pytest.raises(TypeError, match="group: got int"):
+        pp.save(tmp_path, {"step": 1}, group=3)
+    assert os.listdir(tmp_path) == []
+
+
+def test_one_name_of_two_tensors_needs_the_same_values(tmp_path):
+    names = {0: {"w": "shared"}, 1: {"w": "shared"}}
+    one = torch.arange(4.0)
+    pp.save(tmp_path, {0: {"w": one}, 1: {"w": one.clone()}}, step=0, names=names)
+    loaded = pp.load(tmp_path, like={0: {"w": torch.zeros(4)}, 1: {"w": torch.zeros(4)}}, names=names)
+    assert torch.equal(loaded[0]["w"], one) and torch.equal(loaded[1]["w"], one)
+    assert loaded[0]["w"].data_ptr() != loaded[1]["w"].data_ptr()
+    with pytest.raises(ValueError, match="'shared' has other values in two places of rank 0"):
+        pp.save(tmp_path, {0: {"w": one}, 1: {"w": one + 1}}, step=1, names=names)
+    with pytest.raises(ValueError, match=r"'shared' is float32\[4\] on rank 0, and float32\[3\] on rank 0"):
+        pp.save(tmp_path, {0: {"w": one}, 1: {"w": one[:3]}}, step=1, names=names)
+    assert os.listdir(tmp_path) == ["step-0"]
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda t: t.pop("w"), "like lacks 'w', which step-1 has"),
+        (lambda t: t.update(more=torch.zeros(1)), "step-1 lacks 'more', which like has"),
+        (lambda t: t.update(w=torch.zeros(3, 5)), r"step-1: 'w' is float32\[5, 3\], like has float32\[3, 5\]"),
+        (lambda t: t.update(w=torch.zeros(5, 3, dtype=torch.float64)), r"'w' is float32\[5, 3\], like has float64\[5, 3\]"),
+        (lambda t: t.update(w=3), r"'w' is float32\[5, 3\], like has a number or text, int"),
+    ],
+)
+def test_names_shapes_and_dtypes_are_checked_both_ways(tmp_path, change, match):
+    pp.save(tmp_path, tree(), step=1)
+    like = zeros(tree())
+    change(like)
+    with pytest.raises(ValueError, match=match):
+        pp.load(tmp_path, like=like)
+
+
+# -- damage -----------------------------------------------------------------------------------
+
+FILE = "00001-of-00001.safetensors"
+
+
+def flip(path, at, bit=0):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1 << bit
+    path.write_bytes(data)
+
+
+DAMAGE = {
+    "lost": (lambda p: (p / FILE).unlink(), f"'step-2/{FILE}' is lost"),
+    "no manifest": (lambda p: (p / "manifest.json").unlink(), "'step-2/manifest.json' is lost"),
+    "cut": (lambda p: os.truncate(p / FILE, 100), f"'step-2/{FILE}' has 100 bytes, expected"),
+    "longer": (lambda p: os.truncate(p / FILE, 9999), f"'step-2/{FILE}' has 9999 bytes"),
+    "flipped": (lambda p: flip(p / FILE, -1), f"tensor '.*' in 'step-2/{FILE}' has other bytes"),
+    "flipped header": (lambda p: flip(p / FILE, 20), f"'step-2/{FILE}'"),
+    "flipped length": (lambda p: flip(p / FILE, 5), f"'step-2/{FILE}' claims a header of"),
+    "flipped manifest": (lambda p: flip(p / "manifest.json", 50), "'step-2/manifest.json'"),
+    "mixed": (lambda p: shutil.copy(p.parent / "step-1" / FILE, p / FILE), f"step-2/{FILE}.* damaged, or of another checkpoint"),
+    "another's manifest": (lambda p: shutil.copy(p.parent / "step-1" / "manifest.json", p), f"'step-2/{FILE}' has"),
+    "another step": (
+        lambda p: (shutil.rmtree(p), shutil.copytree(p.parent / "step-1", p)),
+        "'step-2' holds the checkpoint of step 1",
+    ),
+    "a link": (lambda p: ((p / FILE).rename(p.parent / "x"), (p / FILE).symlink_to(p.parent / "x")), f"'step-2/{FILE}' is a link"),
+    "a folder": (lambda p: ((p / FILE).unlink(), (p / FILE).mkdir()), f"'step-2/{FILE}' is no plain file"),
+    "a pipe": (lambda p: ((p / FILE).unlink(), os.mkfifo(p / FILE)), f"'step-2/{FILE}' is no plain file"),
+    "a pickle": (lambda p: (p / "x\x1b.pkl").write_bytes(pickle.dumps(print)), r"'step-2/x\\x1b.pkl' is no part of the checkpoint"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_refused_by_name(runs, kind):
+    damage, match = DAMAGE[kind]
+    if kind == "another's manifest":  # of a save of another size
+        pp.save(runs, tree(1) | {"w": torch.zeros(5, 4)}, step=3)
+        (runs / "step-1").rename(runs / "aside")
+        (runs / "step-3").rename(runs / "step-1")
+    damage(runs / "step-2")
+    if kind != "no manifest":  # without it the folder is none of a checkpoint
+        refused(runs / "step-2", match)
+    if kind == "another's manifest":
+        shutil.rmtree(runs / "step-1")
+        (runs / "aside").rename(runs / "step-1")
+    with pytest.warns(UserWarning, match=match):
+        assert pp.latest(runs) == runs / "step-1"
+    with pytest.warns(UserWarning, match="step-1 is the latest good checkpoint; refused"):
+        assert equal(pp.load(runs, like=zeros(tree())), tree(1))
+
+
+def test_any_bit_that_flips_is_refused(runs):
+    shutil.rmtree(runs / "step-1")
+    for name in (FILE, "manifest.json"):
+        path = runs / "step-2" / name
+        good = path.read_bytes()
+        for at in range(0, len(good), max(1, len(good) // 150)):
+            flip(path, at, at % 8)
+            refused(runs / "step-2", "step-2/")
+            with pytest.raises(pp.CheckpointError, match="has no good checkpoint; refused: .*step-2/"):
+                pp.latest(runs)
+            path.write_bytes(good)
+    assert equal(pp.load(runs, like=zeros(tree())), tree(2))
+
+
+def test_what_was_not_committed_is_no_checkpoint(runs):
+    (runs / "step-2").rename(runs / "step-2.writing-0a1b")
+    assert pp.latest(runs) == runs / "step-1"
+    refused(runs / "step-2.writing-0a1b", "'step-2.writing-0a1b' was not committed")
+    (runs / "step-7").symlink_to(runs / "step-1")
+    assert pp.latest(runs) == runs / "step-1"
+    refused(runs / "step-7", "is no folder, or a link")
+    with pytest.raises(FileNotFoundError, match="is no folder"):
+        pp.load(runs / "none", like={})
+    (runs / "x").mkdir()
+    with pytest.raises(FileNotFoundError, match="x has no checkpoint"):
+        pp.load(runs / "x", like={})
+    assert pp.latest(runs / "x") is None and pp.latest(runs / "none") is None
+    (runs / "x" / "data.pkl").touch()
+    refused(runs / "x", "has neither manifest.json")
+
+
+def written(folder, content) -> None:
+    """A manifest that its writer has signed, whatever it says."""
+    (folder / "manifest.json").write_bytes(manifest._with_digest(content))
+
+
+def content_of(folder) -> dict:
+    return json.loads((folder / "manifest.json").read_text())["content"]
+
+
+def path_of(*keys):
+    def change(content, value):
+        for key in keys[:-1]:
+            content = content[key]
+        content[keys[-1]] = value
+
+    return change
+
+
+PART = ("tensors", "w", "parts", 0)
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "match"),
+    [
+        (path_of(*PART, "file"), "../secret.safetensors", "'../secret.safetensors' is no name of a file"),
+        (path_of(*PART, "file"), "/etc/passwd", "is no name of a file"),
+        (path_of(*PART, "file"), "00009-of-00009.safetensors", "which is not among the files"),
+        (path_of("files"), {"../x\n": {"size": 1, "header_sha256": "0" * 64}}, r"'../x\\n' is no name of a file"),
+        (path_of(*PART, "offset"), [1, 0], "which leaves it"),
+        (path_of(*PART, "offset"), [-1, 0], "is no list of sizes"),
+        (path_of(*PART, "offset"), [0], "is damaged or foreign"),
+        (path_of(*PART, "shape"), [4, 3], "has parts for 12 of 15 elements"),
+        (path_of(*PART, "shape"), [2**62, 2**62], "which leaves it"),
+        (path_of("tensors", "w", "parts"), [], "has parts for 0 of 15 elements"),
+        (path_of("tensors", "w", "dtype"), "os.system", "is damaged or foreign"),
+        (path_of("tensors", "w", "shape"), [True, 3], "is no list of sizes"),
+        (path_of(*PART, "sha256"), "0", "is no digest"),
+        (path_of(*PART, "sha256"), "0" * 64, "tensor 'w' in .* has other bytes"),
+        (path_of("version"), 2, "got the format 'ppfunc checkpoint', version '2'"),
+        (path_of("step"), 10**30, "is no size"),
+        (path_of("values"), {"rest.1.0": {"pickle": "x"}}, "damaged or foreign"),
+        (path_of("files", FILE, "size"), -1, "is no size"),
+        (path_of("tensors"), [], "damaged or foreign"),
+    ],
+)
+def test_a_hostile_manifest_is_refused(runs, where, value, match):
+    content = content_of(runs / "step-2")
+    where(content, value)
+    written(runs / "step-2", content)
+    refused(runs / "step-2", match)
+
+
+def test_parts_that_overlap_or_come_twice_are_refused(runs):
+    content = content_of(runs / "step-2")
+    parts = content["tensors"]["w"]["parts"]
+    parts.append(dict(parts[0]))
+    written(runs / "step-2", content)
+    refused(runs / "step-2", "two parts in one file")
+    parts[1]["file"] = "00002-of-00002.safetensors"
+    content["files"]["00002-of-00002.safetensors"] = content["files"][FILE]
+    written(runs / "step-2", content)
+    refused(runs / "step-2", r"has the parts \[0:5, 0:3\] and \[0:5, 0:3\], which overlap")
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        (b"[" * 100_000, "no JSON that can be read"),
+        (b'{"a":' * 100_000, "no JSON that can be read"),
+        (b"[]", "no dictionary"),
+        (b'{"content": {}, "content": {}}', "the name 'content' comes twice"),
+        (b'{"content": NaN}', "got the number NaN"),
+        (b'{"content": ' + b"9" * 10_000 + b"}", "no JSON that can be read"),
+        (b"\xff", "no JSON that can be read"),
+        (b"{}", "damaged or foreign"),
+    ],
+)
+def test_manifests_that_are_none(runs, text, match):
+    (runs / "step-2" / "manifest.json").write_bytes(text)
+    refused(runs / "step-2", match)
+
+
+def test_a_large_manifest_is_not_read(runs):
+    os.truncate(runs / "step-2" / "manifest.json", 2**40)
+    refused(runs / "step-2", "bytes, expected at most")
+
+
+def header(entries, data=b"", length=None) -> bytes:
+    text = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + data
+
+
+def entry(begin, end, shape=None, dtype="F32"):
+    return {"dtype": dtype, "shape": [(end - begin) // 4] if shape is None else shape, "data_offsets": [begin, end]}
+
+
+@pytest.mark.parametrize(
+    ("data", "match"),
+    [
+        (b"", "is cut"),
+        (header({}, length=2**63), "claims a header of"),
+        (header({"a": entry(0, 8), "b": entry(4, 12)}, bytes(12)), "tensor 'b' begins at byte"),
+        (header({"a": entry(0, 8), "b": entry(12, 16)}, bytes(16)), "tensor 'b' begins at byte"),
+        (header(b'{"a":' + json.dumps(entry(0, 4)).encode() + b',"a":' + json.dumps(entry(0, 4)).encode() + b"}", bytes(4)), "comes twice"),
+        (header({"a": entry(0, 8)}, bytes(4)), "it is cut, or something was added"),
+        (header({"a": entry(0, 4)}, bytes(8)), "it is cut, or something was added"),
+        (header({"a": entry(0, 4, [2])}, bytes(4)), r"tensor 'a' has the shape '\[2\]' at the bytes"),
+        (header({"a": entry(0, 4, [-1])}, bytes(4)), "has the shape"),
+        (header({"a": entry(0, 4, [2**62, 2**62, 0])}, bytes(4)), "has the shape"),
+        (header({"a": entry(0, 4, [1], "pickle")}, bytes(4)), "has the entry"),
+        (header({"a": entry(0, 4, [1], ["F32"])}, bytes(4)), "has the entry"),
+        (header({"a\x1b[2J": 3}), r"tensor 'a\\x1b\[2J' has the entry"),
+        (header({"__metadata__": {"a": 3}}), "is no dictionary of texts"),
+        (header(b"[" * 50_000), "no JSON that can be read"),
+    ],
+)
+def test_hostile_headers_are_refused(tmp_path, data, match):
+    (tmp_path / "model.safetensors").write_bytes(data)
+    with pytest.raises(pp.CheckpointError, match=match):
+        pp.load(tmp_path, like={"a": torch.zeros(1)})
+
+
+# -- which steps stay --------------------------------------------------------------------------
+
+
+def names_in(folder) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+def test_the_last_checkpoints_stay(tmp_path):
+    for step in range(5):
+        pp.save(tmp_path, tree(step), keep=2, step=step)
+    assert names_in(tmp_path) == ["step-3", "step-4"]
+    pp.save(tmp_path, tree(), keep=None, step=10)
+    assert names_in(tmp_path) == ["step-10", "step-3", "step-4"]
+
+
+def test_damaged_checkpoints_do_not_count(tmp_path):
+    for step in range(4):
+        pp.save(tmp_path, tree(step), step=step, keep=None)
+    os.truncate(tmp_path / "step-3" / FILE, 10)
+    os.truncate(tmp_path / "step-2" / FILE, 10)
+    pp.save(tmp_path, tree(), step=4, keep=2)
+    assert names_in(tmp_path) == ["step-1", "step-2", "step-3", "step-4"]  # 4 and 1 are good
+    pp.save(tmp_path, tree(), step=5, keep=1)
+    assert names_in(tmp_path) == ["step-5"]
+
+
+def test_a_step_that_is_there_is_not_written_over(runs):
+    for step in (0, 1, 2):
+        with pytest.raises(FileExistsError, match=f"step-2 is there, and good: step-{step} cannot be saved behind it"):
+            pp.save(runs, tree(9), step=step)
+    assert names_in(runs) == ["step-1", "step-2"] and equal(pp.load(runs, like=tree()), tree(2))
+
+
+def test_damaged_ones_make_way(runs):
+    pp.save(runs, tree(3), step=3)
+    flip(runs / "step-3" / FILE, -1)
+    os.truncate(runs / "step-2" / FILE, 10)
+    with pytest.warns(UserWarning, match="refused"):
+        assert equal(pp.load(runs, like=tree()), tree(1))
+    pp.save(runs, tree(7), step=2)
+    assert [name.split(".d")[0] for name in names_in(runs)] == ["step-1", "step-2", "step-2", "step-3"]
+    with warnings.catch_warnings(action="error"):
+        assert equal(pp.load(runs, like=tree()), tree(7))
+
+
+def test_leftovers_of_dead_writers_are_deleted(runs):
+    for name in ("step-9.writing-00", "step-1.deleting-00", "step-1.damaged-00", "step-9.writing-zz", "other"):
+        (runs / name).mkdir()
+    pp.save(runs, tree(), step=3)
+    assert names_in(runs) == ["other", "step-1", "step-1.damaged-00", "step-2", "step-3", "step-9.writing-zz"]
+
+
+def test_saves_beside_each_other(tmp_path):
+    """Of one step one is there in the end, whole; of several steps all are that have not been refused."""
+
+    def run(seed):
+        try:
+            pp.save(tmp_path, tree(seed), step=1)
+            won.append(seed)
+        except FileExistsError as error:
+            lost.append(str(error))
+
+    for _ in range(10):
+        won, lost = [], []
+        threads = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]
+        [t.start() for t in threads]
+        [t.join() for t in threads]
+        assert len(won) == 1 and len(lost) == 3, lost
+        assert equal(pp.load(tmp_path, like=tree()), tree(won[0])) and names_in(tmp_path) == ["step-1"]
+        shutil.rmtree(tmp_path / "step-1")
+
+
+# -- asynchronous saves ------------------------------------------------------------------------
+
+
+def test_what_changes_after_an_asynchronous_save_is_not_saved(tmp_path):
+    state = tree()
+    before = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, state)
+    saving = pp.save_async(tmp_path, state, step=1)
+    for leaf in tree_leaves(state):
+        if isinstance(leaf, Tensor):
+            leaf.zero_()
+    assert saving.result() == tmp_path / "step-1" and saving.done() and "done" in repr(saving)
+    assert equal(pp.load(tmp_path, like=zeros(state)), before)
+
+
+def test_one_asynchronous_save_at_a_time(tmp_path, monkeypatch):
+    begun, go = threading.Event(), threading.Event()
+    fsync = os.fsync
+
+    def slow(file):
+        begun.set()
+        go.wait(20)
+        fsync(file)
+
+    pp.save(tmp_path, tree(), step=0)
+    monkeypatch.setattr(os, "fsync", slow)
+    first = pp.save_async(tmp_path, tree(1), step=1)
+    assert begun.wait(20) and not first.done() and pp.latest(tmp_path) == tmp_path / "step-0"
+    with pytest.raises(TimeoutError, match="has not ended within 0.01 s"):
+        first.wait(0.01)
+    second = threading.Thread(target=pp.save, args=(tmp_path, tree(2)), kwargs={"step": 2})
+    second.start()
+    second.join(0.2)
+    assert second.is_alive()
+    go.set()
+    second.join()
+    assert first.done() and pp.latest(tmp_path) == tmp_path / "step-2"
+
+
+def test_errors_of_asynchronous_saves_surface_once(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", full)
+        failed = pp.save_async(tmp_path, tree(), step=1)
+        with pytest.raises(OSError, match="No space left"):
+            failed.wait()
+        pp.save_async(tmp_path, {"n": 3}, step=1).result()  # its failure has been seen
+        unseen = pp.save_async(tmp_path, tree(), step=2)
+        while not unseen.done():
+            pass
+    with pytest.raises(OSError, match="No space left"):
+        pp.save(tmp_path, tree(), step=2)
+    pp.save(tmp_path, tree(), step=2)
+    assert names_in(tmp_path) == ["step-1", "step-2"]
+    with pytest.raises(ValueError, match="step: got None"):
+        pp.save_async(tmp_path, tree())
+
+
+# -- boxes ---------------------------------------------------------------------------------------
+
+
+def cut(box: Box, draw) -> list[Box]:
+    """A box cut in two, again and again."""
+    wide = [d for d, size in enumerate(box.shape) if size > 1]
+    if not wide or not draw(st.booleans()):
+        return [box]
+    d = draw(st.sampled_from(wide))
+    at = draw(st.integers(1, box.shape[d] - 1))
+    first = Box(box.offset, tuple(at if k == d else n for k, n in enumerate(box.shape)))
+    offset, shape = (
+        tuple(f(n) if k == d else n for k, n in enumerate(part)) for part, f in zip(box, (lambda a: a + at, lambda n: n - at), strict=True)
+    )
+    return cut(first, draw) + cut(Box(offset, shape), draw)
+
+
+@given(st.data())
+def test_boxes_that_tile_are_told_from_others(data):
+    shape = tuple(data.draw(st.lists(st.integers(1, 5), max_size=3)))
+    boxes = data.draw(st.permutations(cut(Box.of_whole(shape), data.draw)))
+    require_tiled(boxes, shape, "x")
+    count = torch.zeros(shape)
+    for box in boxes:
+        count[box.within(Box.of_whole(shape))] += 1
+    assert bool((count == 1).all())
+    n = data.draw(st.integers(0, len(boxes) - 1))
+    with pytest.raises(ValueError, match="has parts for"):
+        require_tiled(boxes[:n] + boxes[n + 1 :], shape, "x")
+    with pytest.raises(ValueError, match="overlap"):
+        require_tiled([*boxes, boxes[n]], shape, "x")
+
+
+# -- under a model's own names ------------------------------------------------------------------
+
+
+class Tied(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.mix, self.head = torch.nn.Embedding(9, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 9, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        return self.head(self.mix(self.embed(x)))
+
+
+def test_a_split_is_saved_under_the_names_of_its_model(tmp_path):
+    model, example = Tied(), torch.zeros(2, 3, dtype=torch.int64)
+    two, three = (pp.split(model, example, at=at) for at in (["head"], ["mix", "head"]))
+    path = pp.save(tmp_path / "runs", two.params, step=1, names=two)
+    assert sorted(content_of(path)["tensors"]) == ["embed.weight", "mix.bias", "mix.weight"]
+    loaded = pp.load(path, like=tree_map(torch.zeros_like, three.params), names=three)
+    assert equal(loaded, three.params)
+    folder = pp.export(tmp_path / "model", two.params, two)
+    assert names_in(folder) == ["model.safetensors"]
+    assert equal(load_file(folder / "model.safetensors"), {k: v for k, v in sorted(model.state_dict().items()) if k != "head.weight"})
+    assert equal(pp.load(folder, like=tree_map(torch.zeros_like, three.params), names=three), three.params)
+    assert equal(three.load(folder).params, three.params)
+    with pytest.raises(FileExistsError, match="has weights: 'model.safetensors'"):
+        pp.export(folder, two.params, two)
+
+
+def test_an_export_in_several_files_has_an_index(tmp_path):
+    params = {s: {"w": torch.full((10,), float(s)), "b": torch.zeros(3)} for s in range(3)}
+    folder = pp.export(tmp_path, params, lambda stage, name: f"layers.{stage}.{name}", most=80)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": 3 * 13 * 4} and names_in(folder)[0] == "model-00001-of-00003.safetensors"
+    assert len(names_in(folder)) == 4 and all("metadata" not in name for name in index["weight_map"])
+    loaded = {name: load_file(folder / file)[name] for name, file in index["weight_map"].items()}
+    assert torch.equal(loaded["layers.2.w"], params[2]["w"]) and len(loaded) == 6
+    like = tree_map(lambda t: torch.full_like(t, -1), params)
+    assert equal(pp.load(folder, like=like, names=lambda stage, name: f"layers.{stage}.{name}"), params)
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(pp.CheckpointError, match="model-00002-of-00003.safetensors' is lost"):
+        pp.load(folder, like=like, names=lambda stage, name: f"layers.{stage}.{name}")
+
+
+@pytest.mark.parametrize("file", ["../x.safetensors", "/x.safetensors", "x.pkl", ".safetensors", 3])
+def test_an_index_that_leaves_the_folder_is_refused(tmp_path, file):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": file}}))
+    with pytest.raises(pp.CheckpointError, match="has no weight_map from names to files beside it"):
+        pp.load(tmp_path, like={"w": torch.zeros(1)})
+
+
+def test_an_index_and_its_files_have_the_same_tensors(tmp_path):
+    save_file({"a": torch.zeros(1), "b": torch.zeros(1)}, tmp_path / "x.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x.safetensors"}}))
+    with pytest.raises(pp.CheckpointError, match="do not have the same tensors: 'b'"):
+        pp.load(tmp_path, like={"a": torch.zeros(1)})
+
+
+def test_an_export_of_something_else_is_refused(tmp_path):
+    with pytest.raises(TypeError, match="params: 'n' is no tensor"):
+        pp.export(tmp_path, {"n": 3})
+    with pytest.raises(ValueError, match="most: got 0"):
+        pp.export(tmp_path, {}, most=0)
