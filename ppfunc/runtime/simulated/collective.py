@@ -31,7 +31,7 @@ class SimulatedCollective(Collective):
         for peer in (peer for peer in range(self.size) if peer != rank):
             theirs, copy = network.sums[generation, number, peer], tensor.clone()
             pipe = network.pipe(generation, rank, peer, "sum")
-            pipe.send(network.delay(rank), partial(theirs.setdefault, rank, copy))
+            pipe.send(network.delay(rank), partial(theirs.update, {rank: copy}))
 
         def wait() -> None:
             network.operation(rank, "wait all_reduce")
