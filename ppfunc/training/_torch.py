@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 # How long a collective may take.
-from torch.distributed.distributed_c10d import AllgatherOptions
+from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 # Optimizers as single kernels over lists of tensors of one device and dtype, with ``grad_scale`` and ``found_inf``.
 fused_adamw = torch._fused_adamw_
