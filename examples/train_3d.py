@@ -1,7 +1,4 @@
-"""Train a stack of ordinary modules over three axes: pipeline, data and tensor parallel.
-
-OMP_NUM_THREADS=1 torchrun --nproc-per-node 8 examples/train_3d.py
-"""
+"""Train ordinary modules over three axes of processes: OMP_NUM_THREADS=1 torchrun --nproc-per-node 8 examples/train_3d.py"""
 
 import torch
 import torch.distributed as dist
@@ -23,28 +20,19 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
-def main():
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
-    torch.manual_seed(0)  # the same parameters and the same data on every rank
-    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    stages = [
-        pp.parallelize(nn.Sequential(Block(), Block()), mesh["tp"], {f"{n}.{k}": v for n in (0, 1) for k, v in plan.items()})
-        for _ in range(2)
-    ]
-    schedule = pp.one_f_one_b(ranks=2, microbatches=4)
-    optimizer = pp.adamw(pp.warmup_cosine(peak=1e-2, warmup=5, steps=STEPS))
-    axes = pp.Axes(pipe="pp", data="dp", model="tp")
-    functions = [stage.fn for stage in stages]
-    with pp.train_step(functions, nn.functional.mse_loss, schedule, optimizer, mesh, axes=axes, clip=1.0, shard="optimizer") as trainer:
-        state = trainer.init({s: stages[s].params for s in schedule.model_stages_of(mesh.get_local_rank("pp"))})
-        for step in range(STEPS):
-            x = torch.randn(2, ROWS, WIDTH)[mesh.get_local_rank("dp")]
-            state, metrics = trainer.step(state, x, x.roll(1, dims=1))
-            if dist.get_rank() == 0 and step % 10 == 9:
-                print(f"step {step + 1}: loss {metrics.loss:.4f}, norm {metrics.grad_norm:.3f}")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+torch.manual_seed(0)  # the same parameters and the same data on every rank
+plan = {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}
+stages = [pp.parallelize(nn.Sequential(Block(), Block()), mesh["tp"], plan) for _ in range(2)]
+schedule = pp.one_f_one_b(ranks=2, microbatches=4)
+optimizer = pp.adamw(pp.warmup_cosine(peak=1e-2, warmup=5, steps=STEPS))
+options = {"axes": pp.Axes(pipe="pp", data="dp", model="tp"), "clip": 1.0, "shard": "optimizer"}
+with pp.train_step([stage.fn for stage in stages], nn.functional.mse_loss, schedule, optimizer, mesh, **options) as trainer:
+    state = trainer.init({s: stages[s].params for s in schedule.model_stages_of(mesh.get_local_rank("pp"))})
+    for step in range(STEPS):
+        x = torch.randn(2, ROWS, WIDTH)[mesh.get_local_rank("dp")]
+        state, metrics = trainer.step(state, x, x.roll(1, dims=1))
+        if dist.get_rank() == 0 and step % 10 == 9:
+            print(f"step {step + 1}: loss {metrics.loss:.4f}, norm {metrics.grad_norm:.3f}")
+dist.destroy_process_group()

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
         testing as testing,
         training as training,
     )
+    from .making_trainers import train_step as train_step
     from .measurement import measure as measure
     from .pipeline import evaluate as evaluate, value_and_grad as value_and_grad
     from .runtime import (
@@ -131,7 +132,7 @@ if TYPE_CHECKING:
     from .stage.output import Output as Output, Received as Received
     from .stage.program import Engine as Engine, Loss as Loss, Stage as Stage
     from .stage.transforms import clipped_sum as clipped_sum, dual as dual, ensemble as ensemble, square_norms as square_norms
-    from .trainer import Metrics as Metrics, Trainer as Trainer, TrainState as TrainState, train_step as train_step
+    from .trainer import Metrics as Metrics, Trainer as Trainer, TrainState as TrainState
     from .training import (
         LossScale as LossScale,
         Optimizer as Optimizer,

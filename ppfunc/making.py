@@ -2,6 +2,7 @@
 
 import reprlib
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -152,6 +153,13 @@ def _require_count(stages: Sequence[Any], schedule: Schedule) -> None:
     expected = len(set(schedule.model_stages))
     if len(stages) != expected:
         raise ValueError(f"stages: got {len(stages)}, the schedule {schedule.name!r} has {expected}")
+
+
+def require_one_of(name: str, got: Any, known: Sequence[str]) -> None:
+    """Raise ValueError with the nearest name where an option is none of those that are known."""
+    if got not in known:
+        near = get_close_matches(got, known, 1) if isinstance(got, str) else []
+        raise ValueError(f"{name}: got {got!r}, expected {' or '.join(map(repr, known))}{f'; {near[0]!r} is near' if near else ''}")
 
 
 def shown(thing: Any) -> str:

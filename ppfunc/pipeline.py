@@ -1,11 +1,11 @@
 """Make a pipeline an ordinary function from parameters and a batch to a loss and gradients."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
-from ppfunc.making import Stages, make_step, named_step, shown, told_to_peers, unpacked
+from ppfunc.making import Stages, make_step, named_step, require_one_of, shown, told_to_peers, unpacked
 from ppfunc.runtime import StepFunction, StepResult, StepSpec, Transport
 from ppfunc.runtime.arguments import LossWeights, RawArguments, Seed
 from ppfunc.runtime.overlap import Overlapped
@@ -14,6 +14,8 @@ from ppfunc.schedule import Schedule
 from ppfunc.stage import Engine, Loss, graph
 
 __all__ = ["evaluate", "value_and_grad"]
+
+_OnNonfinite = Literal["raise", "ignore"]
 
 
 @told_to_peers
@@ -32,6 +34,7 @@ def value_and_grad(
     overlapped: Overlapped | None = None,
     tied: TiedPlaces = None,
     sum_dtype: torch.dtype | None = None,
+    on_nonfinite: _OnNonfinite = "ignore",
 ) -> StepFunction[..., tuple[Any, Any]]:
     """Make a function that runs one training step of a pipeline: ``step(params, inputs, targets) -> (loss, grads)``.
 
@@ -75,15 +78,19 @@ def value_and_grad(
             the same gradient, the sum over all of them.
         sum_dtype: ``torch.float32`` or ``torch.float64``, in which the gradients of narrower parameters, such as bfloat16, are
             added up over microbatches, and returned; that of each parameter where none is given.
+        on_nonfinite: ``"raise"`` on every rank where the loss or a gradient is not finite, with the rank, stage, microbatch and
+            instruction that was first: reads a number of the device in every step, and runs it again where it fails.
 
     Returns:
         ``step(params, inputs, targets=None, *, loss_weights=None, seed=None, extras=None, state=None)``, which
         returns ``(loss, grads)``, or ``((loss, aux), grads)`` with ``has_aux``.
 
         * ``params``: ``{stage: tree}``, the stages of the model that this process runs (all of them in process);
-          ``schedule.model_stages_of(rank)`` says which.
+          ``schedule.model_stages_of(rank)`` says which. Leaves here, and of all other trees, are tensors or DTensors, of which a
+          stage is given the part of this rank.
         * ``inputs``, ``targets``: a tree, every leaf of which is cut along axis 0 into the schedule's microbatches,
-          as views; or :class:`ppfunc.Microbatches`, which may differ in shape. A process that does not run the
+          as views; or :class:`ppfunc.Microbatches`, which may differ in shape. They may stay on the host: each microbatch is
+          copied to the device of its stage at its ``LOAD``, before its forward where there is none. A process that does not run the
           last stage may pass None for the targets; one that does not run the first, None for the inputs.
         * ``loss_weights``: those of this step, where they differ from step to step.
         * ``seed``: ``(seed, step)``, two integers, for stages that draw random numbers; the same on every rank.
@@ -92,9 +99,10 @@ def value_and_grad(
           schedule. Nothing is differentiated with respect to extras and state.
 
         The loss, a scalar, is returned on every rank. ``grads`` has the structure of ``params``, zeros where there
-        is no dependence, and belongs to the caller; gradients of the inputs have the form of the inputs, on ranks
-        of first stages, None elsewhere; for a tuple of ``argnums`` there is a tuple of both. ``aux.metrics`` is
-        ``{stage: tree}`` with a leading axis of the microbatches that this process ran, ``aux.state`` ``{stage: tree}``.
+        is no dependence, and belongs to the caller; that of a DTensor is one of the same placements. Gradients of the inputs
+        have the form of the inputs, on ranks of first stages, None elsewhere; for a tuple of ``argnums`` there is a tuple of
+        both. ``aux.metrics`` is ``{stage: tree}`` with a leading axis of the microbatches that this process ran, ``aux.state``
+        ``{stage: tree}``.
 
         A program is traced once for every form (structure, shapes, strides, dtypes, devices) of the arguments, and
         kept: ``step.cache_info()``, ``step.cache_clear()``. Numbers that a stage reads from elsewhere are those of
@@ -130,9 +138,14 @@ def value_and_grad(
         raise TypeError(f"sum_dtype: got {shown(sum_dtype)}, expected torch.float32 or torch.float64")
     if sum_dtype is not None and (per_microbatch or 0 not in wanted):
         raise ValueError("sum_dtype: got one, and no gradients of parameters are added up over microbatches; leave it out")
+    require_one_of("on_nonfinite", on_nonfinite, get_args(_OnNonfinite))
     changes = f"{' of each microbatch' if per_microbatch else ''}{' and inputs' if 1 in wanted else ''}{_of_shape(loss_shape)}"
     changes += f" summed in {sum_dtype}" if sum_dtype else ""
-    spec = StepSpec(f"value_and_grad{changes}", frozenset(wants), per_microbatch, loss_shape, overlapped, ties, sum_dtype)
+    changes += " all finite" if on_nonfinite == "raise" else ""
+    spec = StepSpec(
+        f"value_and_grad{changes}", frozenset(wants), per_microbatch, loss_shape, overlapped, ties, sum_dtype,
+        finite=on_nonfinite == "raise",
+    )  # fmt: skip
 
     def finish(result: StepResult, raw: RawArguments) -> tuple[Any, Any]:
         made = tuple(result.input_grads if n else result.grads for n in wanted)

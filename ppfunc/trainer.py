@@ -1,30 +1,30 @@
-"""Make the training step of a pipeline, or of several over a mesh: gradients, their sums, and the update, all in one schedule."""
+"""Train a pipeline, or several over a mesh, step by step: gradients, their sums, and the update, all in one schedule."""
 
 from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, get_args
+from typing import Any, Self
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
-from ppfunc.making import Stages, make_step, told_to_peers, unpacked
-from ppfunc.runtime import P2P, Axes, InProcess, Microbatches, StepSpec, Transport
+from ppfunc.making import make_step, shown
+from ppfunc.runtime import P2P, Microbatches, StepSpec, Transport
 from ppfunc.runtime.arguments import LossWeights, RawArguments, Seed, read_loss_weights
 from ppfunc.runtime.results import StepResult
-from ppfunc.runtime.ties import TiedPlaces
-from ppfunc.schedule import Schedule, Timeline, append_tail, forward_only, insert_unshards, reduce_early, remove_tail, remove_unshards
-from ppfunc.stage import Engine, Loss, Stage, graph
+from ppfunc.runtime.ties import Tied
+from ppfunc.schedule import Schedule, Timeline, forward_only, insert_unshards, remove_tail, remove_unshards
+from ppfunc.stage import Engine, Loss, Stage
 from ppfunc.stage.layout import local
+from ppfunc.stage.signature import flatten
 from ppfunc.stage.tree import tree_leaves, tree_map
 
-from .training import Clip, LossScale, Optimizer, Precision, Transform, accepting_scale
-from .training.norms import require_norm_type
-from .training.update import Ground, Metrics as Metrics, OnNonfinite, Running, Shard, TrainState as TrainState, UpdateRule
+from .training.parameter_update import Progress, UpdateRule, parameter_update
+from .training.ranks import TrainingRanks
+from .training.train_state import Metrics as Metrics, TrainState as TrainState, give_up, require_whole
 
 
 class Trainer:
@@ -35,45 +35,60 @@ class Trainer:
         schedule: with the instructions that end a step of training.
         transport: carries messages, and sums over the mesh.
         engine: how a stage is differentiated.
-        ground: where and how parameters are updated.
+        tied: places of tied parameters.
+        rule: how parameters are updated.
         accumulate: passes of the schedule in a step.
         owned: whether to close the transport.
     """
 
     def __init__(
-        self, stages: Sequence[Stage | None], loss_fn: Loss, schedule: Schedule, transport: Transport, engine: Engine, ground: Ground,
-        accumulate: int, owned: bool,
+        self, stages: Sequence[Stage | None], loss_fn: Loss, schedule: Schedule, transport: Transport, engine: Engine, tied: Tied,
+        rule: UpdateRule, accumulate: int, owned: bool,
     ) -> None:  # fmt: skip
         self.schedule, self.transport, self._owned = schedule, transport, owned
-        self._ground, self._rule, self._accumulate = ground, ground.rule, accumulate
-        reduce = self._rule.precision.reduce
+        self._ranks, self._rule, self._accumulate = TrainingRanks.of(rule.shard, schedule, tied, transport), rule, accumulate
+        self._scale_keys = set() if rule.scale is None else set(rule.scale.init("cpu"))
+        reduce = rule.precision.reduce
         sum_dtype = reduce if reduce in (torch.float32, torch.float64) else None
-        name = f"train_step {self._rule.text}, {accumulate} passes"
-        spec = StepSpec(name, frozenset({"loss"}), tied=ground.tied, sum_dtype=sum_dtype, update=ground.update())
+        name = f"train_step {rule.text}, {accumulate} passes"
+        wants, update = frozenset({"loss", "aux"}), parameter_update(rule, self._ranks)
+        spec = StepSpec(name, wants, tied=tied, sum_dtype=sum_dtype, update=update, finite=rule.on_nonfinite == "raise")
         self._step = make_step(stages, loss_fn, schedule, transport, engine, spec, self._steps, self._updated)
-        looking = ground._replace(rule=self._rule._replace(scale=None, clip=math.inf, on_nonfinite="skip"))
-        spec = StepSpec(f"evaluation of {name}", frozenset({"loss"}), tied=ground.tied, update=looking.update())
+        looking = parameter_update(rule._replace(scale=None, clip=math.inf, on_nonfinite="skip"), self._ranks)
+        spec = StepSpec(f"evaluation of {name}", wants, tied=tied, update=looking)
         ahead = forward_only(remove_unshards(remove_tail(schedule)))
-        ahead = insert_unshards(ahead) if self._rule.shard == "params" else ahead
+        ahead = insert_unshards(ahead) if rule.shard == "params" else ahead
         self._evaluate = make_step(stages, loss_fn, ahead, transport, engine, spec, self._passes, self._loss, training=False)
 
     def __repr__(self) -> str:
         return f"<trainer of {self._step!r}>"
 
-    def init(self, params: Mapping[int, Any]) -> TrainState:
+    def init(self, params: Mapping[int, Any], state: Mapping[int, Any] | None = None) -> TrainState:
         """The state before the first step.
 
         Args:
             params: ``{stage: tree}`` of the stages of this process, tensors or DTensors. They are the state's afterwards.
+            state: likewise of the stages that have a state, such as running statistics. A skipped update leaves it as it is.
+
+        Raises:
+            TypeError, ValueError: something else than the stages of this process, or than trees of tensors; a state where other
+                ranks run other batches, and would each have another.
         """
-        precision, scale = self._rule.precision, self._rule.scale
-        taken: set[int] = set()
-        masters = {s: precision.to_master(tree_map(partial(_own, taken), tree)) for s, tree in params.items()}
+        stages = self._ranks.stages
+        _require_trees("params", params, stages)
+        _require_trees("state", state or {}, [s for s in stages if s in (state or {})])
+        for name, trees in (("params", params), ("state", state or {})):
+            for s, tree in trees.items():
+                flatten(tree, f"{name}[{s}]")  # raises for leaves that are no tensors
+        rule, taken = self._rule, set[int]()
+        masters = {s: rule.precision.to_master(tree_map(partial(_own, taken), tree)) for s, tree in params.items()}
         device = next((local(t).device for tree in masters.values() for t in tree_leaves(tree)), self._device())
-        kept = {s: self._ground.init(tree) for s, tree in masters.items()}
+        kept = {s: self._ranks.init(tree, rule.optimizer, f"params[{s}]") for s, tree in masters.items()}
         masters, optimizer = ({s: pair[n] for s, pair in kept.items()} for n in (0, 1))
         step = torch.zeros((), dtype=torch.int64, device=device)
-        return TrainState(step, masters, optimizer, {} if scale is None else scale.init(device))
+        made = TrainState(step, masters, optimizer, {} if rule.scale is None else rule.scale.init(device), dict(state or {}))
+        self._require_fit(made)
+        return made
 
     def step(
         self, state: TrainState, inputs: Any, targets: Any = None, *, loss_weights: LossWeights = None, seed: Seed = None,
@@ -88,9 +103,13 @@ class Trainer:
                 ranks. All count the same where none are given. Every rank gives some or none does.
 
         Returns:
-            The new state, and :class:`Metrics`. ``state`` stays as it is, unless the optimizer was given ``donate``.
+            The new state, and :class:`Metrics`. ``state`` stays as it is, unless the optimizer was given ``donate``: then it cannot
+            be used again, nor after a step that failed when some of it was updated.
+
+        Raises:
+            PipelineError, AgreementError, StageError, ValueError, TypeError: as :func:`ppfunc.value_and_grad`. Nothing is updated.
         """
-        after, metrics = self._step(state, [(inputs, targets)], [loss_weights], seed, extras)
+        after, metrics = self._run(self._step, state, [(inputs, targets)], [loss_weights], seed, extras)
         return after, metrics[0]
 
     def steps(self, state: TrainState, batches: Sequence[tuple[Any, Any]], *, seed: Seed = None) -> tuple[TrainState, list[Metrics]]:
@@ -103,10 +122,11 @@ class Trainer:
 
         Args:
             batches: inputs and targets of every step, all of one form.
+
+        Raises:
+            As :meth:`step`.
         """
-        if not batches:
-            raise ValueError("batches: got none, expected inputs and targets of at least one step")
-        return self._step(state, list(batches), [None] * len(batches), seed, None)
+        return self._run(self._step, state, batches, None, seed, None)
 
     def record(
         self, state: TrainState, inputs: Any, targets: Any = None, *, loss_weights: LossWeights = None, seed: Seed = None,
@@ -117,7 +137,7 @@ class Trainer:
         Returns:
             What :meth:`step` returns, and the timeline of the last pass of the schedule, of all ranks of this pipeline, in seconds.
         """
-        (after, metrics), timeline = self._step.record(state, [(inputs, targets)], [loss_weights], seed, extras)
+        (after, metrics), timeline = self._run(self._step.record, state, [(inputs, targets)], [loss_weights], seed, extras)
         return (after, metrics[0]), timeline
 
     def evaluate(
@@ -145,16 +165,32 @@ class Trainer:
 
     # -- one call --------------------------------------------------------------------------
 
+    def _run(self, run: Callable[..., Any], state: TrainState, *call: Any) -> Any:
+        """Run several steps, by the step function or its ``record``; give up a state that was updated in place."""
+        written: list[torch.Tensor] = []
+        reason = "it was updated in place by a step that has failed since"
+        try:
+            made = run(state, *call, written)
+            reason = "it was given up to a step by donate=True"
+            return made
+        finally:
+            if written:
+                give_up(state, written, reason)
+
     def _steps(
-        self, state: TrainState, batches: Sequence[tuple[Any, Any]], weights: Sequence[LossWeights], seed: Seed, extras: Any
-    ) -> list[RawArguments]:
+        self, state: TrainState, batches: Sequence[tuple[Any, Any]], weights: Sequence[LossWeights] | None, seed: Seed, extras: Any,
+        written: list[torch.Tensor],
+    ) -> list[RawArguments]:  # fmt: skip
         """The passes of several steps."""
+        if not isinstance(batches, list | tuple) or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in batches):
+            raise TypeError(f"batches: got {shown(batches)}, expected a list of (inputs, targets), one for every step")
+        if not batches:
+            raise ValueError("batches: got none, expected inputs and targets of at least one step")
         made: list[RawArguments] = []
-        for n, ((inputs, targets), own) in enumerate(zip(batches, weights, strict=True)):
-            passes = self._passes(state, inputs, targets, own, (seed[0], seed[1] + n) if n and seed else seed, extras)
-            if made:
-                made[0].carry.weights += passes[0].carry.weights
-            made += passes
+        for n, (inputs, targets) in enumerate(batches):
+            later = (seed[0], seed[1] + n) if n and isinstance(seed, tuple | list) else seed  # the first is checked where it is read
+            made += self._passes(state, inputs, targets, None if weights is None else weights[n], later, extras)
+        made[0].carry.written = written
         made[0] = made[0]._replace(common=f"{len(batches)} steps, {made[0].common}")
         return made
 
@@ -162,35 +198,71 @@ class Trainer:
         self, state: TrainState, inputs: Any, targets: Any, loss_weights: LossWeights, seed: Seed, extras: Mapping[int, Any] | None
     ) -> list[RawArguments]:
         """The passes of one step."""
-        if not isinstance(state, TrainState):
-            raise TypeError(f"state: got {reprlib.repr(state)}, expected what init or step of this trainer has returned")
-        if loss_weights is not None and not self._rule.needs_all:
-            raise ValueError(
-                "loss_weights: got some, whose sum over all data ranks is not known before the first stage is updated; "
-                "give train_step on_nonfinite='skip', or another clip"
-            )
-        count, precision, data = self._accumulate, self._rule.precision, self._ground.data
+        self._require_fit(state)
+        count, precision, data = self._accumulate, self._rule.precision, self._ranks.data
         microbatches = count * self.schedule.microbatches
-        weights = [1 / (data.size * microbatches)] * microbatches if loss_weights is None else loss_weights
-        own = read_loss_weights(loss_weights, microbatches)
-        params = {s: self._ground.given(tree) for s, tree in state.params.items()}
+        weights = [1 / (data.size * microbatches)] * microbatches if loss_weights is None else _read_weights(loss_weights, microbatches)
+        params = {s: self._ranks.given(tree, precision) for s, tree in state.params.items()}
         cast = inputs.map(precision.to_compute) if isinstance(inputs, Microbatches) else precision.to_compute(inputs)
-        running = Running(
-            state._replace(params=dict(state.params), optimizer=dict(state.optimizer)),
-            [None if own is None else float(own.sum())],
-        )
+        progress = Progress(state._replace(params=dict(state.params), optimizer=dict(state.optimizer)), weighted=loss_weights is not None)
         raw = RawArguments(
-            params, cast, targets, extras, None, weights, seed, first=data.place * microbatches,
-            scale=state.scale.get("scale"), carry=running, common="equal weights" if own is None else "own weights",
+            params, cast, targets, extras, state.stage_state, weights, seed, first=data.place * microbatches,
+            scale=state.scale.get("scale"), carry=progress, common="equal weights" if loss_weights is None else "own weights",
         )  # fmt: skip
         return raw.passes(count, self.schedule.microbatches)
 
+    def _require_fit(self, state: TrainState) -> None:
+        """Raise for something else than a state of this trainer."""
+        if not isinstance(state, TrainState):
+            raise TypeError(f"state: got {reprlib.repr(state)}, expected what init or step of this trainer has returned")
+        _require_trees("state.params", state.params, self._ranks.stages)
+        _require_trees("state.optimizer", state.optimizer, self._ranks.stages)
+        if not isinstance(state.scale, Mapping) or state.scale.keys() != self._scale_keys:
+            got, expected = (", ".join(map(repr, keys)) or "none" for keys in (state.scale, sorted(self._scale_keys)))
+            raise ValueError(f"state.scale: got {got}, the scale of this trainer has {expected}; go on with the same scale=, or init anew")
+        if not isinstance(state.step, torch.Tensor) or state.step.shape or state.step.dtype != torch.int64:
+            raise TypeError(f"state.step: got {reprlib.repr(state.step)}, expected an int64 tensor of one number")
+        if self._ranks.data.size > 1 and tree_leaves(state.stage_state):
+            raise ValueError(
+                f"state: got that of the stages {sorted(state.stage_state)}, of which each of the {self._ranks.data.size} data ranks would "
+                "have another; use stages without one, such as stage_from_module(module, constants=True) where buffers are only read"
+            )
+        require_whole(state)
+
     def _updated(self, result: StepResult, raw: list[RawArguments]) -> tuple[TrainState, list[Metrics]]:
-        run: Running = result.carry
-        return run.state, run.metrics
+        progress: Progress = result.carry
+        steps = len(progress.metrics)
+        of_stages = [{s: _part(tree, n, steps) for s, tree in result.aux.metrics.items()} for n in range(steps)]
+        metrics = [found._replace(stages=own) for found, own in zip(progress.metrics, of_stages, strict=True)]
+        return progress.state._replace(stage_state=result.aux.state), metrics
 
     def _loss(self, result: StepResult, raw: list[RawArguments]) -> torch.Tensor:
         return result.carry.metrics[0].loss
+
+
+def _require_trees(name: str, trees: Any, stages: Sequence[int]) -> None:
+    """Raise for something else than trees of these stages of the model."""
+    if not isinstance(trees, Mapping):
+        raise TypeError(f"{name}: got {shown(trees)}, expected {{stage: tree}} of the stages {list(stages)}, which this process runs")
+    if set(trees) != set(stages):
+        raise ValueError(f"{name}: got the stages {list(trees)}, this process runs {list(stages)}; give those, as {{stage: tree}}")
+
+
+def _read_weights(given: LossWeights, microbatches: int) -> torch.Tensor:
+    weights = read_loss_weights(given, microbatches)
+    assert weights is not None
+    if weights.device.type == "cpu" and not weights.isfinite().all():
+        raise ValueError(f"loss_weights: got {weights.tolist()}, expected finite numbers")
+    return weights
+
+
+def _part(tree: Any, n: int, parts: int) -> Any:
+    """One of several equal parts of the rows of a tree."""
+    if isinstance(tree, Microbatches):
+        rows = list(tree)
+        size = len(rows) // parts
+        return Microbatches(rows[n * size : (n + 1) * size])
+    return tree if parts == 1 else tree_map(lambda t: t.tensor_split(parts)[n], tree)
 
 
 def _own(taken: set[int], leaf: torch.Tensor) -> torch.Tensor:
@@ -201,116 +273,3 @@ def _own(taken: set[int], leaf: torch.Tensor) -> torch.Tensor:
         leaf = leaf.clone()
     taken.add(storage)
     return leaf
-
-
-def train_step(
-    stages: Stages,
-    loss_fn: Loss,
-    schedule: Schedule,
-    optimizer: Optimizer,
-    mesh: DeviceMesh | None = None,
-    *,
-    axes: Axes | None = None,
-    transport: Transport | None = None,
-    engine: Engine = graph,
-    tied: TiedPlaces = None,
-    clip: float | None = None,
-    norm_type: float = 2.0,
-    scale: LossScale | None = None,
-    accumulate: int = 1,
-    shard: Shard = "none",
-    precision: Precision | None = None,
-    on_nonfinite: OnNonfinite = "skip",
-) -> Trainer:
-    """Make a trainer: ``init(params) -> state``, ``step(state, inputs, targets) -> (state, metrics)``, ``evaluate``.
-
-    Equivalent to, for one step::
-
-        loss, grads = value_and_grad(stages, loss_fn, schedule)(params, inputs, targets)    # over all data ranks
-        grads, _ = clip_by_global_norm(clip).update(grads, ())
-        params, optimizer_state = optimizer.update(grads, optimizer_state, params)
-
-    Args:
-        stages, loss_fn, engine, tied: as in :func:`value_and_grad`.
-        schedule: what every rank of a pipeline does; ``REDUCE_TIED``, ``REDUCE_GRAD`` and ``STEP`` are placed anew.
-        optimizer: of every stage. A chain that begins with :func:`clip_by_global_norm` clips by the norm of all stages.
-        mesh: the ranks that train together; one pipeline where there is none.
-        axes: the names of its axes.
-        transport: in the place of a mesh, carries the messages of one pipeline; ``InProcess()`` where neither is given.
-        clip: largest norm of all gradients together, which are made shorter where it is more.
-        norm_type: p of the norm, ``math.inf`` for the largest element.
-        scale: of the loss: :func:`dynamic_scale` or :func:`static_scale`.
-        accumulate: how many times the schedule runs in a step, each with a part of the batch; the gradients are those of
-            one schedule with as many times the microbatches, bit by bit.
-        shard: ``"optimizer"`` keeps, on each data rank, a part of the state of the optimizer, and updates that part of the
-            parameters, which are then gathered. ``"params"`` keeps a part of the parameters, too: each stage is gathered before it
-            computes and freed behind, at most two at a time. The same bits as ``"none"`` over two data ranks. What cannot be
-            cut evenly is whole on every rank.
-        precision: dtypes of computing, reducing and keeping parameters.
-        on_nonfinite: where loss or gradients are not finite: ``"skip"`` the update, ``"raise"`` on every rank (reads a number of
-            the device in every step), or ``"ignore"`` it.
-
-    Raises:
-        ScheduleError, ValueError, TypeError: as :func:`value_and_grad`; arguments that do not fit together.
-    """
-    if mesh is not None and transport is not None:
-        raise ValueError("got a mesh and a transport, expected one of the two; ppfunc.P2P(mesh=mesh, axes=axes) is a transport over a mesh")
-    if axes is not None and mesh is None:
-        raise ValueError(f"axes: got {axes}, and no mesh that has them; give the mesh, too")
-    owned = transport is None
-    if transport is None:
-        transport = InProcess() if mesh is None else P2P(mesh=mesh, axes=axes)
-    return _trainer(
-        stages,
-        loss_fn,
-        schedule,
-        transport,
-        optimizer,
-        engine,
-        tied,
-        clip,
-        norm_type,
-        scale,
-        accumulate,
-        shard,
-        precision,
-        on_nonfinite,
-        owned,
-    )
-
-
-@told_to_peers
-def _trainer(
-    stages: Stages, loss_fn: Loss, schedule: Schedule, transport: Transport, optimizer: Optimizer, engine: Engine, tied: TiedPlaces,
-    clip: float | None, norm_type: float, scale: LossScale | None, accumulate: int, shard: Shard, precision: Precision | None,
-    on_nonfinite: OnNonfinite, owned: bool,
-) -> Trainer:  # fmt: skip
-    """The trainer of these arguments; a mistake among them is told to the other ranks."""
-    stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied)
-    if isinstance(optimizer, Transform | Clip):
-        raise TypeError("optimizer: got a transform of gradients, expected an optimizer, such as ppfunc.from_updates(transform)")
-    for name, value, kind in (("scale", scale, LossScale), ("precision", precision, Precision), ("clip", clip, (int, float))):
-        if value is not None and not isinstance(value, kind):
-            wanted = "a number" if isinstance(kind, tuple) else kind.__name__
-            raise TypeError(f"{name}: got {reprlib.repr(value)} of type {type(value).__name__}, expected {wanted}")
-    if not callable(getattr(optimizer, "init", None)) or not callable(getattr(optimizer, "update", None)):
-        raise TypeError(f"optimizer: got {reprlib.repr(optimizer)}, expected init and update, such as ppfunc.adamw(1e-3)")
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-        raise ValueError(f"accumulate: got {accumulate!r}, expected a number of passes, at least 1")
-    for name, got, known in (("on_nonfinite", on_nonfinite, get_args(OnNonfinite)), ("shard", shard, get_args(Shard))):
-        if got not in known:
-            raise ValueError(f"{name}: got {got!r}, expected {' or '.join(map(repr, known))}")
-    if clip is not None and not clip >= 0:
-        raise ValueError(f"clip: got {clip}, expected a norm, at least 0")
-    require_norm_type(norm_type)
-    if (clipped := getattr(optimizer, "clipped", None)) is not None:
-        if clip is not None:
-            raise ValueError("clip: got one, and the optimizer clips, too; leave one of them out")
-        first, optimizer = clipped
-        clip, norm_type = first.max_norm, first.norm_type
-    limit = math.inf if clip is None else clip
-    rule = UpdateRule(accepting_scale(optimizer), limit, norm_type, scale, precision or Precision(), on_nonfinite, shard)
-    schedule = remove_unshards(remove_tail(schedule))
-    schedule = insert_unshards(schedule) if shard == "params" else schedule
-    schedule = reduce_early(append_tail(schedule, tied=bool(ties) or bool(schedule.replicas)))
-    return Trainer(stages, loss_fn, schedule, transport, engine, Ground.of(rule, schedule, ties, transport), accumulate, owned)

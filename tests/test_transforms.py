@@ -434,3 +434,10 @@ def test_something_else_in_the_place_of_an_argument_is_refused_by_name(make):
     for given, name in (((None, loss, schedule), "stages"), ((fns, 5, schedule), "loss_fn"), ((fns, loss, "gpipe"), "schedule")):
         with pytest.raises(TypeError, match=f"{name}: got "):
             make(*given)
+
+
+def test_an_ensemble_without_the_shape_of_its_loss_is_told_so():
+    stages, loss_fn = pp.ensemble([lambda p, x: p * x], lambda y, t: (y - t).square().mean())
+    x = torch.ones(4, 3)
+    with pytest.raises(ValueError, match=r"must be a floating scalar, got float32\[5\]; .* an ensemble, pass loss_shape=\(5,\)"):
+        pp.value_and_grad(stages, loss_fn, pp.gpipe(1, 2))({0: torch.ones(5, 3)}, x, x)

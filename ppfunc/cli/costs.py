@@ -1,6 +1,7 @@
 """The options for costs: times and sizes of stages."""
 
 import argparse
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,18 @@ _OPTIONS = {
 _HALVES = ("backward_input", "backward_weight")
 
 
-def add_cost_options(parser: argparse.ArgumentParser, unit: str) -> None:
-    """Add an option per argument of ``Costs``, and ``--costs`` for a file; ``unit`` says what a number without commas is for."""
+def add_cost_options(parser: argparse.ArgumentParser, unit: str, without: Collection[str] = ()) -> None:
+    """Add an option per argument of ``Costs``, and ``--costs`` for a file.
+
+    Args:
+        unit: what a number without commas is for.
+        without: arguments that have no meaning there.
+    """
     group = parser.add_argument_group("costs", f"one number for {unit}, or one per stage, as in 1,2,1,1")
     group.add_argument("--costs", metavar="FILE", type=Path, help="JSON as Costs.to_json writes it, such as of pp.measure")
     for name, meaning in _OPTIONS.items():
-        group.add_argument(f"--{name.replace('_', '-')}", type=numbers, metavar="X[,X...]", help=meaning)
+        if name not in without:
+            group.add_argument(f"--{name.replace('_', '-')}", type=numbers, metavar="X[,X...]", help=meaning)
 
 
 def read_costs(arguments: argparse.Namespace) -> Costs | None:
@@ -44,7 +51,7 @@ def read_costs(arguments: argparse.Namespace) -> Costs | None:
         ValueError: costs in two places, or that make no sense.
         OSError: the file cannot be read.
     """
-    given = {name: value for name in _OPTIONS if (value := getattr(arguments, name)) is not None}
+    given = {name: value for name in _OPTIONS if (value := getattr(arguments, name, None)) is not None}
     if arguments.costs is None:
         return Costs(**_with_parts(given)) if given else None
     if given:

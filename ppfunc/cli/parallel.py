@@ -63,6 +63,13 @@ def _topology(arguments: argparse.Namespace) -> int:
 
 
 def _partition(arguments: argparse.Namespace) -> int:
+    try:
+        return _cut(arguments)
+    except ValueError as error:
+        raise ValueError(str(error).replace("set allow_empty", "pass --allow-empty")) from None
+
+
+def _cut(arguments: argparse.Namespace) -> int:
     if arguments.layout is not None:
         partition, loads, more = _from_layout(arguments)
     elif arguments.weights is not None:

@@ -6,9 +6,10 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import replace
+from math import isclose
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ from ..schedule.formats.json import to_json
 from ..schedule.formats.svg import to_svg
 from ..schedule.planner.plan import Plan, plan
 from ..schedule.schedule import Schedule
-from .number import number, numbers
+from .costs import add_cost_options, read_costs
+from .number import count, number
 
 _WRITERS: dict[str, Callable[[Schedule], str]] = {".csv": to_csv, ".json": to_json, ".svg": to_svg}
 _BAR = 30
+_NOT_PLANNED = ("overlapped", "unshard", "reduce_tied", "reduce_grad", "step")
 
 
 def add_plan(commands: Any) -> None:
@@ -40,18 +43,10 @@ def add_plan(commands: Any) -> None:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=int, metavar="P", required=True, help="number of ranks")
-    parser.add_argument("--microbatches", type=int, metavar="M", required=True, help="number of microbatches")
-    for name, meaning in (
-        ("forward", "time of a forward; default 1"),
-        ("backward-input", "time of an input gradient; default 1"),
-        ("backward-weight", "time of a weight gradient; default 1"),
-        ("communication", "latency of a message; default 0"),
-        ("weight-share", "share of an activation that is held from the input to the weight gradient; default 0"),
-    ):
-        parser.add_argument(f"--{name}", type=numbers, metavar="X[,X...]", help=f"{meaning}; one number, or one per stage")
-    parser.add_argument("--costs", metavar="FILE", type=Path, help="JSON object with arguments of Costs, instead of these options")
-    parser.add_argument("--layers", type=int, metavar="N", help="costs are those of N layers, which are also cut into stages")
+    parser.add_argument("--ranks", type=count, metavar="P", required=True, help="number of ranks")
+    parser.add_argument("--microbatches", type=count, metavar="M", required=True, help="number of microbatches")
+    add_cost_options(parser, "each stage, or each layer", without=_NOT_PLANNED)
+    parser.add_argument("--layers", type=count, metavar="N", help="costs are those of N layers, which are also cut into stages")
     parser.add_argument("--cap", type=number, metavar="K", help="memory of a rank, in the unit of an activation; default: no limit")
     parser.add_argument("--placement", choices=("loop", "v", "wave", "any"), default="any", help="default: any")
     parser.add_argument("--chunks", type=_range, metavar="V|V..V", help="stages per rank, one number or a range; default 1..4 for any")
@@ -68,22 +63,12 @@ def _range(text: str) -> Any:
         raise ValueError(f"expected a whole number or a range such as 1..4, got {text!r}") from None
 
 
-def _costs(arguments: argparse.Namespace) -> Costs:
-    names = ("forward", "backward_input", "backward_weight", "communication", "weight_share")
-    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
-    if arguments.costs is None:
-        return Costs(**given)
-    if given:
-        raise ValueError(f"--costs {arguments.costs} and --{next(iter(given)).replace('_', '-')}: give the costs in one place")
-    try:
-        read = json.loads(arguments.costs.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{arguments.costs} is no JSON: {error}") from None
-    known = [field.name for field in fields(Costs)]
-    unknown = sorted(set(read) - set(known)) if isinstance(read, dict) else [type(read).__name__]
-    if unknown:
-        raise ValueError(f"{arguments.costs} has {unknown[0]!r}, expected an object with some of {', '.join(known)}")
-    return Costs(**read)
+def _in_parts(costs: Costs) -> Costs:
+    """The costs without that of a whole backward, where it is that of its two parts together: a plan has these apart."""
+    apart = replace(costs, backward=None)
+    values = (costs.backward, costs.backward_input, costs.backward_weight)
+    stages = max(len(value) if isinstance(value, Sequence) else 1 for value in values)
+    return apart if all(isclose(apart.backward_of(s), costs.backward_of(s)) for s in range(stages)) else costs
 
 
 def _planned(arguments: argparse.Namespace) -> Plan:
@@ -99,7 +84,7 @@ def _planned(arguments: argparse.Namespace) -> Plan:
         found = plan(
             arguments.ranks,
             arguments.microbatches,
-            _costs(arguments),
+            _in_parts(read_costs(arguments) or Costs()),
             cap=arguments.cap,
             placement=arguments.placement,
             chunks=arguments.chunks,

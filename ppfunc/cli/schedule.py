@@ -3,6 +3,7 @@
 import argparse
 import inspect
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ _PICTURES: dict[str, Callable[[Schedule, Timeline | None, int | None], str]] = {
     "trace": lambda schedule, timeline, width: to_trace(schedule, timeline),
 }
 FORMATS = ("grid", "csv", "steps", "json", "svg", "trace")
+_WIDE = 160  # columns of a measured grid where there is no terminal
 _FIGURES = ("makespan", "span", "bubble", "span_bubble", "idle", "peak_activations")
 _SOURCE = "a name of `ppfunc list`, a CSV, JSON or trace file, or - for standard input"
 
@@ -91,7 +93,12 @@ def _add_show(commands: Any) -> None:
     show.add_argument("--format", choices=FORMATS, help="default: grid, or csv for torch")
     show.add_argument("--for", dest="target", choices=("torch",), help="a csv that torch.distributed.pipelining's runtime runs")
     show.add_argument("--lowered", action="store_true", help="with communication; csv without it holds compute only")
-    show.add_argument("--width", type=count, metavar="N", help="pixels of an svg, or the most columns of a grid")
+    show.add_argument(
+        "--width",
+        type=count,
+        metavar="N",
+        help="pixels of an svg, or the most columns of a grid; default of a trace: those of the terminal",
+    )
     show.add_argument("--out", metavar="FILE", type=Path, help="write there, as --format says, or its suffix: .txt, .csv or .svg")
     show.set_defaults(func=_show)
 
@@ -147,14 +154,16 @@ def _show(arguments: argparse.Namespace) -> int:
         timeline = simulate(schedule, fitted(costs, schedule))
     if arguments.lowered and form == "grid" and timeline is not None:
         raise ValueError("a grid on a scale of time has no messages: leave --lowered out, or the costs")
+    measured = found if isinstance(found, Timeline) and timeline is found else None
+    width = shutil.get_terminal_size((_WIDE, 0)).columns if measured and form == "grid" and not arguments.width else arguments.width
     if arguments.target is not None:
         text = to_torch_csv(schedule)
     elif form in _PICTURES:
-        text = _PICTURES[form](_lowered(schedule) if arguments.lowered else schedule, timeline, arguments.width)
+        text = _PICTURES[form](_lowered(schedule) if arguments.lowered else schedule, timeline, width)
     else:
         text = _TEXTS[form](_lowered(schedule) if arguments.lowered else compute_only(schedule) if form == "csv" else schedule)
-    if form == "grid" and isinstance(found, Timeline) and timeline is found:
-        text += compare(found, simulate(schedule, found.costs())).summary + "\n"
+    if form == "grid" and measured:
+        text += compare(measured, simulate(schedule, measured.costs())).summary + "\n"
     write(text, arguments.out)
     return 0
 

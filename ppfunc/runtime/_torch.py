@@ -3,6 +3,7 @@
 ``tests/test_torch_names.py`` says which of them another torch than 2.13 has not.
 """
 
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -58,6 +59,21 @@ def end_group(mesh: Any, axis: str) -> None:
         group.abort()
     dist.destroy_process_group(group)
     getattr(root, "_pg_registry", {}).pop(group.group_name, None)
+
+
+def begun_in(group: dist.ProcessGroup) -> int:
+    """How many collectives this rank has begun in a group."""
+    device = torch.device("cuda" if backend_of(group) == "nccl" else "cpu")
+    backend: Any = group._get_backend(device)
+    return int(backend._get_sequence_number_for_group())
+
+
+def finish_soon(seconds: float) -> None:
+    """Wait until the GPU has done what it was given, for so long at most."""
+    done, end = torch.cuda.Event(), time.monotonic() + seconds
+    done.record()
+    while not done.query() and time.monotonic() < end:
+        time.sleep(0.001)
 
 
 def store_of(group: dist.ProcessGroup) -> Store:

@@ -141,8 +141,10 @@ class Agreement:
         versions = f"torch {torch.__version__}, Python {platform.python_version()}"
         tied = f", tied {', '.join(f'{name}: {places}' for name, places in self._spec.tied)}" if self._spec.tied else ""
         facts = f"{versions}, schedule {self._schedule.name[:60]} ({self._schedule.digest}){tied}"
-        self._transport.require_same(facts)
-        self._transport.require_same("; ".join(f"params[{s}] {form}" for s, form in arguments.form.params.items()), "data")
+        common, held = self._spec.update.facts(arguments.carry) if self._spec.update else ("", "")
+        self._transport.require_same("; ".join(filter(None, (facts, common))))
+        forms = (f"params[{s}] {form}" for s, form in arguments.form.params.items())
+        self._transport.require_same("; ".join(filter(None, (*forms, held))), "data")
         with let_interrupts():
             self._transport.connect(links_of(self._schedule, self._spec))
         self.generation = self._transport.generation

@@ -42,6 +42,7 @@ class Buffers:
         values: messages between stages, by tag.
         residuals: what a backward needs of its forward, and a weight gradient of its input gradient, by (stage, microbatch).
         kept: outputs that belong to the caller, by (stage, microbatch).
+        kept_before: what earlier passes have kept.
         gradients: sums of the parameter gradients so far, by stage of the schedule.
         seed: ``(seed, step)``, None where the caller gave none.
         weights: of the losses of all microbatches, scalars, by stage of the schedule.
@@ -62,6 +63,7 @@ class Buffers:
     values: dict[Tag, Leaves] = field(default_factory=dict)
     residuals: dict[Key, tuple[Any, ...]] = field(default_factory=dict)
     kept: dict[Key, Leaves] = field(default_factory=dict)
+    kept_before: list[dict[Key, Leaves]] = field(default_factory=list)
     gradients: dict[int, Gradients] = field(default_factory=dict)
     seed: tuple[int, int] | None = None
     weights: dict[int, Leaves] = field(default_factory=dict)

@@ -1,10 +1,10 @@
 """The cache of a step function: compiled steps by the form of the arguments, bounded."""
 
-import warnings
 from collections import OrderedDict
 from typing import Any, NamedTuple, Self, TypeVar
 
 from ppfunc.stage import Outline
+from ppfunc.stage.errors import warn
 
 from .arguments import StepArguments
 from .compile import CompiledStep
@@ -92,8 +92,7 @@ def warn_of_retraces(name: str, misses: int, arguments: StepArguments, last: Ste
         what = f"{changed[0]} is now {now.signature}"
         what += "" if then is None else f", it was {then.signature}"
         what += ", in memory of another type, layout or device" if then is not None and then.signature == now.signature else ""
-    warnings.warn(
+    warn(
         f"{name} has been traced {misses} times, each for another form of its arguments: {what}; "
-        f"pad batches to few shapes, or use the functional engine",
-        stacklevel=6,
+        f"pad batches to few shapes, or use the functional engine"
     )

@@ -46,12 +46,12 @@ class Collective:
         """Replace a contiguous tensor by the sum, or the largest, of those of all ranks."""
         return _nothing if self.size == 1 else self._begin(_torch.all_reduce, tensor, op)
 
-    def reduce_scatter(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Wait]:
-        """This rank's part of the sum of tensors [size * n]: a new tensor [n]."""
+    def reduce_scatter(self, tensor: torch.Tensor, part: torch.Tensor) -> Wait:
+        """Write this rank's part of the sum of tensors [size * n] into ``part``, [n]."""
         if self.size == 1:
-            return tensor, _nothing
-        part = tensor.new_empty(tensor.numel() // self.size)
-        return part, self._begin(_torch.reduce_scatter, part, tensor)
+            part.copy_(tensor)
+            return _nothing
+        return self._begin(_torch.reduce_scatter, part, tensor)
 
     def all_gather(self, part: torch.Tensor) -> tuple[torch.Tensor, Wait]:
         """The tensors [n] of all ranks one after the other: a new tensor [size * n]."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ppfunc.schedule import Instruction, Op, Schedule, linearize, parts_of, send_completion
-from ppfunc.schedule.instruction import COMMUNICATION, SENDS
+from ppfunc.schedule.instruction import COMMUNICATION, SENDS, TAIL
 from ppfunc.stage import Engine, Signature, StageProgram
 
 from .buffers import Buffers, Key, Tag
@@ -78,15 +78,23 @@ def compile_step(lowered: LoweredStep, engine: Engine, data: DataTransport) -> C
     Raises:
         StageError: the engine cannot serve a stage.
     """
-    binding = _Binding(lowered, build_programs(lowered, engine), data, set(), [])
+    return bind(lowered, build_programs(lowered, engine), data)
+
+
+def bind(lowered: LoweredStep, programs: Mapping[Key, StageProgram], data: DataTransport, *, tail: bool = True) -> CompiledStep:
+    """Bind every instruction to these programs; without a tail, nothing that ends a program."""
+    binding = _Binding(lowered, programs, data, set(), [])
     schedule, ranks = lowered.schedule, lowered.ranks
     completed = {rank: send_completion(schedule, rank) for rank in ranks} if len(ranks) < schedule.ranks else {}
     placed: list[PlacedCall] = []
     for rank, position in _order(schedule, ranks):
         placed += _step(binding, rank, position, completed.get(rank, {}).get(position, ()))
-    placed += sum_over_places(lowered, data, new_gradients(lowered).signature)
-    placed += share_input_gradients(lowered, data)
-    placed += update_parameters(lowered, binding.late)
+    if tail:
+        placed += sum_over_places(lowered, data, new_gradients(lowered).signature)
+        placed += share_input_gradients(lowered, data)
+        placed += update_parameters(lowered, binding.late)
+    else:
+        placed = [(call, place) for call, place in placed if place.instruction.op not in TAIL]
     bare = {id(low): low._replace(example=tuple(map(Signature.of, low.example))) for low in lowered.stages.values()}
     lowered = lowered._replace(stages={key: bare[id(low)] for key, low in lowered.stages.items()})  # keeps no parameters alive
     return CompiledStep(lowered, binding.programs, tuple(call for call, _ in placed), tuple(place for _, place in placed))
@@ -100,6 +108,15 @@ def build_programs(lowered: LoweredStep, engine: Engine) -> dict[Key, StageProgr
         if keys[id(low)] not in built:
             built[keys[id(low)]] = program_of(low.function, low.example, low.outline, engine, f"stage {low.model}", low.device)
     return {key: built[keys[id(low)]] for key, low in lowered.stages.items()}
+
+
+def gradients_of(lowered: LoweredStep, buffers: Buffers, model: int) -> Gradients:
+    """Make the sum of the gradients of a stage of the model, for one step."""
+    made, update = new_gradients(lowered), lowered.spec.update
+    if update is None or update.sums is None:
+        return made
+    leaves = enumerate(lowered.form.params[model].leaves)
+    return update.sums(buffers, model, {n: made.signature(leaf) for n, leaf in leaves if leaf.grad})
 
 
 def new_gradients(lowered: LoweredStep) -> Gradients:

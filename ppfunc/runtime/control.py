@@ -91,8 +91,9 @@ class Links(Protocol):
         """
         ...
 
-    def suspect(self, peer: int) -> int:
-        """The rank that holds up a peer which is late: the peer, or the one that it waits for itself, and so on."""
+    def suspect(self, peer: int) -> tuple[int, str]:
+        """The rank that holds up a peer which is late, and what is known of it: the peer, or the one that it waits for itself,
+        and so on."""
         ...
 
     def close(self) -> None:
@@ -223,6 +224,9 @@ class Control:
             told = self._gather_texts(self._model, json.dumps(laid.leaves))
             require_alike({rank: json.loads(theirs) for rank, theirs in sorted(told.items())}, "the axis of the model")
         self._executing = True
+
+    def rest(self) -> None:
+        self._executing = False
 
     def _pass_down(self, tree: Tree, mine: str, shapes: str | None = None) -> str | None:
         """Compare what the rank at the top of a tree tells; the shapes that it tells too."""

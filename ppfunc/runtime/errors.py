@@ -67,6 +67,18 @@ class AgreementError(RuntimeError):
     """The ranks of a pipeline were given different programs; raised on every rank before a step begins."""
 
 
+LONGEST = 2000  # characters of a message of somebody else's that travel
+
+
+def shortened(message: str) -> str:
+    """A message that may be long, as it travels.
+
+    >>> len(shortened("x" * 20_000_000))
+    2031
+    """
+    return message if len(message) <= LONGEST else f"{message[:LONGEST]}... ({len(message) - LONGEST} more characters)"
+
+
 GONE = "its process is gone or out of reach, or it has closed its transport"
 
 
@@ -96,15 +108,16 @@ class FailureRecord(NamedTuple):
     disagreement: bool
 
     @classmethod
-    def of(cls, failure: "Failure", reporter: int, suspect: Callable[[int], int]) -> Self:
+    def of(cls, failure: "Failure", reporter: int, suspect: Callable[[int], tuple[int, str]]) -> Self:
         """A failure of rank ``reporter``; ``suspect`` finds the rank that holds up a late one."""
         cause, place = failure.cause, failure.instruction and str(failure.instruction)
         if not isinstance(cause, LinkError) or cause.kind == "failed":
             disagreement = isinstance(cause, AgreementError)
-            reason = str(cause) if disagreement else failure.reason
+            reason = shortened(str(cause)) if disagreement else failure.reason
             return cls(failure.rank, failure.position, place, reason, reporter, disagreement)
-        culprit = suspect(cause.peer) if cause.kind == "late" else cause.peer
+        culprit, state = suspect(cause.peer) if cause.kind == "late" else (cause.peer, "")
         victim = "" if culprit == cause.peer else f", which waits for rank {culprit}"
+        victim += state and f"; {state}"
         where = "" if place is None else f" (rank {failure.rank} was at {place}, step {failure.position})"
         return cls(culprit, None, None, f"{cause.reason}{victim}{where}", reporter, False)
 

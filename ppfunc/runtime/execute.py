@@ -1,5 +1,7 @@
 """Execute the calls of a compiled step, with buffers made for this step alone."""
 
+from functools import lru_cache
+
 import torch
 
 from ppfunc.schedule import Op, parts_of
@@ -8,7 +10,7 @@ from ppfunc.stage.abstract import place as line_of
 
 from .arguments import StepArguments
 from .buffers import Buffers, Tag
-from .compile import CompiledStep, new_gradients
+from .compile import CompiledStep, gradients_of
 from .functorch import values
 from .lowered import BATCH, LoweredStep
 from .tail import losses_of
@@ -52,7 +54,7 @@ def fill(lowered: LoweredStep, arguments: StepArguments, before: Buffers | None 
             were not complete.
 
     Raises:
-        ValueError: a stage draws random numbers, and there is no seed.
+        ValueError: a stage draws random numbers, and there is no seed; a loss in float16 is to be scaled.
     """
     if arguments.seed is None and lowered.drawing:
         raise ValueError(f"stage {lowered.drawing[0]} draws random numbers; pass seed=(seed, step) to the step, two integers")
@@ -62,6 +64,7 @@ def fill(lowered: LoweredStep, arguments: StepArguments, before: Buffers | None 
     buffers.bare = arguments.params
     if before is not None:
         buffers.params, buffers.state, buffers.scale, buffers.carry = before.params, before.state, before.scale, before.carry
+        buffers.kept_before = [*before.kept_before, before.kept] if "aux" in lowered.spec.wants else []
         if not before.ends:
             buffers.gradients = before.gradients
             buffers.losses = {stage: [losses] for stage, losses in losses_of(lowered, before).items()}
@@ -72,7 +75,7 @@ def fill(lowered: LoweredStep, arguments: StepArguments, before: Buffers | None 
                 continue
             model = schedule.model_stages[stage]
             if not schedule.forward_only and stage not in buffers.gradients:
-                buffers.gradients[stage] = new_gradients(lowered)
+                buffers.gradients[stage] = gradients_of(lowered, buffers, model)
             batches = [arguments.targets] if stage == last and arguments.targets else []
             batches += [arguments.extras[model]] if model in arguments.extras else []
             if batches:
@@ -80,6 +83,7 @@ def fill(lowered: LoweredStep, arguments: StepArguments, before: Buffers | None 
             if stage in lowered.losses:
                 weights = buffers.weights[stage] = weights_of(lowered, arguments, stage)
                 if buffers.scale is not None:
+                    _require_scalable(lowered, stage)
                     weights = tuple([weight * buffers.scale.to(weight.device, weight.dtype) for weight in weights])
                 shape = lowered.losses[stage].leaf.shape[1:]
                 buffers.cotangents.update(((stage, m), (weights[m].expand(shape),)) for m in chain.microbatches)
@@ -88,19 +92,40 @@ def fill(lowered: LoweredStep, arguments: StepArguments, before: Buffers | None 
     return buffers
 
 
+def _require_scalable(lowered: LoweredStep, stage: int) -> None:
+    if lowered.losses[stage].leaf.dtype == torch.float16:
+        raise ValueError(
+            f"the loss of stage {lowered.schedule.model_stages[stage]} is float16, in which a scaled loss overflows; compute it in "
+            "float32, as loss_fn(y.float(), target) does, or leave out the scale"
+        )
+
+
 def weights_of(lowered: LoweredStep, arguments: StepArguments, stage: int) -> tuple[torch.Tensor, ...]:
     """The weight of every microbatch, a scalar each, where a stage computes and in the dtype of its loss."""
     m, weights = lowered.schedule.microbatches, arguments.loss_weights
     if weights is None:
         weights = torch.full((m,), 1 / m, dtype=torch.float64)
     device, dtype = lowered.form.devices[lowered.schedule.model_stages[stage]], lowered.losses[stage].leaf.dtype
+    narrow = weights.to(device, dtype)
     if arguments.loss_weights is not None:
         given = values(weights)  # of all rows, under a transform
-        if bool(((given != 0) & (given.to(dtype) == 0)).any()):
-            raise ValueError(
-                f"loss_weights: got {given.tolist()}, of which some become 0 in {dtype}, the dtype of the loss; compute the loss in float32"
-            )
-    return weights.to(device, dtype).unbind()
+        if given.device.type == "cpu":
+            _require_representable(tuple(given.flatten().tolist()), dtype)
+        else:  # where nothing may be read, they make no number
+            narrow = torch.where(((weights != 0) & (narrow == 0)).to(device), torch.nan, narrow)
+    return narrow.unbind()
+
+
+@lru_cache(maxsize=64)
+def _require_representable(weights: tuple[float, ...], dtype: torch.dtype) -> None:
+    """Raise ValueError for weights that the dtype of a loss does not know."""
+    given = torch.tensor(weights, dtype=torch.float64)
+    narrow = given.to(dtype)
+    if bool((((given != 0) & (narrow == 0)) | (given.isfinite() & ~narrow.isfinite())).any()):
+        raise ValueError(
+            f"loss_weights: got {list(weights)}, of which some become 0 or infinite in {dtype}, the dtype of the loss; "
+            "compute the loss in float32"
+        )
 
 
 def describe_inputs(failure: Failure, lowered: LoweredStep) -> str:

@@ -56,6 +56,9 @@ class InProcess:
     def ready(self, laid: LaidOut) -> None:
         pass
 
+    def rest(self) -> None:
+        pass
+
     def end(self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart], mode: Mode = "mixed") -> torch.Tensor | None:
         return torch.cat([losses[stage] for stage in sorted(parts)]).sum(0) if parts else None
 

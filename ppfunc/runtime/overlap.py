@@ -52,9 +52,11 @@ def two_streams() -> Overlapped:
     For ``overlapped=`` of :func:`~ppfunc.value_and_grad`, with any engine. Both begin when what was
     issued before is done, and what follows waits for both.
 
-    Raises (when a pair runs):
-        ValueError: the stages do not compute on CUDA.
+    Raises:
+        ValueError: there is no CUDA device; or, when a pair runs, the stages do not compute on one.
     """
+    if not torch.cuda.is_available():
+        raise ValueError("two_streams() is for CUDA, and there is no such device here; leave out overlapped=, or take interleaved()")
     streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def overlapped(forward: Program, arguments: tuple[Any, ...], backward: Program, others: tuple[Any, ...]) -> tuple[Any, Any]:

@@ -20,12 +20,15 @@ from .control import Control
 from .errors import GONE, LinkError, PipelineError, gone
 from .grid import Axes, grid_of
 from .links import SocketLinks, give_way
+from .opening import open_gloo
 from .rendezvous import Rendezvous
+from .suspects import Answer
 from .transport import Call, Failure, Link, LossPart, Mode, Transfer
 
 # Dtypes that every backend can carry; anything else travels as its bytes.
 _PLAIN = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
 _OWN = {__name__, Control.__module__, SocketLinks.__module__, Rendezvous.__module__}
+_DRAIN = 1.0  # seconds for what a step has given the GPU
 _LOST = ("Connection closed", "Connection reset", "Broken pipe", "Connection refused", "aborted")  # in messages of backends
 
 
@@ -39,12 +42,14 @@ class _Channel:
 class P2P(Control):
     """The transport of a pipeline with one process per rank.
 
-    Tensors of a pair of ranks have communicators of their own, made from the store of the user's group: operations of
+    Tensors of a pair of ranks have communicators of their own, made at the first step and after a failure: operations of
     one NCCL communicator run in the order in which they were issued, whoever the peer is, and no pair must wait for
     another. Under NCCL a pair has one, whose operations of a step go as one batch. Under gloo it has one for each way
     and kind of message: a connection is locked while something is written to it, and what arrives on it meanwhile keeps
     a thread spinning. Control messages take TCP connections along a binary tree, so no GPU has to be waited for, and a
-    process that ends is noticed at once.
+    process that ends is noticed at once. Under gloo the store of the user's group is asked only until the ranks have met,
+    so that it may end with its process. A rank that is late is named, not those that wait for it; those that wait in a
+    collective of a stage raise when the limit of the group of that axis is over.
 
     Every rank makes its transports over a group in the same order, and so its step functions over a transport. A step
     returns on all ranks, once each is at its end, or fails on all of them. One step runs at a time.
@@ -91,6 +96,7 @@ class P2P(Control):
             raise PipelineError(error.peer, None, None, error.reason, reported_by=dist.get_rank(group)) from error
         super().__init__(links, grid)
         self.links: SocketLinks
+        links.status, links.on_failure = self._status, self._unblock
         weakref.finalize(self, links.close)
         self.backend = self._rendezvous.backend
         self._channels: dict[str, _Channel] = {}
@@ -124,12 +130,45 @@ class P2P(Control):
 
     def fail(self, failure: Failure) -> BaseException:
         with self.hold_interrupts():
-            if _lost(-1, failure.cause) is not failure.cause:  # in a collective of a stage: who is gone, or why, is about to be told
-                self.links.await_failure()
+            failure = failure._replace(cause=self._explained(failure.cause))
             try:
                 return super().fail(failure)
             finally:
                 _let_go(failure.cause)
+
+    def _explained(self, cause: BaseException) -> BaseException:
+        """An error of a backend, as what it says of a peer; where a connection has ended, who is gone, or why, is about to be told."""
+        here = self.grid.model.index(self.links.rank)
+        lost = _lost(self.grid.model[(here + 1) % len(self.grid.model)], cause)
+        if not isinstance(lost, LinkError) or lost.kind == "failed":
+            return cause
+        if lost.kind == "gone":
+            self.links.await_failure(lost.peer)
+            return cause
+        if lost is not cause and len(self.grid.model) > 1:  # in a collective of a stage: which rank is late, its answers tell
+            lost.__cause__ = cause
+            return lost
+        return cause
+
+    def _status(self) -> Answer:
+        peers = self.grid.model if len(self.grid.model) > 1 else ()
+        return Answer(None, self._running.locked(), self.ended, peers, self._stage_collectives() if peers else 0)
+
+    def _stage_collectives(self) -> int:
+        """How many collectives of stages this rank has begun."""
+        assert self.mesh is not None and self.axes.model is not None
+        return _torch.begun_in(self.mesh.get_group(self.axes.model))
+
+    def _unblock(self, committed: int) -> None:
+        """End the communicators of a step that has failed, which under NCCL hold up the GPU until then.
+
+        Called by the thread that watches. A step that was committed before is finished: its last collectives have begun on all
+        ranks, or will.
+        """
+        if self.backend == "nccl" and self._executing and committed <= self.ended:
+            owned = [channel.group for channel in self._channels.values()] + [c.group for c in self._collectives.values()]
+            for group in owned:
+                self._abort(group)
 
     def tear_down(self) -> None:
         if self._executing and self.mesh is not None and self.axes.model is not None and len(self.grid.model) > 1:
@@ -139,13 +178,11 @@ class P2P(Control):
             )
             _torch.end_group(self.mesh, self.axes.model)
         self._disconnect()
-        self._rendezvous.move_on()
 
     def close(self) -> None:
         with self.hold_interrupts():
             super().close()
             self._disconnect()
-            self._rendezvous.close()
 
     # -- data ------------------------------------------------------------------------------
 
@@ -156,16 +193,19 @@ class P2P(Control):
                 name = self._name(link)
                 channel = self._channels.setdefault(name, _Channel())
                 if channel.group is None:
-                    peer = self.line[link.sender if self.rank == link.receiver else link.receiver]
-                    self.links.waiting_on = peer
-                    channel.group = self._rendezvous.open(f"{self.generation}/{name}", peer, self.links.check)
-                    self.links.waiting_on = None
+                    channel.group = self._open(name, sorted((self.line[link.sender], self.line[link.receiver])))
 
         for among, collective in sorted(self._collectives.items()):  # every rank is on its way here: they have just compared facts
             if collective.group is None and collective.size > 1:
                 members = self._members(among)
-                name = f"{self.generation}/{among}/{'-'.join(map(str, members))}"
-                collective.group = self._rendezvous.open_all(name, collective.place, collective.size)
+                collective.group = self._open(f"{among}/{'-'.join(map(str, members))}", members)
+
+    def _open(self, name: str, members: Sequence[int]) -> Any:
+        """A communicator of some ranks."""
+        name = f"{self.generation}/{name}"
+        if self.backend == "nccl":
+            return self._rendezvous.open_nccl(name, members.index(self.links.rank), len(members))
+        return open_gloo(self.links, name, members, self._rendezvous.timeout)
 
     def collective(self, among: Among) -> Collective:
         members = self._members(among)
@@ -301,7 +341,12 @@ class P2P(Control):
         return wait
 
     def _disconnect(self) -> None:
-        """End every communicator: peers that wait on one raise at once. The next step makes new ones."""
+        """End every communicator: peers that wait on one raise at once. The next step makes new ones.
+
+        What a step that has ended has given the GPU is let finish: others have ended it, too.
+        """
+        if self.backend == "nccl" and not self._executing:
+            _torch.finish_soon(_DRAIN)
         self._pending.clear()
         for channel in self._channels.values():
             group, channel.group = channel.group, None

@@ -77,6 +77,8 @@ def require_loss(low: LoweredStage, loss: Signature, spec: StepSpec) -> None:
     if len(loss.leaves) != 1 or loss.leaves[0].shape != shape or not loss.leaves[0].dtype.is_floating_point:
         wanted = f"floating tensor of shape {list(shape)}, the loss_shape" if shape else "floating scalar"
         mend = "return one of that shape, or pass another loss_shape" if shape else "take its mean or sum"
+        if not shape and len(loss.leaves) == 1 and len(loss.leaves[0].shape) == 1:
+            mend += f"; where it is that of an ensemble, pass loss_shape={loss.leaves[0].shape}"
         raise ValueError(f"the loss of stage {low.model} must be a {wanted}, got {got}; {mend}")
     if "loss" not in spec.wants:
         raise ValueError(

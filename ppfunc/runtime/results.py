@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,17 +12,19 @@ from ppfunc.stage.tree import tree_leaves, tree_map, tree_structure
 
 from .arguments import StepArguments
 from .batch import Microbatches
-from .buffers import Buffers, Tag
+from .buffers import Buffers, Key, Leaves, Tag
 from .lowered import BATCH, LoweredStage, LoweredStep
 from .ownership import Owned
+
+_NOTHING = tree_structure(None)
 
 
 class Aux(NamedTuple):
     """Collect the metrics and states that the stages of this process return, by stage of the model.
 
     Args:
-        metrics: trees with a leading axis of the microbatches that this process ran, ascending; Microbatches, with None
-            for those without, where they differ in form.
+        metrics: trees with a leading axis of the microbatches that this process ran, ascending, pass after pass; Microbatches, with
+            None for those without, where they differ in form.
         state: trees, after the last microbatch.
     """
 
@@ -50,9 +52,9 @@ class StepResult(NamedTuple):
     carry: Any = None
 
 
-def collect(lowered: LoweredStep, arguments: StepArguments, buffers: Buffers) -> StepResult:
-    """Make what is wanted out of the buffers, but for the loss, which needs those of the other ranks."""
-    wants, owned = lowered.spec.wants, _owner(lowered, arguments)
+def collect(lowered: LoweredStep, passes: Sequence[StepArguments], buffers: Buffers) -> StepResult:
+    """Make what is wanted out of the buffers of the last pass, but for the loss, which needs those of the other ranks."""
+    wants, owned, arguments = lowered.spec.wants, _owner(lowered, passes), passes[0]
     return StepResult(
         None,
         _gradients(lowered, arguments, buffers, owned) if "grads" in wants else None,
@@ -63,11 +65,12 @@ def collect(lowered: LoweredStep, arguments: StepArguments, buffers: Buffers) ->
     )
 
 
-def _owner(lowered: LoweredStep, arguments: StepArguments) -> Owned:
+def _owner(lowered: LoweredStep, passes: Sequence[StepArguments]) -> Owned:
     """Copies results that may share memory; knows the caller's tensors where a result may be one of them."""
+    arguments = passes[0]
     if lowered.schedule.microbatches > 1 and lowered.form.rows is not None and not arguments.state:
         return Owned()
-    batches = (arguments.inputs, arguments.targets, *arguments.extras.values())
+    batches = (batch for part in passes for batch in (part.inputs, part.targets, *part.extras.values()))
     trees = (*arguments.params.values(), *arguments.state.values(), *(row for batch in batches for row in batch))
     return Owned(t for leaves in trees for t in leaves)
 
@@ -105,7 +108,7 @@ def _input_gradients(lowered: LoweredStep, arguments: StepArguments, buffers: Bu
 
 def _outputs(lowered: LoweredStep, buffers: Buffers, owned: Owned) -> Any:
     lasts = [chain.stages[-1] for chain in lowered.schedule.chains]
-    rows = [row for stage in lasts for row in _kept(lowered, buffers, stage, lambda low: low.outputs)]
+    rows = [row for stage in lasts for row in _kept(lowered, buffers.kept, stage, lambda low: low.outputs)]
     return _in_form_of_inputs(rows, lowered, owned) if rows else None
 
 
@@ -118,21 +121,22 @@ def _in_form_of_inputs(rows: list[Any], lowered: LoweredStep, owned: Owned) -> A
 
 def _aux(lowered: LoweredStep, arguments: StepArguments, buffers: Buffers, owned: Owned) -> Aux:
     schedule, metrics = lowered.schedule, {}
-    for model in lowered.form.params:
+    for model in sorted({low.model for low in lowered.stages.values() if low.metrics.treedef != _NOTHING}):
         stages = [s for s in range(schedule.stages) if schedule.model_stages[s] == model]
-        rows = [row for stage in stages for row in _kept(lowered, buffers, stage, lambda low: low.metrics)]
+        passes = [*buffers.kept_before, buffers.kept]
+        rows = [row for kept in passes for stage in stages for row in _kept(lowered, kept, stage, lambda low: low.metrics)]
         if any(row is not None for row in rows):
             metrics[model] = _stacked(rows, owned)
     state = {s: arguments.form.state[s].wrap(map(owned, leaves)) for s, leaves in buffers.state.items()}
     return Aux(metrics, state)
 
 
-def _kept(lowered: LoweredStep, buffers: Buffers, stage: int, which: Callable[[LoweredStage], Signature]) -> Iterator[Any]:
-    """One of the trees that a stage keeps for the caller, of every microbatch that this process ran."""
+def _kept(lowered: LoweredStep, kept: Mapping[Key, Leaves], stage: int, which: Callable[[LoweredStage], Signature]) -> Iterator[Any]:
+    """One of the trees that a stage has kept for the caller, of every microbatch that this process ran."""
     for m in _microbatches(lowered, stage):
         if (stage, m) not in lowered.stages:
             continue
-        low, leaves = lowered.stages[stage, m], buffers.kept.get((stage, m), ())
+        low, leaves = lowered.stages[stage, m], kept.get((stage, m), ())
         start = int(low.loss is not None)
         for signature in (low.outputs, low.metrics):
             stop = start + len(signature.leaves)

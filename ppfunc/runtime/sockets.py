@@ -152,16 +152,29 @@ def _interface(name: str) -> str:
 
 
 def connect(address: Address, rank: int, channel: str) -> socket.socket | None:
-    """Open a connection to a listener, which adopts it; None where no host answers as that listener."""
+    """Open a connection to a listener, which adopts it; None where no host answers as that listener.
+
+    Raises:
+        TimeoutError: a host that may be the one has not answered; it may be busy, or its process may be stopped.
+    """
     names = ["127.0.0.1", *address.hosts] if address.hosts == hosts() else address.hosts
+    busy: TimeoutError | None = None
     for name in names:
-        with suppress(OSError):
+        try:
             connection = socket.create_connection((name, address.port), _SOON)
-            with suppress(OSError):
-                connection.sendall(_GREETING.pack(bytes.fromhex(address.token), rank, channel.encode()))
-                if connection.recv(1) == _WELCOME:
-                    return connection
-            connection.close()
+        except OSError:
+            continue
+        try:
+            connection.sendall(_GREETING.pack(bytes.fromhex(address.token), rank, channel.encode()))
+            if connection.recv(1) == _WELCOME:
+                return connection
+        except TimeoutError as error:
+            busy = error
+        except OSError:
+            pass
+        connection.close()
+    if busy is not None:
+        raise busy
     return None
 
 

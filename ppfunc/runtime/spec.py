@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
+from ppfunc.stage import LeafSignature
+
+from .arguments import StepArguments
 from .buffers import Buffers
+from .gradients import Gradients
 from .overlap import Overlapped
 from .ties import Tied
 
@@ -16,7 +20,10 @@ class ParameterUpdate(NamedTuple):
     """Carry out REDUCE_GRAD and STEP. All functions read and write ``buffers.carry``, the caller's own.
 
     Args:
-        reduce: at REDUCE_GRAD, ``reduce(buffers, stage of the model, {number of the leaf: gradient})``.
+        begin: before the first pass, ``begin(arguments of every pass)`` gives those that the step runs with.
+        sums: ``sums(buffers, stage of the model, {number of the leaf: signature of the sum of its gradients})`` is what gradients
+            are added up in; None for memory that is made in every step.
+        reduce: at REDUCE_GRAD, ``reduce(buffers, stage of the model, what its gradients were added up in, numbers of the leaves)``.
         join: once in a program, ``join(buffers, weighted losses by stage of the schedule)``: between its last REDUCE_GRAD and its
             first STEP, or in the end.
         step: at STEP, ``step(buffers, stage of the model)``; puts new parameters into ``buffers.params`` for a further pass.
@@ -24,13 +31,18 @@ class ParameterUpdate(NamedTuple):
         unshard: at UNSHARD, ``unshard(buffers, stage of the model)`` puts whole parameters into ``buffers.params``, and this rank's
             shards of them into ``buffers.shards``; None where parameters are whole.
         together: whether every STEP comes after ``join``; else each comes where the schedule has it, and ``join`` in the end.
+        facts: where ranks meet, ``facts(carry)`` gives terms that all ranks have to agree on, and those that the ranks have to that
+            hold the same parameters, for other batches.
     """
 
-    reduce: Callable[[Buffers, int, dict[int, torch.Tensor]], None]
+    begin: Callable[[Sequence[StepArguments]], Sequence[StepArguments]]
+    sums: Callable[[Buffers, int, dict[int, LeafSignature]], Gradients] | None
+    reduce: Callable[[Buffers, int, Gradients, Sequence[int]], None]
     join: Callable[[Buffers, dict[int, torch.Tensor]], None]
     step: Callable[[Buffers, int], None]
     finish: Callable[[Buffers], None]
     together: bool
+    facts: Callable[[Any], tuple[str, str]]
     unshard: Callable[[Buffers, int], None] | None = None
 
 
@@ -46,6 +58,7 @@ class StepSpec(NamedTuple):
         tied: the places of tied parameters.
         sum_dtype: of the sums of gradients, where that of a parameter is narrower.
         update: what REDUCE_GRAD and STEP do; they are refused where there is none.
+        finite: whether a step fails whose loss or gradients are not finite.
         primal: the key of the parameters proper where a transform has added tangents to them, such as ``"0."``.
     """
 
@@ -58,3 +71,4 @@ class StepSpec(NamedTuple):
     sum_dtype: torch.dtype | None = None
     primal: str = ""
     update: ParameterUpdate | None = None
+    finite: bool = False

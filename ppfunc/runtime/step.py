@@ -14,6 +14,7 @@ import torch
 
 from ppfunc.schedule import Schedule, Timeline
 from ppfunc.stage import Engine, Loss, Stage
+from ppfunc.stage.tree import tree_leaves
 
 from .agreement import Agreement, Began, batch_name, rows_of
 from .analysis import Lowered
@@ -27,6 +28,7 @@ from .functorch import transforming
 from .interrupts import let_interrupts
 from .lower import Exchange, lower
 from .lowered import LoweredStep
+from .nonfinite import NotFinite, Start, locate, require_finite
 from .record import Recorder, gather
 from .results import StepResult, collect
 from .rng import preserve_rng
@@ -72,6 +74,8 @@ class StepFunction(Generic[P, R]):
         self._ranks = transport.local_ranks(schedule.ranks)
         self._local = tuple(sorted({stage for rank in self._ranks for stage in schedule.model_stages_of(rank)}))
         self.__signature__ = inspect.signature(prepare)  # for help() and editors
+        if spec.finite:
+            transport.collective("world")  # to be had before the transport connects
         self._agreement = Agreement(schedule, spec, transport, self._ranks)
         self._lock = threading.Lock()
         self._building = threading.local()
@@ -137,7 +141,7 @@ class StepFunction(Generic[P, R]):
         failure: Failure | None = None
         error: BaseException | None = None
         try:
-            self._require_all_ranks_under_transforms()
+            self._require_servable_under_transforms()
             raw = self._prepare(*args, **kwargs)
             passes = self._read_passes(raw if isinstance(raw, list) else [raw])
             arguments = passes[0]
@@ -149,15 +153,17 @@ class StepFunction(Generic[P, R]):
             # Under a torch.func transform from outside, that transform decides what is recorded.
             with torch.set_grad_enabled(torch.is_grad_enabled() and transforming()), _generators(arguments):
                 with let_interrupts():
-                    for part in passes:
-                        buffers = execute(compiled, fill(compiled.lowered, part, buffers))
-                    assert buffers is not None
+                    if self.spec.update is not None:
+                        passes = self.spec.update.begin(passes)
+                    buffers = self._execute(compiled, passes)
                     if self.spec.update is not None:
                         self.spec.update.finish(buffers)
                     parts = entry.parts if self.spec.update is None else {}  # an update has them, and sums them over all pipelines
                     losses = losses_of(compiled.lowered, buffers) if parts else {}
-                    result = collect(compiled.lowered, arguments, buffers)
+                    result = collect(compiled.lowered, passes, buffers)
                     buffers = None
+                    if self.spec.finite and self.spec.update is None:
+                        self._require_finite(entry.compiled, passes, result, losses)
                     timeline = None if recorder is None else gather(entry.compiled, recorder.intervals(), self.transport)
                 return result._replace(loss=self.transport.end(losses, parts, entry.mode())), raw, timeline
         except BaseException as raised:
@@ -217,7 +223,7 @@ class StepFunction(Generic[P, R]):
         last = None if self._last is None or abstract else self._last.arguments
         return read_arguments(raw, self.schedule, self._local, self._loss_fn is not None, last, abstract=abstract)
 
-    def _read_passes(self, raw: Sequence[RawArguments]) -> list[StepArguments]:
+    def _read_passes(self, raw: Sequence[RawArguments]) -> Sequence[StepArguments]:
         """The arguments of every pass of the schedule, all of one form."""
         arguments = [self._read(raw[0])]
         for n, other in enumerate(raw[1:], 1):
@@ -308,12 +314,44 @@ class StepFunction(Generic[P, R]):
             ranks=self._ranks, exchange=exchange, example=arguments.example,
         )  # fmt: skip
 
+    def _execute(self, compiled: CompiledStep, passes: Sequence[StepArguments]) -> Buffers:
+        """Run the passes; return the buffers of the last."""
+        buffers: Buffers | None = None
+        start = Start(0, None)
+        for n, part in enumerate(passes):
+            if self.spec.finite and (buffers is None or buffers.ends):
+                start = Start.of(n, buffers)
+            try:
+                buffers = execute(compiled, fill(compiled.lowered, part, buffers))
+            except StepFailed as failed:
+                if isinstance(cause := failed.failure.cause, NotFinite):
+                    raise locate(compiled, passes[start.first : n + 1], start, self.transport, cause) from cause
+                raise
+        assert buffers is not None
+        return buffers
+
+    def _require_finite(
+        self, compiled: CompiledStep, passes: Sequence[StepArguments], result: StepResult, losses: Mapping[int, torch.Tensor]
+    ) -> None:
+        """Raise on all ranks where the loss or a gradient is not finite on one."""
+        made = [*losses.values(), *tree_leaves((result.grads, result.input_grads))]
+        device = next(iter(compiled.lowered.form.devices.values()))
+        try:
+            require_finite(made, self.transport.collective("world"), device)
+        except NotFinite as cause:
+            raise locate(compiled, passes, Start(0, None), self.transport, cause) from cause
+
     def _failure(self, raised: BaseException, entry: Entry | None) -> Failure:
         if not isinstance(raised, StepFailed) or entry is None:
             return Failure(self._ranks[0], None, None, raised)
         return raised.failure._replace(context=describe_inputs(raised.failure, entry.compiled.lowered))
 
-    def _require_all_ranks_under_transforms(self) -> None:
+    def _require_servable_under_transforms(self) -> None:
+        if transforming() and self.spec.finite:
+            raise ValueError(
+                "got a step that raises where numbers are not finite, under a torch.func transform, which has none to read; "
+                "make one with on_nonfinite='ignore'"
+            )
         if transforming() and len(self._ranks) < self.schedule.ranks:
             raise ValueError(
                 "got a step under a torch.func transform, whose ranks are in several processes, where the transform "

@@ -207,13 +207,7 @@ def update_call(lowered: LoweredStep, instruction: Instruction) -> Call | None:
     if instruction.op is Op.STEP:
         return lambda buffers: update.step(buffers, model)
     wanted = _wanted(lowered, first)
-
-    def reduce_gradients(buffers: Buffers) -> None:
-        params = buffers.params[model]
-        total = buffers.gradients[first].take(tuple(params[n] for n in wanted), Owned())
-        update.reduce(buffers, model, dict(zip(wanted, total, strict=True)))
-
-    return reduce_gradients
+    return lambda buffers: update.reduce(buffers, model, buffers.gradients[first], wanted)
 
 
 def sharding_call(lowered: LoweredStep, instruction: Instruction) -> Call:

@@ -12,9 +12,8 @@ from ppfunc.stage import LeafSignature
 
 from .buffers import Buffers, Tag
 from .collective import Among, Collective
+from .errors import shortened
 from .grid import LaidOut
-
-LONGEST = 2000  # characters of a message of somebody else's that travel
 
 Call = Callable[[Buffers], None]
 """One entry of a compiled program: reads and writes the buffers of the running step, and nothing else."""
@@ -81,14 +80,12 @@ class Failure(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """The type of the cause, its message, cut to ``LONGEST`` characters, and the context."""
+        """The type of the cause, its message, and the context, each of a bounded length."""
         try:
             message = str(self.cause)
         except Exception:
             message = "(its message cannot be had)"
-        if len(message) > LONGEST:
-            message = f"{message[:LONGEST]}... ({len(message) - LONGEST} more characters)"
-        return f"{type(self.cause).__name__}: {message}{self.context}"
+        return f"{type(self.cause).__name__}: {shortened(message)}{shortened(self.context)}"
 
 
 class DataTransport(Protocol):
@@ -193,6 +190,10 @@ class ControlTransport(Protocol):
         Raises:
             AgreementError: one of them was given arguments that lie otherwise over a mesh.
         """
+        ...
+
+    def rest(self) -> None:
+        """Say that no rank is in a collective of a stage, nor will be before the next step, so that none is ended by a failure now."""
         ...
 
     def end(self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart], mode: Mode = "mixed") -> torch.Tensor | None:

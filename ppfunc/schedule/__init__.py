@@ -41,7 +41,9 @@ if TYPE_CHECKING:
     from .check import Certificate as Certificate, check as check, is_step_atomic as is_step_atomic
     from .compare_timelines import Comparison as Comparison, compare as compare
     from .config import (
+        Configured as Configured,
         build_schedule as build_schedule,
+        configure as configure,
         count_microbatches as count_microbatches,
         find_builder as find_builder,
         split_points_for as split_points_for,

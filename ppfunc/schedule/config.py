@@ -1,12 +1,13 @@
-"""Make the schedule that a configuration names: by builder or file, for a batch and a microbatch size."""
+"""Make the schedule that a configuration names, by builder or file, and the split of the model that goes with it."""
 
 import difflib
+import inspect
 import os
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..parallel.counts import require_counts
 from ..parallel.stack import count_stages, split_points
@@ -16,6 +17,86 @@ from .schedule import Schedule
 
 # Names of torch.distributed.pipelining that are not those of our builders in another spelling.
 _NAMES_IN_TORCH = {"interleavedzerobubble": "interleaved_zb", "zbvzerobubble": "zbv"}
+
+
+_KEYS = ("schedule", "ranks", "batch_size", "microbatch_size")
+_MORE = ("options", "layers", "layers_per_stage", "input_weight", "output_weight", "split_points")
+
+
+class Configured(NamedTuple):
+    """A schedule, and where to split the model for it.
+
+    Args:
+        schedule: what every rank does.
+        split_points: names of the layers with which the stages behind the first begin, for ``ppfunc.split(model, args, at=...)``;
+            None where the configuration says nothing of layers.
+    """
+
+    schedule: Schedule
+    split_points: tuple[str, ...] | None
+
+
+def configure(config: Mapping[str, Any]) -> Configured:
+    """Make the schedule, and the split of the model into its stages, of a configuration such as a JSON or TOML file holds.
+
+    Args:
+        config: ``schedule``, ``ranks``, ``batch_size`` and ``microbatch_size`` as of `build_schedule`; ``options``, a mapping with further
+            arguments of the builder; either ``split_points``, or ``layers`` and perhaps ``layers_per_stage``, ``input_weight`` and
+            ``output_weight``, as of `split_points_for`. Where a builder takes ``chunks``, and the options have none, they follow
+            from ``split_points`` or ``layers_per_stage``.
+
+    Raises:
+        ValueError: an unknown or missing key, stages that are not those of the schedule; and as `build_schedule`.
+        FileNotFoundError: where there is no schedule at the path.
+
+    >>> made = configure({"schedule": "1F1B", "ranks": 4, "batch_size": 8, "microbatch_size": 1, "layers": 8})
+    >>> made.schedule.name, made.split_points
+    ('one_f_one_b', ('layers.1', 'layers.4', 'layers.7'))
+    """
+    _require_keys(config)
+    layers, points, ranks = config.get("layers"), config.get("split_points"), config["ranks"]
+    options = dict(config.get("options", {}))
+    stages = len(points) + 1 if points is not None else None
+    if "layers_per_stage" in config:
+        require_counts(0, layers=layers)
+        require_counts(ranks=ranks, layers_per_stage=config["layers_per_stage"])
+        stages = -(-config["layers"] // config["layers_per_stage"])
+    if stages is not None and "chunks" not in options and _takes_chunks(config["schedule"]) and not stages % ranks:
+        options["chunks"] = stages // ranks
+    schedule = _built(config["schedule"], ranks, count_microbatches(config["batch_size"], config["microbatch_size"]), options)
+    own = len(set(schedule.model_stages))
+    if stages not in (None, own):
+        raise ValueError(f"the configuration cuts the model into {stages} stages, but {schedule.name} has {own} on {ranks} ranks")
+    _warn_of_bubble(schedule, config["batch_size"])
+    if layers is not None:
+        points = split_points(layers, own, config.get("input_weight", 1), config.get("output_weight", 1))
+    return Configured(schedule, None if points is None else tuple(points))
+
+
+def _require_keys(config: Mapping[str, Any]) -> None:
+    """Raise ValueError where a configuration has a key that nothing would honour, or lacks one."""
+    known = (*_KEYS, *_MORE)
+    for key in config:
+        if key not in known:
+            similar = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"; did you mean {similar[0]!r}?" if similar else ""
+            raise ValueError(f"unknown key {key!r}: expected some of {', '.join(known)}{hint}")
+    if missing := [key for key in _KEYS if key not in config]:
+        raise ValueError(f"the configuration lacks {', '.join(missing)}")
+    of_layers = [key for key in ("layers_per_stage", "input_weight", "output_weight") if key in config]
+    if of_layers and "layers" not in config:
+        raise ValueError(f"the configuration has {of_layers[0]}, and no number of layers; give layers, too")
+    if "split_points" in config and "layers" in config:
+        raise ValueError("the configuration has split_points and layers, from which they would follow; leave one of the two out")
+
+
+def _takes_chunks(schedule: Any) -> bool:
+    """Whether a schedule is one of a builder that takes ``chunks``; a file is of none."""
+    if not callable(schedule):
+        if not isinstance(schedule, str) or _is_path(schedule):
+            return False
+        schedule = find_builder(schedule)
+    return "chunks" in inspect.signature(schedule).parameters
 
 
 def build_schedule(
@@ -50,22 +131,8 @@ def build_schedule(
     >>> build_schedule("1F1B", ranks=2, batch_size=8, microbatch_size=2).microbatches
     4
     """
-    microbatches = count_microbatches(batch_size, microbatch_size)
-    if callable(schedule):
-        built = schedule(ranks, microbatches, **options)
-    elif isinstance(schedule, str) and not (os.sep in schedule or schedule.lower().endswith(".csv")):
-        built = find_builder(schedule)(ranks, microbatches, **options)
-    elif options:
-        raise ValueError(f"a schedule that is read from {schedule} takes no options, got {sorted(options)}")
-    else:
-        built = _read(Path(schedule), ranks, microbatches)
-    stages = len(built.placement)
-    if microbatches < stages:
-        warnings.warn(
-            f"{microbatches} microbatches are fewer than the {stages} stages of {built.name}, which leaves a bubble in the "
-            f"pipeline: a microbatch size of {max(1, batch_size // stages)} or less makes more of them",
-            stacklevel=2,
-        )
+    built = _built(schedule, ranks, count_microbatches(batch_size, microbatch_size), options)
+    _warn_of_bubble(built, batch_size)
     return built
 
 
@@ -131,6 +198,32 @@ def split_points_for(
     several = len(example.placement) > len(example.programs)
     stages = count_stages(layers, ranks, several=several, layers_per_stage=layers_per_stage)
     return split_points(layers, stages, input_weight, output_weight)
+
+
+def _built(schedule: Any, ranks: int, microbatches: int, options: dict[str, Any]) -> Schedule:
+    """The schedule of a builder, of its name, or of a file."""
+    if callable(schedule):
+        return schedule(ranks, microbatches, **options)
+    if isinstance(schedule, str) and not _is_path(schedule):
+        return find_builder(schedule)(ranks, microbatches, **options)
+    if options:
+        raise ValueError(f"a schedule that is read from {schedule} takes no options, got {sorted(options)}")
+    return _read(Path(schedule), ranks, microbatches)
+
+
+def _warn_of_bubble(schedule: Schedule, batch_size: int) -> None:
+    """Warn the caller of this function's caller of fewer microbatches than stages."""
+    stages = len(schedule.placement)
+    if schedule.microbatches < stages:
+        warnings.warn(
+            f"{schedule.microbatches} microbatches are fewer than the {stages} stages of {schedule.name}, which leaves a bubble in the "
+            f"pipeline: a microbatch size of {max(1, batch_size // stages)} or less makes more of them",
+            stacklevel=3,
+        )
+
+
+def _is_path(schedule: str) -> bool:
+    return os.sep in schedule or schedule.lower().endswith(".csv")
 
 
 def _read(path: Path, ranks: int, microbatches: int) -> Schedule:

@@ -177,6 +177,8 @@ class Costs:
         Costs(forward=(1, Fraction(3, 2)), backward={0: 4})
         """
         expected = f"expected an object with some of {', '.join(field.name for field in fields(cls))}"
+        if not isinstance(text, str):
+            raise TypeError(f"got {reprlib.repr(text)} of type {type(text).__name__}, expected the text of a JSON object")
         try:
             document = json.loads(text, object_pairs_hook=_unique)
         except RecursionError:
@@ -214,6 +216,17 @@ class Costs:
 
             return latency + Fraction(size, bandwidth)
         return latency + size / bandwidth
+
+
+def require_costs(costs: Any) -> Costs:
+    """Return ``costs``, the default ones for None.
+
+    Raises:
+        TypeError: something else.
+    """
+    if costs is not None and not isinstance(costs, Costs):
+        raise TypeError(f"costs: got {reprlib.repr(costs)} of type {type(costs).__name__}, expected Costs(forward=..., ...)")
+    return Costs() if costs is None else costs
 
 
 def _values(value: Any) -> Sequence[Any]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import add
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .._lazy import late
 from ..parallel.counts import require_counts
@@ -14,7 +15,7 @@ from .bounds import lower_bound
 from .builders import BUILDERS
 from .check import check
 from .config import find_builder
-from .costs import Costs, Number, portion
+from .costs import Costs, Number, portion, require_costs
 from .instruction import Op
 from .schedule import Schedule
 from .simulate import Timeline, simulate
@@ -135,7 +136,8 @@ def compare_schedules(
     1f1b            33   27.3%    27.3%     4        48     1       22.2%
     """
     require_counts(ranks=ranks, microbatches=microbatches, chunks=chunks)
-    costs = costs or Costs()
+    costs = require_costs(costs)
+    schedules = schedules if schedules is None else _items(schedules)
     rows: list[ScheduleFigures] = []
     refused = []
     for item in BUILDERS if schedules is None else schedules:
@@ -154,6 +156,16 @@ def compare_schedules(
         raise ValueError(refused[0][1] if refused else "schedules: got none, expected at least one")
     rows.sort(key=lambda row: row.timeline.makespan)
     return Overview(ranks, microbatches, tuple(rows), tuple(refused), cap)
+
+
+def _items(schedules: Any) -> list[str | Schedule]:
+    expected = "expected a list of names and schedules"
+    if isinstance(schedules, str | Schedule) or not isinstance(schedules, Iterable):
+        raise TypeError(f"schedules: got {reprlib.repr(schedules)}, {expected}, such as [{reprlib.repr(schedules)}]")
+    items = list(schedules)
+    if wrong := [item for item in items if not isinstance(item, str | Schedule)]:
+        raise TypeError(f"schedules: got one of type {type(wrong[0]).__name__}, {expected}")
+    return items
 
 
 def _canonical(name: str) -> str:

@@ -212,11 +212,17 @@ def single_chain(name: str, placement: Iterable[int], microbatches: int, program
         placement: the rank of every stage.
         microbatches: how many walk the chain.
         programs: per rank, its instructions in order, one per step.
+
+    Raises:
+        TypeError: something else.
     """
-    placement = tuple(placement)
-    return Schedule(
-        name,
-        placement,
-        (Chain(tuple(range(len(placement))), range(microbatches)),),
-        tuple(tuple(zip(program)) for program in programs),
-    )
+    for what, given, expected in (("placement", placement, "the rank of every stage"), ("programs", programs, "a list per rank")):
+        if not isinstance(given, Iterable) or isinstance(given, str):
+            raise TypeError(f"{what}: got {given!r}, expected {expected}")
+    if not isinstance(microbatches, int):
+        raise TypeError(f"microbatches: got {microbatches!r}, expected their number")
+    placement, rows = tuple(placement), [list(program) if isinstance(program, Iterable) else [program] for program in programs]
+    for rank, row in enumerate(rows):
+        if wrong := [item for item in row if not isinstance(item, Instruction)]:
+            raise TypeError(f"programs[{rank}]: got {wrong[0]!r}, expected a list of instructions, such as [F(0, 0), B(0, 0)]")
+    return Schedule(name, placement, (Chain(tuple(range(len(placement))), range(microbatches)),), tuple(tuple(zip(row)) for row in rows))

@@ -8,7 +8,7 @@ from operator import sub
 from statistics import median
 
 from .._lazy import late
-from .costs import Costs, Number
+from .costs import Costs, Number, require_costs
 from .dataflow import dataflow, find_routes
 from .earliest import BESIDE, EarliestTimes, Time, earliest
 from .errors import schedule_error
@@ -107,7 +107,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     Raises:
         ScheduleError: a value that is no schedule, or an instruction that waits for something
             that can never come.
-        ValueError: costs for another number of stages.
+        ValueError, TypeError: costs for another number of stages, or no costs.
 
     >>> from ppfunc.schedule import one_f_one_b
     >>> timeline = simulate(one_f_one_b(ranks=4, microbatches=8), Costs(forward=1, backward=2))
@@ -115,7 +115,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     (33, (9, 9, 9, 9), (4, 3, 2, 1))
     """
     require_schedule(schedule)
-    costs = (costs or Costs()).fitting(schedule.stages)
+    costs = require_costs(costs).fitting(schedule.stages)
     single = {Op.F: "forward", Op.I: "backward_input", Op.W: "backward_weight"}
     pair_of = cache(costs.pair_of)
     times = earliest(
@@ -139,7 +139,8 @@ def timeline_of(
     Raises:
         ValueError: the number of times is not that of the instructions.
     """
-    costs = (costs or Costs()).fitting(schedule.stages)
+    require_schedule(schedule)
+    costs = require_costs(costs).fitting(schedule.stages)
     busy, spans, makespan = [], [], 0
     for rank in range(schedule.ranks):
         ops = [i[0] for i in schedule.instructions(rank)]
@@ -171,7 +172,8 @@ def peak_activations(schedule: Schedule, costs: Costs | None = None) -> tuple[Nu
     An activation is held from the start of its F to the end of its B, or of its I, after which
     its weight share is held until the end of its W; not while it is offloaded.
     """
-    costs = costs or Costs()
+    require_schedule(schedule)
+    costs = require_costs(costs)
     sizes = [(costs.of("activation", s), costs.of("weight_share", s)) for s in range(schedule.stages)]
     kinds = {size: 2 * number for number, size in enumerate(dict.fromkeys(sizes))}
     kind = [kinds[size] for size in sizes]

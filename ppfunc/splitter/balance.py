@@ -109,7 +109,8 @@ def _flops(found: Trace, device: torch.device) -> list[float]:
     """Operations before each operator and after the last: multiplications and additions, and one for each element made."""
     marks, elements = [], 0
     with undisturbed(), without_values(), FlopCounterMode(display=False) as counter:
-        for node in replay(found, fake_sources(found, device)):
+        sources = {node: t.detach() for node, t in fake_sources(found, device).items()}  # the counter hooks onto histories of modules
+        for node in replay(found, sources):
             if node.op == "call_function":
                 marks.append(counter.get_total_flops() + elements)
                 elements += torch.Size(node.meta["value"].shape).numel() if "value" in node.meta else 0

@@ -7,11 +7,15 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import ModuleType
+from functools import _lru_cache_wrapper
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd import Function
+from torch.distributions import Distribution
+from torch.overrides import TorchFunctionMode
 
 from ppfunc.stage import StageError
 
@@ -48,6 +52,59 @@ def unseen_refused() -> Iterator[None]:
         for owner, name, what, mend in _unseen():
             stack.enter_context(_replaced(owner, name, refusing(getattr(owner, name), what, mend)))
         yield
+
+
+@contextmanager
+def values_unchecked() -> Iterator[None]:
+    """Within it, checks of values raise nothing in this thread: those of ``torch._check``, and of the arguments of distributions."""
+    this, original = threading.get_ident(), torch._check_tensor_all_with
+
+    def check(*args: Any, **kwargs: Any) -> None:
+        if threading.get_ident() != this:
+            original(*args, **kwargs)
+
+    with _replaced(torch, "_check_tensor_all_with", check), _replaced(Distribution, "_validate_args", False):
+        yield
+
+
+class GradientsAsked(TorchFunctionMode):
+    """Lets a model ask for the gradient of a value that has one, such as a view of an input, where torch takes leaves alone."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        asks = func in (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+        known = asks and all(args[1:]) and all(kwargs.values()) and args[0].grad_fn is not None
+        return args[0] if known else func(*args, **kwargs)
+
+
+@contextmanager
+def caches_emptied(model: nn.Module) -> Iterator[None]:
+    """Empty afterwards the caches (``functools.lru_cache``) that the model has filled: what they hold has no values."""
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__ if not kind.__module__.startswith("torch.")}
+    owners = [*kinds, *{id(found): found for kind in kinds if (found := sys.modules.get(kind.__module__)) is not None}.values()]
+    caches = {id(cache): cache for owner in owners for value in vars(owner).values() for cache in _caches_of(value)}
+    misses = {at: cache.cache_info().misses for at, cache in caches.items()}
+    try:
+        yield
+    finally:
+        for at, cache in caches.items():
+            if cache.cache_info().misses != misses[at]:
+                cache.cache_clear()
+
+
+def _caches_of(value: Any) -> Iterator[_lru_cache_wrapper[Any]]:
+    """A cached function, also one that a decorator has wrapped, or a static or class method."""
+    value = getattr(value, "__func__", value)
+    if isinstance(value, _lru_cache_wrapper):
+        yield value
+    elif isinstance(value, FunctionType):
+        for cell in value.__closure__ or ():
+            try:
+                held = cell.cell_contents
+            except ValueError:  # it is empty yet
+                continue
+            if isinstance(held, _lru_cache_wrapper):
+                yield held
 
 
 def _unseen() -> Iterator[tuple[Any, str, str, str]]:

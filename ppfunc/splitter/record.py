@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ppfunc.stage import StageError
 from ppfunc.stage._torch import FakeTensor, OpOverload, TorchDispatchMode, innermost_transform, is_wrapped, schema, storage, version
-from ppfunc.stage.errors import place_of_call
+from ppfunc.stage.errors import place_of_call, warn
 from ppfunc.stage.purity import NoValuesError
 from ppfunc.stage.tracing.operators import ELEMENT
 from ppfunc.stage.tree import tree_flatten, tree_unflatten
@@ -255,10 +254,9 @@ class Recording(PreDispatchMode):
     def _warn_of_checkpoint(self) -> None:
         if not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 "the model uses torch.utils.checkpoint, or other hooks on saved tensors, which are not kept by the stages of a split: "
-                "gradients are the same, memory is not saved; use engine=ppfunc.stage.graph(remat=...), or none of them",
-                stacklevel=2,
+                "gradients are the same, memory is not saved; use engine=ppfunc.stage.graph(remat=...), or none of them"
             )
 
     def _with_nodes(self, value: Any) -> Any:

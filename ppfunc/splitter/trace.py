@@ -22,7 +22,7 @@ from ppfunc.stage.tree import tree_flatten
 
 from ._torch import enable_python_dispatcher
 from .call import CallForm
-from .patches import functions_kept, unseen_refused
+from .patches import GradientsAsked, caches_emptied, functions_kept, unseen_refused, values_unchecked
 from .record import BY_HAND, MODEL, Recording
 
 
@@ -108,6 +108,9 @@ def trace(model: nn.Module, form: CallForm, inputs: Sequence[LeafForm], device: 
         input_nodes = tuple(recording.place(t, f"input{i}") for i, t in enumerate(given))
         begun: dict[str, int] = {}
         stack.enter_context(unmodified(model))
+        stack.enter_context(caches_emptied(model))
+        stack.enter_context(values_unchecked())
+        stack.enter_context(GradientsAsked())
         stack.enter_context(_noted(model, names, recording, begun))
         stack.enter_context(functions_kept(recording))
         called = fakes | {place: fakes[name] for place, name in tensors.places.items()}

@@ -102,6 +102,14 @@ def version(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
+def versions(tensors: Sequence[torch.Tensor]) -> list[int | None]:
+    """Those of many tensors, sooner."""
+    try:
+        return [t._version for t in tensors]
+    except RuntimeError:  # of an inference tensor
+        return list(map(version, tensors))
+
+
 def dtensor(
     part: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, strides: tuple[int, ...]
 ) -> DTensor:

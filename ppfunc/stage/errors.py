@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+import warnings
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -59,6 +60,14 @@ def place_of_call(end: str = "") -> str:
             return ""
         frame = frame.f_back
     return "" if frame is None else f", called at {frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def warn(text: str) -> None:
+    """Warn at the innermost line that runs now and is neither of torch nor of Python nor of this library."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and is_of_a_library(frame.f_code.co_filename):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)
 
 
 @cache

@@ -62,7 +62,8 @@ def graph(
     The programs are straight-line Python on flat tuples; their source is the docstring of the
     functions in ``program.flat``. Whole, or I and W apart, the backward gives the same bits; no
     operator is in two programs; parameters are not copied into the residuals. A program serves the
-    shapes and dtypes of its example; for others the stage is traced again.
+    shapes and dtypes of its example; for others the stage is traced again. Parameters on which nothing depends are named in
+    a warning when a backward first runs; other engines do not see them.
     Every operator is traced by itself, a few milliseconds each, in a loop every time: a recurrent layer
     over a thousand steps takes minutes to trace, where the functional and the eager engine start at once.
 

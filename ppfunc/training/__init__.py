@@ -1,6 +1,7 @@
 """Train with gradients: optimizers, precision, norms, reductions over ranks, sharded state; pure functions of trees of tensors."""
 
 from .buckets import Bucket, LeafPlace, plan_buckets, views
+from .gradient_transforms import chain, clip_by_global_norm, from_updates
 from .materialize import materialize
 from .norms import clip_coefficient, global_norm, leaf_sums, norm_of, norm_sum
 from .optimizers import adamw, sgd
@@ -8,8 +9,6 @@ from .parallelize import parallelize, shard
 from .precision import LossScale, Precision, cast, dynamic_scale, overflow, static_scale
 from .protocols import Clip, Optimizer, Ranks, ShardOf, Transform, accepting_scale
 from .rates import constant, linear, warmup_cosine
-from .reducer import Reducer
-from .updates import chain, clip_by_global_norm, from_updates
 
 __all__ = [
     "Bucket",
@@ -19,7 +18,6 @@ __all__ = [
     "Optimizer",
     "Precision",
     "Ranks",
-    "Reducer",
     "ShardOf",
     "Transform",
     "accepting_scale",

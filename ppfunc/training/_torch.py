@@ -33,3 +33,8 @@ def all_gather_within(timeout: timedelta, group: Any, whole: torch.Tensor, part:
     options = AllgatherOptions()
     options.timeout = timeout
     return group._allgather_base(whole, part, options)
+
+
+def users_of(storage: torch.UntypedStorage) -> int:
+    """How many tensors hold the memory of a storage, this object counted."""
+    return torch._C._storage_Use_Count(storage._cdata)

@@ -59,7 +59,6 @@ def plan_buckets(
     *,
     axis: str = "dp",
     stage: int = 0,
-    dtype: torch.dtype | None = None,
     chosen: Iterable[int] | None = None,
     most: int = MOST,
 ) -> tuple[Bucket, ...]:
@@ -68,7 +67,6 @@ def plan_buckets(
     Args:
         leaves: tensors or their signatures. Those that are neither floating nor complex are left out.
         axis, stage: names of the buckets.
-        dtype: of buckets for real leaves, such as ``Precision.reduce``; by default that of the leaf.
         chosen: numbers of the leaves to lay out; by default all.
         most: bytes of a bucket. A larger leaf has one for itself.
 
@@ -78,10 +76,10 @@ def plan_buckets(
     numbers = range(len(leaves)) if chosen is None else sorted(chosen)
     by_dtype: dict[torch.dtype, list[int]] = {}
     for n in numbers:
-        own = leaves[n].dtype
-        if differentiable(own):
-            by_dtype.setdefault(own.to_real() if own.is_complex else dtype or own, []).append(n)
-    return tuple(bucket for kind, own in by_dtype.items() for bucket in _laid_out(leaves, own, axis, stage, kind, most))
+        if differentiable(leaves[n].dtype):
+            by_dtype.setdefault(leaves[n].dtype, []).append(n)
+    kinds = ((dtype.to_real() if dtype.is_complex else dtype, own) for dtype, own in by_dtype.items())
+    return tuple(bucket for kind, own in kinds for bucket in _laid_out(leaves, own, axis, stage, kind, most))
 
 
 def _laid_out(

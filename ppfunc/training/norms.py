@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf, isinf
+from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,13 +16,12 @@ from ._torch import norms_of_each
 from .protocols import Tree
 
 
-def leaf_sums(leaves: Sequence[Tensor], norm_type: float = 2.0, copies: Sequence[int] | Tensor | None = None) -> Tensor:
+def leaf_sums(leaves: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     """The sum of ``|x|**p`` over each leaf, or for infinity its largest ``|x|``.
 
     Args:
         leaves: gradients of this rank. Those that are neither floating nor complex count as 0.
         norm_type: p.
-        copies: how many ranks, or tied places, add the same leaf: each adds its share.
 
     Returns:
         float64[leaves], on the device of the first. Halves are squared in float32.
@@ -28,18 +29,17 @@ def leaf_sums(leaves: Sequence[Tensor], norm_type: float = 2.0, copies: Sequence
     require_norm_type(norm_type)
     trained = [n for n, leaf in enumerate(leaves) if differentiable(leaf.dtype) and leaf.numel()]
     device = leaves[0].device if leaves else None
-    sums = torch.zeros(len(leaves), dtype=torch.float64, device=device)
-    for dtype in dict.fromkeys((leaves[n].dtype, leaves[n].device) for n in trained):
-        own = [n for n in trained if (leaves[n].dtype, leaves[n].device) == dtype]
-        found = torch.stack(_norms([leaves[n].detach() for n in own], norm_type)).to(sums)
-        if len(own) == len(leaves):
-            sums = found
-        else:
-            sums[torch.tensor(own, device=device)] = found
+    none = torch.zeros(1, dtype=torch.float64, device=device)
+    found = [none] * len(leaves)
+    for kind in dict.fromkeys((leaves[n].dtype, leaves[n].device) for n in trained):
+        own = [n for n in trained if (leaves[n].dtype, leaves[n].device) == kind]
+        norms = torch.stack(_norms([leaves[n].detach() for n in own], norm_type)).to(none)
+        for n, norm in zip(own, norms.split(1), strict=True):  # an index would be a tensor of the host
+            found[n] = norm
+    sums = torch.cat(found) if found else none[:0]
     if isinf(norm_type):
         return sums
-    sums = sums.square() if norm_type == 2 else sums.pow(norm_type)
-    return sums if copies is None else sums / torch.as_tensor(copies, dtype=torch.float64, device=device)
+    return sums.square() if norm_type == 2 else sums.pow(norm_type)
 
 
 def _norms(leaves: list[Tensor], norm_type: float) -> list[Tensor]:
@@ -52,12 +52,12 @@ def _norms(leaves: list[Tensor], norm_type: float) -> list[Tensor]:
     return list(norms_of_each(leaves, norm_type))
 
 
-def norm_sum(tree: Tree, norm_type: float = 2.0, copies: Sequence[int] | Tensor | None = None) -> Tensor:
+def norm_sum(tree: Tree, norm_type: float = 2.0) -> Tensor:
     """The part of a norm that the leaves of this rank make, float64[]: see :func:`leaf_sums`.
 
     Ranks add these up, or for infinity take the largest, and then :func:`norm_of` gives the norm of all.
     """
-    sums = leaf_sums(tree_leaves(tree), norm_type, copies)
+    sums = leaf_sums(tree_leaves(tree), norm_type)
     if not len(sums):
         return sums.sum()
     return sums.max() if isinf(norm_type) else sums.sum()
@@ -87,7 +87,18 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor | None:
     return None if max_norm == inf else (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
-def require_norm_type(norm_type: float) -> None:
-    """Raise ValueError for a p of which there is no norm."""
-    if not norm_type > 0:
-        raise ValueError(f"norm_type is {norm_type}, expected a number of more than 0, or infinity")
+def require_norm_type(norm_type: Any) -> None:
+    """Raise ValueError or TypeError for a p of which there is no norm."""
+    if isinstance(norm_type, bool) or not isinstance(norm_type, Real):
+        mend = ", such as math.inf" if norm_type == "inf" else ""
+        raise TypeError(f"norm_type is {norm_type!r} of type {type(norm_type).__name__}, expected a number{mend}")
+    if not float(norm_type) > 0:
+        raise ValueError(f"norm_type is {norm_type}, expected a number of more than 0, or math.inf")
+
+
+def require_max_norm(name: str, max_norm: Any) -> None:
+    """Raise ValueError or TypeError for a norm to clip by that is none."""
+    if isinstance(max_norm, bool) or not isinstance(max_norm, Real):
+        raise TypeError(f"{name}: got {max_norm!r} of type {type(max_norm).__name__}, expected a number")
+    if not float(max_norm) >= 0:
+        raise ValueError(f"{name}: got {max_norm}, expected a norm, at least 0, or math.inf for none")

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ..stage.tree import tree_leaves
 from ._torch import fused_adamw, fused_sgd
+from .checks import require_number
 from .leaves import LeafPlan, gradients_of, leaves_of, owned, plan_of, zeros_like
 from .parts import Kernel, as_columns, run_on_parts, vector_width
 from .protocols import Optimizer, ShardOf, Tree
 
 LearningRate = float | Callable[[Tensor], Tensor | float]
+"""A number, or a function of the number of updates made before, such as :func:`warmup_cosine`."""
 
 
 def adamw(
@@ -46,6 +50,9 @@ def adamw(
         donate: give up the parameters, the state, and with ``grad_scale`` the gradients: tensors in row-major memory are
             updated in place and returned, so that no copy is made. Otherwise the arguments of an update stay as they are.
 
+    Raises:
+        ValueError, TypeError: a number that is negative or not finite, or none; betas of 1 or more.
+
     References:
         Loshchilov and Hutter, Decoupled Weight Decay Regularization, algorithm 2.
         The numbers are those of ``torch.optim.AdamW(..., fused=True)``.
@@ -57,6 +64,12 @@ def adamw(
     >>> updated["w"], params["w"], state["updates"]
     (tensor([0.5000, 2.5000]), tensor([1., 2.]), tensor(1))
     """
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise TypeError(f"betas is {reprlib.repr(betas)}, expected two numbers, such as (0.9, 0.999)")
+    for n, beta in enumerate(betas):
+        require_number(f"betas[{n}]", beta, below=1.0)
+    require_number("eps", eps)
+    require_number("weight_decay", weight_decay)
     options: dict[str, Any] = {
         "beta1": betas[0],
         "beta2": betas[1],
@@ -69,7 +82,8 @@ def adamw(
     def kernel(params: list[Tensor], grads: list[Tensor], mean: list[Tensor], square: list[Tensor], step: Tensor, **given: Any) -> None:
         fused_adamw(params, grads, mean, square, [], [step] * len(params), **options, **given)
 
-    return _fused(kernel, ("mean", "square"), lr, donate)
+    text = f"adamw({_text_of_rate(lr)}, betas ({betas[0]}, {betas[1]}), eps {eps}, weight decay {weight_decay})"
+    return _fused(kernel, ("mean", "square"), lr, donate, text)
 
 
 def sgd(
@@ -99,17 +113,21 @@ def sgd(
         donate: as in :func:`adamw`.
 
     Raises:
-        ValueError: if ``nesterov`` is asked for without momentum, or with dampening.
+        ValueError, TypeError: a number that is negative or not finite, or none; ``nesterov`` without momentum, or with dampening.
 
     >>> optimizer = sgd(lr=0.1)
     >>> params = [torch.tensor(1.0)]
     >>> optimizer.update([torch.tensor(2.0)], optimizer.init(params), params)[0]
     [tensor(0.8000)]
     """
+    for name, number in (("momentum", momentum), ("weight_decay", weight_decay), ("dampening", dampening)):
+        require_number(name, number)
     if nesterov and (momentum <= 0 or dampening != 0):
         raise ValueError(f"nesterov needs momentum > 0 and dampening 0, got momentum={momentum} and dampening={dampening}")
+    text = f"sgd({_text_of_rate(lr)}, momentum {momentum}, weight decay {weight_decay}, dampening {dampening}, nesterov {nesterov})"
     if momentum and dampening:
-        return _fused(partial(_dampened, momentum=momentum, weight_decay=weight_decay, dampening=dampening), ("momentum",), lr, donate)
+        kernel_of_both = partial(_dampened, momentum=momentum, weight_decay=weight_decay, dampening=dampening)
+        return _fused(kernel_of_both, ("momentum",), lr, donate, text)
     options: dict[str, Any] = {
         "momentum": momentum,
         "weight_decay": weight_decay,
@@ -122,7 +140,7 @@ def sgd(
         # A buffer of zeros becomes the gradient, as it does in torch at the first update.
         fused_sgd(params, grads, rest[0] if momentum else [], **options, is_first_step=False, **given)
 
-    return _fused(kernel, ("momentum",) if momentum else (), lr, donate)
+    return _fused(kernel, ("momentum",) if momentum else (), lr, donate, text)
 
 
 def _dampened(
@@ -148,7 +166,15 @@ def _dampened(
         buffer.copy_(after if found_inf is None else torch.where(found_inf > 0, buffer, after))
 
 
-def _fused(kernel: Kernel, names: tuple[str, ...], lr: LearningRate, donate: bool) -> Optimizer:
+def _text_of_rate(lr: LearningRate) -> str:
+    """A learning rate as ranks compare it: its numbers, or the name of its function."""
+    if not callable(lr):
+        require_number("lr", lr, mend=", or a function of the number of updates, such as ppfunc.warmup_cosine")
+        return f"lr {lr}"
+    return f"lr {getattr(lr, 'text', None) or getattr(lr, '__qualname__', type(lr).__name__)}"
+
+
+def _fused(kernel: Kernel, names: tuple[str, ...], lr: LearningRate, donate: bool, text: str) -> Optimizer:
     """An optimizer that runs ``kernel`` on leaves of the parameters, their gradients, and the trees ``names`` of its state."""
     widths: dict[torch.dtype, int] = {}
     last: LeafPlan | None = None  # how the trees of the last update were taken apart; those of the next are mostly like them
@@ -167,6 +193,10 @@ def _fused(kernel: Kernel, names: tuple[str, ...], lr: LearningRate, donate: boo
         parts: Sequence[ShardOf] | None = None,
     ) -> tuple[Tree, dict[str, Tree]]:
         nonlocal last
+        if not isinstance(state, dict) or state.keys() != {"updates", *names}:
+            got = ", ".join(map(repr, state)) if isinstance(state, dict) else f"a {type(state).__name__}"
+            wanted = ", ".join(map(repr, ("updates", *names)))
+            raise ValueError(f"state: got {got or 'nothing'}, expected {wanted}; it is that of another optimizer")
         states = {name: state[name] for name in names}
         plan = last  # read once: another thread may set it
         leaves = None if plan is None else leaves_of(plan, (params, grads, *states.values()))
@@ -174,6 +204,8 @@ def _fused(kernel: Kernel, names: tuple[str, ...], lr: LearningRate, donate: boo
             plan, leaves = plan_of(params, grads, states)
             last = plan
         new, own = owned(plan, (params, *states.values()), (leaves[0], *leaves[2:]), donate)
+        if donate:  # the kernels do not count that they write
+            increment_version([leaf for column in own for leaf in column])
         # The kernels write unscaled gradients over those that they are given.
         gradients = gradients_of(plan, leaves[1], copy=grad_scale is not None and not donate)
         whole = None if parts is None else as_columns([parts[n] for n in plan.trained], [leaves[0][n].dtype for n in plan.trained])
@@ -192,7 +224,7 @@ def _fused(kernel: Kernel, names: tuple[str, ...], lr: LearningRate, donate: boo
         after = count + 1 if found_inf is None else torch.where(found_inf.to(count.device) > 0, count, count + 1)
         return new[0], {"updates": after, **dict(zip(names, new[1:], strict=True))}
 
-    return Optimizer(init, update)
+    return Optimizer(init, update, text=text)
 
 
 def _on(device: torch.device, number: Tensor | None) -> Tensor | None:

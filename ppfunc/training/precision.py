@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from math import isfinite
 
 import torch
 from torch import Tensor
 
 from ..stage.tree import tree_map
 from ._torch import update_scale
+from .checks import require_count, require_positive
 from .protocols import Tree
 
 
@@ -20,7 +20,7 @@ class Precision:
 
     Args:
         compute: of parameters and inputs in the stages.
-        reduce: in which gradients are added up, over microbatches and over ranks.
+        reduce: in which gradients are added up over ranks; over microbatches, too, where that is wider than their own.
         master: of the parameters that are kept, and of their optimizer state.
 
     Raises:
@@ -44,17 +44,9 @@ class Precision:
         """Floating leaves in ``compute``; complex, integer and boolean ones are returned as they are."""
         return cast(tree, self.compute)
 
-    def to_reduce(self, tree: Tree) -> Tree:
-        """Likewise in ``reduce``."""
-        return cast(tree, self.reduce)
-
     def to_master(self, tree: Tree) -> Tree:
         """Likewise in ``master``."""
         return cast(tree, self.master)
-
-    def reduced(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which gradients of a parameter of ``dtype`` are added up."""
-        return self.reduce if self.reduce is not None and dtype.is_floating_point else dtype
 
 
 def cast(tree: Tree, dtype: torch.dtype | None) -> Tree:
@@ -72,20 +64,26 @@ class LossScale:
         init: ``init(device) -> state``, a dictionary with ``scale``, float32[].
         update: ``update(state, found_inf) -> state``, after a step whose gradients have overflowed where ``found_inf``,
             float32[], is 1. The state that it is given stays as it is, and no value is read by the host.
+        text: its name and numbers, which ranks that train together compare.
     """
 
     init: Callable[[torch.device | str | None], dict[str, Tensor]]
     update: Callable[[dict[str, Tensor], Tensor], dict[str, Tensor]]
+    text: str = "of functions of your own"
 
 
 def static_scale(scale: float = 1.0) -> LossScale:
     """Make a scale that never changes.
 
     Raises:
-        ValueError: a number that is not positive and finite.
+        ValueError, TypeError: a number that is not positive and finite.
     """
-    _require_positive(scale=scale)
-    return LossScale(lambda device: {"scale": torch.full((), scale, device=device)}, lambda state, found_inf: state)
+    require_positive(scale=scale)
+
+    def first(device: torch.device | str | None) -> dict[str, Tensor]:
+        return {"scale": torch.full((), scale, dtype=torch.float32, device=device)}
+
+    return LossScale(first, lambda state, found_inf: state, f"static_scale({scale})")
 
 
 def dynamic_scale(init: float = 2.0**16, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000) -> LossScale:
@@ -106,7 +104,7 @@ def dynamic_scale(init: float = 2.0**16, growth: float = 2.0, backoff: float = 0
         interval: good steps from one growth to the next.
 
     Raises:
-        ValueError: numbers out of range.
+        ValueError, TypeError: numbers out of range, or none.
 
     References:
         Micikevicius et al., Mixed Precision Training, 2018. The numbers are those of ``torch.amp.GradScaler``.
@@ -116,12 +114,16 @@ def dynamic_scale(init: float = 2.0**16, growth: float = 2.0, backoff: float = 0
     >>> state["scale"].item(), scale.update(state, torch.tensor(0.0))["scale"].item()
     (4.0, 8.0)
     """
-    _require_positive(init=init, growth=growth, backoff=backoff, interval=interval)
+    require_positive(init=init, growth=growth, backoff=backoff)
+    require_count("interval", interval)
     if growth < 1 or backoff >= 1:
         raise ValueError(f"growth is {growth} and backoff {backoff}, expected growth of at least 1 and backoff of less than 1")
 
     def first(device: torch.device | str | None) -> dict[str, Tensor]:
-        return {"scale": torch.full((), init, device=device), "good": torch.zeros((), dtype=torch.int32, device=device)}
+        return {
+            "scale": torch.full((), init, dtype=torch.float32, device=device),
+            "good": torch.zeros((), dtype=torch.int32, device=device),
+        }
 
     @torch.no_grad()
     def update(state: dict[str, Tensor], found_inf: Tensor) -> dict[str, Tensor]:
@@ -129,13 +131,7 @@ def dynamic_scale(init: float = 2.0**16, growth: float = 2.0, backoff: float = 0
         update_scale(scale, good, found_inf.to(scale.device, torch.float32), growth, backoff, interval)
         return {"scale": scale.clamp_(min=torch.finfo(torch.float32).tiny), "good": good}
 
-    return LossScale(first, update)
-
-
-def _require_positive(**numbers: float) -> None:
-    for name, number in numbers.items():
-        if not (number > 0 and isfinite(number)):
-            raise ValueError(f"{name} is {number}, expected a finite number of more than 0")
+    return LossScale(first, update, f"dynamic_scale({init}, {growth}, {backoff}, {interval})")
 
 
 def overflow(*numbers: Tensor) -> Tensor:

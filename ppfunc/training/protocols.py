@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..stage._torch import version
+from ..stage._torch import versions
 from ..stage.signature import differentiable
 from ..stage.tree import tree_leaves, tree_map
 
@@ -63,8 +63,8 @@ class Ranks(Protocol):
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum") -> Wait:
         """Replace a tensor by the sum, or the largest, of those of all ranks."""
 
-    def reduce_scatter(self, tensor: Tensor) -> tuple[Tensor, Wait]:
-        """This rank's part, [n], of the sum of tensors [size * n]."""
+    def reduce_scatter(self, tensor: Tensor, part: Tensor) -> Wait:
+        """Write this rank's part of the sum of tensors [size * n] into ``part``, [n]."""
 
     def all_gather(self, part: Tensor) -> tuple[Tensor, Wait]:
         """The tensors [n] of all ranks one after the other, [size * n]."""
@@ -96,6 +96,11 @@ class Clip(NamedTuple):
     max_norm: float
     norm_type: float
 
+    @property
+    def text(self) -> str:
+        """Its numbers, which ranks that train together compare."""
+        return f"clip_by_global_norm({self.max_norm}, {self.norm_type})"
+
 
 class Optimizer(NamedTuple):
     """A pair of functions; any such pair serves as an optimizer.
@@ -112,25 +117,35 @@ class Optimizer(NamedTuple):
             leaves are shards, ``parts`` says of what, one per leaf: the fused kernels then give the bits of the whole.
         clipped: the clipping and the optimizer that this is a chain of, None where there is none. Who updates the model
             part by part clips by the norm of all parts, and takes the second alone.
+        text: its name and numbers, which ranks that train together compare; the name of ``update`` where it is empty.
     """
 
     init: Callable[[Tree], Tree]
     update: Update
     clipped: tuple[Clip, Optimizer] | None = None
+    text: str = ""
+
+
+def text_of(thing: Any) -> str:
+    """The name and numbers of an optimizer or a transform, as far as they are known."""
+    text: str = getattr(thing, "text", "")
+    return text or getattr(getattr(thing, "update", thing), "__qualname__", type(thing).__name__)
 
 
 def accepting_scale(optimizer: Optimizer) -> Optimizer:
     """An optimizer whose update takes ``grad_scale``, ``found_inf`` and ``parts``, made of one that may not.
 
     It has to work element by element where ``parts`` are given, which it does not see. Equivalent to: divide the
-    gradients; update; where ``found_inf`` is 1, take the old parameters and state.
+    gradients; update; where ``found_inf`` is 1, take the old parameters and state. One that takes any keyword is given
+    ``found_inf`` and ``parts``, and not trusted to look at them.
     """
     if not isinstance(optimizer, Optimizer):
         optimizer = Optimizer(optimizer.init, optimizer.update)
     taken = inspect.signature(optimizer.update).parameters
-    if {"grad_scale", "found_inf", "parts"} <= taken.keys() or any(p.kind is p.VAR_KEYWORD for p in taken.values()):
+    if {"grad_scale", "found_inf", "parts"} <= taken.keys():
         return optimizer
     plain: Callable[..., tuple[Tree, Tree]] = optimizer.update
+    any_keyword = any(p.kind is p.VAR_KEYWORD for p in taken.values())
 
     @torch.no_grad()
     def update(
@@ -142,10 +157,16 @@ def accepting_scale(optimizer: Optimizer) -> Optimizer:
         found_inf: Tensor | None = None,
         parts: Sequence[ShardOf] | None = None,
     ) -> tuple[Tree, Tree]:
-        before = [(leaf, version(leaf)) for leaf in tree_leaves((params, state))] if found_inf is not None else []
-        new = plain(unscaled(grads, grad_scale), state, params)
-        if any(version(leaf) != count for leaf, count in before):
-            raise ValueError("the optimizer has written into its arguments, which are still needed where gradients overflow; take copies")
+        leaves = tree_leaves((params, state)) if found_inf is not None else []
+        before = versions(leaves)
+        known = {"found_inf": found_inf, "parts": parts}
+        known = known if any_keyword else {name: value for name, value in known.items() if name in taken}
+        new = plain(unscaled(grads, grad_scale), state, params, **known)
+        if versions(leaves) != before:
+            raise ValueError(
+                "the optimizer has written into its arguments, which are still needed where gradients overflow; take copies, or let "
+                "its update take grad_scale, found_inf and parts by name, and change nothing where found_inf is 1"
+            )
         return selected(found_inf, (params, state), new)
 
     return optimizer._replace(update=update)

@@ -4,31 +4,55 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import pi
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-Rate = Callable[[Tensor], Tensor]
-"""``rate(updates)``: from the number of updates made before, int64[], to the learning rate of the next, float64[]."""
+from .checks import require_count, require_number
+
+
+class Rate(NamedTuple):
+    """A learning rate that changes: a function whose numbers can be read.
+
+    Args:
+        text: its name and numbers, which ranks that train together compare.
+        of: from the number of updates made before, int64[], to the rate of the next, float64[].
+    """
+
+    text: str
+    of: Callable[[Tensor], Tensor]
+
+    def __call__(self, updates: Tensor) -> Tensor:
+        return self.of(updates)
 
 
 def constant(lr: float) -> Rate:
     """Make a rate that never changes.
 
+    Raises:
+        ValueError, TypeError: a rate that is negative or not finite, or no number.
+
     >>> constant(0.1)(torch.tensor(7)).item()
     0.1
     """
-    return lambda updates: torch.full((), lr, dtype=torch.float64, device=updates.device)
+    require_number("lr", lr)
+    return Rate(f"constant({lr})", lambda updates: torch.full((), lr, dtype=torch.float64, device=updates.device))
 
 
 def linear(start: float, end: float, steps: int) -> Rate:
     """Make a rate that goes from ``start`` to ``end`` in so many updates, and stays there.
 
+    Raises:
+        ValueError, TypeError: a rate that is negative or not finite, or no number; no update.
+
     >>> [linear(1.0, 0.0, 4)(torch.tensor(n)).item() for n in (0, 1, 4, 9)]
     [1.0, 0.75, 0.0, 0.0]
     """
-    _require_steps(steps=steps)
-    return lambda updates: start + (end - start) * _share(updates, steps)
+    require_number("start", start)
+    require_number("end", end)
+    require_count("steps", steps)
+    return Rate(f"linear({start}, {end}, {steps})", lambda updates: start + (end - start) * _share(updates, steps))
 
 
 def warmup_cosine(peak: float, warmup: int, steps: int, end: float = 0.0) -> Rate:
@@ -41,7 +65,7 @@ def warmup_cosine(peak: float, warmup: int, steps: int, end: float = 0.0) -> Rat
         end: the last rate.
 
     Raises:
-        ValueError: numbers of updates that make no sense.
+        ValueError, TypeError: a rate that is negative or not finite, or no number; numbers of updates that make no sense.
 
     References:
         Loshchilov and Hutter, SGDR: Stochastic Gradient Descent with Warm Restarts, 2017.
@@ -49,22 +73,18 @@ def warmup_cosine(peak: float, warmup: int, steps: int, end: float = 0.0) -> Rat
     >>> [round(warmup_cosine(1.0, 2, 6)(torch.tensor(n)).item(), 4) for n in (0, 1, 2, 4, 6, 9)]
     [0.5, 1.0, 1.0, 0.5, 0.0, 0.0]
     """
-    if warmup < 0:
-        raise ValueError(f"warmup is {warmup}, expected at least 0")
-    _require_steps(**{"steps - warmup": steps - warmup})
+    require_number("peak", peak)
+    require_number("end", end)
+    require_count("warmup", warmup, least=0)
+    require_count("steps", steps)
+    require_count("steps - warmup", steps - warmup)
 
     def rate(updates: Tensor) -> Tensor:
         falling = end + (peak - end) * 0.5 * (1 + torch.cos(pi * _share(updates - warmup, steps - warmup)))
         return falling if not warmup else torch.where(updates < warmup, peak * (updates + 1).double() / warmup, falling)
 
-    return rate
+    return Rate(f"warmup_cosine({peak}, {warmup}, {steps}, {end})", rate)
 
 
 def _share(updates: Tensor, steps: int) -> Tensor:
     return (updates.double() / steps).clamp(0.0, 1.0)
-
-
-def _require_steps(**counts: int) -> None:
-    for name, count in counts.items():
-        if count < 1:
-            raise ValueError(f"{name} is {count}, expected at least 1")

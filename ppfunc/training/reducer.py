@@ -1,103 +1,153 @@
-"""Add gradients up over the microbatches of a stage, then over ranks."""
+"""Add gradients up in flat buckets: over the microbatches of a stage, then over ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..runtime.gradients import Absent, LeafGradients, Leaves
+from ..runtime.ownership import Owned
 from ..stage.signature import LeafSignature
-from ._torch import add_into_each, copy_into_each
-from .buckets import MOST, plan_buckets, views
+from ._torch import add_into_each, copy_into_each, users_of
+from .buckets import MOST, Bucket, plan_buckets, views
 from .protocols import Ranks, Wait
+from .sharding import Dims, part_signature, split, split_views
+
+
+class _Memory(NamedTuple):
+    """The memory of a bucket.
+
+    Args:
+        flat: where microbatches are added up.
+        sent: what is added up over ranks: ``flat``, or its values in another dtype.
+        total: the sum over ranks: ``sent``, or this rank's part of it.
+        leaves, totals: views of ``flat`` and ``total``.
+    """
+
+    flat: Tensor
+    sent: Tensor
+    total: Tensor
+    leaves: list[Tensor]
+    totals: list[Tensor]
 
 
 class Reducer:
-    """The gradients of a stage in flat buffers, which are accumulated into directly, and their sums over ranks.
+    """The gradients of a stage in buckets that microbatches are added into, and their sums over ranks.
 
     Equivalent to, for each leaf::
 
         total = sum(gradients of the microbatches)
-        for among in ranks: total = sum(total of each of them)
+        total = sum(total of each rank)
+        total = this rank's part of total, where a dimension is cut
 
-    It owns its buffers, which live as long as it does: what ``wait`` returns is overwritten by the next ``add`` after it.
+    It owns its buckets, which serve one step after another: what ``wait`` returns is overwritten by the next ``add``.
 
     Args:
-        leaves: the parameters of the stage, or their signatures.
-        ranks: of one axis each, over which to add up in turn; none for one rank.
-        axis, stage: names of the buckets.
-        dtype: in which real gradients are added up, such as ``Precision.reduce``; by default that of the leaf.
-        chosen: numbers of the leaves that are added up here; by default all that are floating or complex.
-        device: of the buffers.
+        leaves: signatures of the gradients as they are added up over microbatches; floating or complex.
+        dims: of every leaf, the dimension of which each rank gets a part of the sum; None where it gets the whole.
+        ranks: of one axis, called ``axis``.
+        dtype: in which real gradients are added up over ranks; by default that of the leaf.
+        stage: of the model.
+        device: of the buckets.
         most: bytes of a bucket.
     """
 
     def __init__(
-        self,
-        leaves: Sequence[Tensor | LeafSignature],
-        ranks: Sequence[Ranks] = (),
-        *,
-        axis: str = "dp",
-        stage: int = 0,
-        dtype: torch.dtype | None = None,
-        chosen: Iterable[int] | None = None,
-        device: torch.device | str | None = None,
-        most: int = MOST,
-    ) -> None:
-        self.buckets = plan_buckets(leaves, axis=axis, stage=stage, dtype=dtype, chosen=chosen, most=most)
-        self.flats = tuple(torch.zeros(bucket.numel, dtype=bucket.dtype, device=device) for bucket in self.buckets)
-        self._ranks = tuple(ranks)
-        self._leaves = len(leaves)
-        self._numbers = [place.leaf for bucket in self.buckets for place in bucket.places]
-        self._views = [view for bucket, flat in zip(self.buckets, self.flats, strict=True) for view in views(bucket, flat)]
-        self._begun = False  # whether the buffers hold gradients of this step
-        self._waits: list[Wait] | None = None  # of the reduction that is under way
+        self, leaves: Sequence[LeafSignature], dims: Dims, ranks: Ranks, *, dtype: torch.dtype | None = None,
+        axis: str = "dp", stage: int = 0, device: torch.device | str | None = None, most: int = MOST,
+    ) -> None:  # fmt: skip
+        self.form = tuple(leaves), dims
+        parts = [part_signature(leaf, dim, ranks.size) for leaf, dim in zip(leaves, dims, strict=True)]
+        cut = [n for n, dim in enumerate(dims) if dim is not None]
+        whole = [n for n, dim in enumerate(dims) if dim is None]
+        self.buckets = plan_buckets(parts, axis=axis, stage=stage, chosen=whole, most=most)
+        self.buckets += plan_buckets(parts, axis=axis, stage=stage, chosen=cut, most=most // ranks.size)
+        self._memory = [_memory(bucket, dims, ranks.size, dtype, device) for bucket in self.buckets]
+        order = {place.leaf: k for k, place in enumerate(place for bucket in self.buckets for place in bucket.places)}
+        self._views, self._totals = (
+            tuple(own[order[n]] for n in range(len(leaves)))
+            for own in ([t for m in self._memory for t in m.leaves], [t for m in self._memory for t in m.totals])
+        )
+        self._dims, self._ranks = dims, ranks
+        self._begun = False  # whether the buckets hold gradients of this step
+        self._merged: Leaves = ()
+        self._waits: list[Wait] | None = None  # of the sum over ranks that is under way
+        self._storages = [t.untyped_storage() for m in self._memory for t in (m.flat, m.sent, m.total)]
+        self._users = list(map(users_of, self._storages))
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody else holds its memory: an optimizer may have kept a gradient."""
+        return self._waits is None and list(map(users_of, self._storages)) == self._users
 
     @torch.no_grad()
-    def add(self, gradients: Sequence[Tensor | None]) -> None:
+    def add(self, gradients: LeafGradients, microbatch: int, absent: Absent | None = None) -> None:
         """Add the gradients of one microbatch, one per leaf, None for zero; the first of a step are copied.
 
         Raises:
-            RuntimeError: while a reduction is under way.
+            RuntimeError: while a sum over ranks is under way.
             ValueError: another number of gradients than of leaves.
         """
         if self._waits is not None:
             raise RuntimeError("gradients came while a reduction is under way: wait for it first")
-        if len(gradients) != self._leaves:
-            raise ValueError(f"got {len(gradients)} gradients, expected {self._leaves}, one per leaf")
-        pairs = [(view, g) for n, view in zip(self._numbers, self._views, strict=True) if (g := gradients[n]) is not None]
-        if not self._begun and len(pairs) < len(self._views):
+        if len(gradients) != len(self._views):
+            raise ValueError(f"got {len(gradients)} gradients, expected {len(self._views)}, one per leaf")
+        pairs = [
+            (view, g if dim is None else split(g, dim, self._ranks.size))
+            for view, g, dim in zip(self._views, gradients, self._dims, strict=True)
+            if g is not None
+        ]
+        if not self._begun and len(pairs) < len(gradients):
             self._zero()
         if pairs:
             into, given = map(list, zip(*pairs, strict=True))
-            (add_into_each if self._begun else copy_into_each)(into, _like(given, into) if self._begun else given)
+            (add_into_each if self._begun else copy_into_each)(into, given)
         self._begun = True
 
-    def accumulated(self) -> tuple[Tensor | None, ...]:
-        """The sums over the microbatches so far, one per leaf, None for leaves that are not added up here.
+    def merge(self, gradients: Leaves) -> None:
+        """Take sums over the places of the leaves, instead of those that ``take`` gave. They are copied by ``launch``: what
+        ``take`` gave may still be on its way to other places."""
+        self._merged = gradients
 
-        They share the memory of the buffers: what is written into them is reduced.
-        """
+    def signature(self, leaf: LeafSignature) -> LeafSignature:
+        """Signature of a sum over microbatches."""
+        return leaf
+
+    def take(self, like: Leaves, owned: Owned) -> Leaves:
+        """The sums over microbatches, in the memory of the buckets: they stay as they are until the next ``launch``."""
         if not self._begun:
             self._zero()
-            self._begun = True
-        found = dict(zip(self._numbers, self._views, strict=True))
-        return tuple(found.get(n) for n in range(self._leaves))
+        self._begun = True
+        pairs = zip(self._views, self._dims, strict=True)
+        return tuple(view.detach() if dim is None else view.flatten(dim, dim + 1) for view, dim in pairs)
 
     def launch(self) -> None:
-        """Begin to add up over the first axis, bucket after bucket; returns at once. All its ranks launch in one order.
+        """Begin to add up over ranks, bucket after bucket; returns at once. All ranks launch in one order.
 
         Raises:
             RuntimeError: a reduction is under way already.
         """
         if self._waits is not None:
             raise RuntimeError("a reduction is under way already: wait for it first")
-        self.accumulated()
-        self._waits = self._all_reduce(self._ranks[:1])
+        if self._merged:
+            merged, self._merged, self._begun = self._merged, (), False
+            self.add(merged, -1)
+        elif not self._begun:
+            self._zero()
+        self._waits = []
+        for memory in self._memory:
+            if memory.sent is not memory.flat:
+                memory.sent.copy_(memory.flat)
+            if memory.total is memory.sent:
+                self._waits.append(self._ranks.all_reduce(memory.sent))
+            else:
+                self._waits.append(self._ranks.reduce_scatter(memory.sent, memory.total))
 
-    def wait(self) -> tuple[Tensor | None, ...]:
-        """Wait for the sums; return one per leaf, in the dtype of its bucket, None for leaves that are not in any.
+    def wait(self) -> Leaves:
+        """Wait for the sums over ranks; returns one per leaf, or this rank's part of it, in the dtype in which they were added up.
 
         Raises:
             RuntimeError: no reduction is under way.
@@ -106,21 +156,20 @@ class Reducer:
             raise RuntimeError("no reduction is under way: launch one first")
         for wait in self._waits:
             wait()
-        for among in self._ranks[1:]:
-            for wait in self._all_reduce([among]):
-                wait()
-        sums = self.accumulated()
         self._waits, self._begun = None, False
-        return sums
-
-    def _all_reduce(self, ranks: Iterable[Ranks]) -> list[Wait]:
-        return [among.all_reduce(flat) for among in ranks for flat in self.flats]
+        return tuple(map(Tensor.detach, self._totals))  # tensors of their own, so that ``idle`` sees who keeps one
 
     def _zero(self) -> None:
-        for flat in self.flats:
-            flat.zero_()
+        for memory in self._memory:
+            memory.flat.zero_()
 
 
-def _like(given: Sequence[Tensor], into: Sequence[Tensor]) -> list[Tensor]:
-    """Gradients in the dtypes of the sums."""
-    return [g if g.dtype == view.dtype else g.to(view.dtype) for g, view in zip(given, into, strict=True)]
+def _memory(bucket: Bucket, dims: Dims, ranks: int, dtype: torch.dtype | None, device: torch.device | str | None) -> _Memory:
+    """Make the memory of a bucket; complex leaves stay in their dtype."""
+    first = bucket.places[0]
+    cut, wire = dims[first.leaf] is not None, bucket.dtype if first.pairs else dtype or bucket.dtype
+    flat = torch.zeros(bucket.numel * ranks if cut else bucket.numel, dtype=bucket.dtype, device=device)
+    sent = flat if wire == bucket.dtype else torch.empty_like(flat, dtype=wire)
+    total = sent.new_empty(bucket.numel) if cut else sent
+    leaves = split_views(bucket, flat, dims, ranks) if cut else views(bucket, flat)
+    return _Memory(flat, sent, total, leaves, views(bucket, total))

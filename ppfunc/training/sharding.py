@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..stage.signature import LeafSignature, differentiable
+from ..stage.signature import LeafSignature
 from ._torch import copy_into_each
 from .buckets import MOST, Bucket, plan_buckets, views
 from .protocols import Ranks, ShardOf, Wait
@@ -31,18 +31,6 @@ def shard_dim(shape: Sequence[int], ranks: int, taken: Collection[int] = ()) -> 
     if ranks < 2:
         return None
     return next((d for d, size in enumerate(shape) if d not in taken and size and size % ranks == 0), None)
-
-
-def shard_dims(leaves: Sequence[Tensor | LeafSignature], ranks: int, taken: Sequence[Collection[int]] | None = None) -> Dims:
-    """The dimension of every leaf that is cut; None for those without gradients too.
-
-    Args:
-        leaves: tensors or their signatures.
-        ranks: of the axis.
-        taken: per leaf, the dimensions that other axes cut.
-    """
-    cut = [()] * len(leaves) if taken is None else taken
-    return tuple(shard_dim(leaf.shape, ranks, d) if differentiable(leaf.dtype) else None for leaf, d in zip(leaves, cut, strict=True))
 
 
 def shard(leaves: Sequence[Tensor], dims: Dims, ranks: int, rank: int) -> tuple[Tensor, ...]:
@@ -105,49 +93,9 @@ def gather(shards: Sequence[Tensor], dims: Dims, ranks: Ranks, *, most: int = MO
         for bucket, flat in zip(buckets, flats, strict=True):
             for n in (place.leaf for place in bucket.places):
                 whole[n] = shards[n].new_empty(whole_shape(shards[n].shape, dims[n], ranks.size))
-            into = [_split(whole[place.leaf], dims[place.leaf], ranks.size) for place in bucket.places]
-            copy_into_each(into, _split_views(bucket, flat, dims, ranks.size))
+            into = [split(whole[place.leaf], dims[place.leaf], ranks.size) for place in bucket.places]
+            copy_into_each(into, split_views(bucket, flat, dims, ranks.size))
         return tuple(whole)
-
-    return Pending(tuple(waits), finish)
-
-
-@torch.no_grad()
-def reduce_shards(gradients: Sequence[Tensor], dims: Dims, ranks: Ranks, *, dtype: torch.dtype | None = None, most: int = MOST) -> Pending:
-    """Begin to add up whole gradients over ranks, each of which gets its shards of the sums.
-
-    Equivalent to ``shard(sums, dims, ranks.size, ranks.place)``; with two ranks, or one order of sums in the collectives, bit by bit.
-
-    Args:
-        gradients: whole ones, one per leaf. Those of leaves that are neither floating nor complex are returned as they are.
-        dims: see :func:`shard_dims`. What is not cut is added up whole.
-        ranks: of the axis.
-        dtype: in which real gradients are added up; by default their own.
-        most: bytes of a bucket.
-    """
-    parts = [_signature_of_shard(g, dim, ranks.size) for g, dim in zip(gradients, dims, strict=True)]
-    cut = plan_buckets(parts, chosen=_cut(dims), dtype=dtype, most=most // ranks.size)
-    rest = plan_buckets(parts, chosen=[n for n, dim in enumerate(dims) if dim is None], dtype=dtype, most=most)
-    waits, flats = [], []
-    for bucket in cut:
-        device = gradients[bucket.places[0].leaf].device
-        flat = torch.zeros(ranks.size * bucket.numel, dtype=bucket.dtype, device=device)
-        given = [_split(gradients[place.leaf], dims[place.leaf], ranks.size) for place in bucket.places]
-        copy_into_each(_split_views(bucket, flat, dims, ranks.size), given)
-        part, wait = ranks.reduce_scatter(flat)
-        flats.append(part)
-        waits.append(wait)
-    for bucket in rest:
-        flats.append(torch.zeros(bucket.numel, dtype=bucket.dtype, device=gradients[bucket.places[0].leaf].device))
-        copy_into_each(views(bucket, flats[-1]), [gradients[place.leaf] for place in bucket.places])
-        waits.append(ranks.all_reduce(flats[-1]))
-
-    def finish() -> tuple[Tensor, ...]:
-        sums = list(gradients)
-        for bucket, flat in zip((*cut, *rest), flats, strict=True):
-            for place, view in zip(bucket.places, views(bucket, flat), strict=True):
-                sums[place.leaf] = view
-        return tuple(sums)
 
     return Pending(tuple(waits), finish)
 
@@ -161,22 +109,23 @@ def whole_shape(shape: Sequence[int], dim: int | None, ranks: int) -> tuple[int,
     return tuple(size * ranks if d == dim else size for d, size in enumerate(shape))
 
 
-def _signature_of_shard(leaf: Tensor, dim: int | None, ranks: int) -> LeafSignature:
+def part_signature(leaf: Tensor | LeafSignature, dim: int | None, ranks: int) -> LeafSignature:
+    """The signature of one of so many equal parts of a leaf."""
     return LeafSignature(tuple(size // ranks if d == dim else size for d, size in enumerate(leaf.shape)), leaf.dtype, False)
 
 
-def _split(leaf: Tensor, dim: int | None, ranks: int) -> Tensor:
+def split(leaf: Tensor, dim: int | None, ranks: int) -> Tensor:
     """A view of a whole leaf whose dimension ``dim`` is two: ranks, and the rows of each."""
     assert dim is not None
     return leaf.unflatten(dim, (ranks, leaf.shape[dim] // ranks))
 
 
-def _split_views(bucket: Bucket, flat: Tensor, dims: Dims, ranks: int) -> list[Tensor]:
-    """The whole leaves, split as by :func:`_split`, in a buffer that holds the shards of one rank after those of another."""
-    split = []
+def split_views(bucket: Bucket, flat: Tensor, dims: Dims, ranks: int) -> list[Tensor]:
+    """The whole leaves, split as by :func:`split`, in a buffer that holds the shards of one rank after those of another."""
+    made = []
     for place, first in zip(bucket.places, views(bucket, flat[: bucket.numel]), strict=True):
         dim, distance = dims[place.leaf], bucket.numel // 2 if place.pairs else bucket.numel
         assert dim is not None
         shape, strides = ((*sizes[:dim], one, *sizes[dim:]) for sizes, one in ((first.shape, ranks), (first.stride(), distance)))
-        split.append(first.as_strided(shape, strides))
-    return split
+        made.append(first.as_strided(shape, strides))
+    return made

@@ -29,6 +29,7 @@ from torch import nn
 
 import ppfunc as pp
 from ppfunc.stage.output import Output, Received
+from ppfunc.stage.purity import LogicalDraws
 
 Tensors = Mapping[str, torch.Tensor]
 SEED = 3, 5
@@ -58,7 +59,7 @@ def made(name: str, training: bool) -> nn.Module:
 
 @contextmanager
 def seeded_where_stages_begin(model: nn.Module, at: tuple[str, ...], microbatch: int) -> Iterator[None]:
-    """Within it, one call of the model draws as the stages do in a step."""
+    """Within it, one call of the model draws as the stages do in a step, into transposed tensors, too."""
     seen: set[int] = set()
 
     def begin(stage: int) -> None:
@@ -70,7 +71,8 @@ def seeded_where_stages_begin(model: nn.Module, at: tuple[str, ...], microbatch:
     hooks = [model.get_submodule(n).register_forward_pre_hook(lambda *_, s=s: begin(s), prepend=True) for s, n in enumerate(at, 1)]
     begin(0)
     try:
-        yield
+        with LogicalDraws():
+            yield
     finally:
         for hook in hooks:
             hook.remove()

@@ -1,20 +1,23 @@
-"""Training at scale, piece by piece: each beside what it replaces, both in turn in one process group.
+"""Training at scale, piece by piece: each beside what it replaces, both in turn in one group of processes, which it starts itself.
 
 Run on the CPU::
 
-    OMP_NUM_THREADS=1 python tests/benchmarks/training.py block
-
-    OMP_NUM_THREADS=1 python tests/benchmarks/training.py optimizers --repeats 20
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 tests/benchmarks/training.py reduction --repeats 3
+    OMP_NUM_THREADS=1 python tests/benchmarks/training.py                      # all pieces
+    OMP_NUM_THREADS=1 python tests/benchmarks/training.py step --rounds 5      # one
 
 * ``block``: forward, input gradient and weight gradient of a block whose parameters are DTensors, traced through, on a mesh of one
   rank, beside those of the same block on plain tensors, and beside DTensors under autograd.
 * ``optimizers``: fused kernels on leaves of several sizes, beside torch's optimizers.
-* ``reduction``: backwards, and the sum of their gradients over data ranks, beside DistributedDataParallel's on the same model.
-  ``torch.autograd.grad`` holds all gradients of a backward at once, and glibc gives so much memory back to the system after each;
-  set ``MALLOC_TRIM_THRESHOLD_`` and ``MALLOC_MMAP_THRESHOLD_`` to 1000000000 to leave that out on both sides.
+* ``reduction``: forwards, backwards, and the sum of their gradients over two data ranks, beside DistributedDataParallel's on the same
+  model. A traced backward holds all its gradients at once, and glibc gives so much memory back to the system after each; set
+  ``MALLOC_TRIM_THRESHOLD_`` and ``MALLOC_MMAP_THRESHOLD_`` to 1000000000 to leave that out on both sides.
+* ``step``: training steps of two pipelines of two ranks, beside torch.distributed.pipelining with DistributedDataParallel and
+  torch's fused AdamW on the same model and schedule.
+* ``parameters``: bytes of parameters on a rank under ``shard="params"``, between steps and at most within one, by the storages
+  that live, beside those that the schedule and the shapes give.
 
-Printed are the median CPU times of each side, and the median of the ratios round by round.
+Printed are medians of the seconds on the wall and of the CPU seconds of all ranks, and of the ratios round by round to the first
+side. Where ranks share cores with others, CPU seconds tell more.
 """
 
 from __future__ import annotations
@@ -22,24 +25,38 @@ from __future__ import annotations
 import argparse
 import copy
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
+from step_time import SIZES, Blocks, squared
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 import ppfunc as pp
+from ppfunc.runtime import P2P
+from ppfunc.schedule import Op, Schedule
 from ppfunc.stage.layout import local
-from ppfunc.training import Reducer, adamw, sgd
+from ppfunc.stage.tree import tree_leaves
+from ppfunc.training import adamw, parameter_update, sgd
+from ppfunc.training.reducer import Reducer
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+import gpt
 
 Side = Callable[[], object]
+SIDES = ("torch", "ppfunc")
 
 
 class Block(nn.Module):
@@ -55,10 +72,10 @@ class Block(nn.Module):
 
 def block(options: argparse.Namespace) -> None:
     """The cost of layouts where nothing is communicated."""
-    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))["tp"]
-    plain = pp.stage_from_module(Block(options.width))
-    laid = pp.parallelize(Block(options.width), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    x, gy = (torch.randn(2, 8, options.width) for _ in range(2))
+    mesh, width = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))["tp"], 64
+    plain = pp.stage_from_module(Block(width))
+    laid = pp.parallelize(Block(width), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    x, gy = (torch.randn(2, 8, width) for _ in range(2))
 
     def traced(stage: pp.stage.ModuleStage) -> Side:
         flat, params = pp.graph(stage.fn, (stage.params, x)).flat, tuple(map(local, stage.params.values()))
@@ -77,7 +94,7 @@ def block(options: argparse.Namespace) -> None:
         return torch.autograd.grad(laid.fn(dict(zip(laid.params, inputs, strict=True)), a), [*inputs, a], gy)
 
     sides = {"plain": traced(plain), "DTensor": traced(laid), "DTensor under autograd": autograd}
-    compare(f"block of width {options.width}", sides, options)
+    compare(f"block of width {width}", sides, options, 100)
 
 
 def optimizers(options: argparse.Namespace) -> None:
@@ -94,87 +111,214 @@ def optimizers(options: argparse.Namespace) -> None:
             grads = {name: torch.randn(size) for name in params}
             now = [params, ours.init(params)]
 
-            def update(now: list[Any] = now, grads: Any = grads, ours: Any = ours) -> None:
+            def run(now: list[Any] = now, grads: Any = grads, ours: Any = ours) -> None:
                 now[:] = ours.update(grads, now[1], now[0])
 
-            compare(f"{name}, {leaves} leaves of {size}", {"torch": theirs(own).step, "ppfunc": update}, options)
-
-
-class Ranks:
-    """All ranks of the job."""
-
-    def __init__(self) -> None:
-        self.size, self.place = dist.get_world_size(), dist.get_rank()
-
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> Callable[[], Any]:
-        return dist.all_reduce(tensor, async_op=True).wait
+            sides = dict(zip(SIDES, (theirs(own).step, run), strict=True))
+            compare(f"{name}, {leaves} leaves of {size}", sides, options, 50)
 
 
 def reduction(options: argparse.Namespace) -> None:
     """Backwards of some microbatches, and the sum of their gradients over data ranks."""
-    for layers, width in ((64, 32), (16, 256), (8, 1024)):
-        model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
-        ddp = DistributedDataParallel(copy.deepcopy(model), gradient_as_bucket_view=True)
-        params = tuple(model.parameters())
-        reducer, x = Reducer(params, [Ranks()]), torch.randn(4, width)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
+    with P2P(mesh=mesh, axes=pp.Axes("pp", "dp")) as transport:
+        ranks = transport.collective("data")
+        transport.connect(())
+        for layers, width in ((64, 32), (16, 256), (8, 1024)):
+            torch.manual_seed(0)
+            model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+            ddp = DistributedDataParallel(copy.deepcopy(model), gradient_as_bucket_view=True)
+            stage, x = pp.stage_from_module(model), torch.randn(4, width)
+            flat = pp.graph(lambda params, x, stage=stage: stage.fn(params, x).square().mean(), (stage.params, x)).flat
+            params, weight = tuple(stage.params.values()), (torch.ones(()),)
+            leaves = pp.stage.Signature.of(params).leaves
+            reducer = Reducer(leaves, (None,) * len(leaves), ranks)
 
-        def ours(model: nn.Module = model, params: Any = params, reducer: Reducer = reducer, x: torch.Tensor = x) -> None:
-            for _ in range(options.microbatches):
-                reducer.add(torch.autograd.grad(model(x).square().mean(), params))
-            reducer.launch()
-            reducer.wait()
+            @torch.no_grad()
+            def ours(flat: Any = flat, given: Any = (params, (x,), ()), gy: Any = weight, reducer: Reducer = reducer) -> None:
+                for m in range(options.microbatches):
+                    _, residuals = flat.forward(*given)
+                    reducer.add(flat.backward(residuals, gy)[0], m)
+                reducer.launch()
+                reducer.wait()
 
-        def theirs(ddp: DistributedDataParallel = ddp, x: torch.Tensor = x) -> None:
-            ddp.zero_grad(set_to_none=True)
-            with ddp.no_sync():
-                for _ in range(options.microbatches - 1):
-                    ddp(x).square().mean().backward()
-            ddp(x).square().mean().backward()
+            def theirs(ddp: DistributedDataParallel = ddp, x: torch.Tensor = x) -> None:
+                ddp.zero_grad(set_to_none=True)
+                with ddp.no_sync():
+                    for _ in range(options.microbatches - 1):
+                        ddp(x).square().mean().backward()
+                ddp(x).square().mean().backward()
 
-        size = sum(p.nbytes for p in params) / 2**20
-        title = f"{options.microbatches} backwards and a sum, {2 * layers} leaves, {size:.1f} MB"
-        compare(title, {"torch": theirs, "ppfunc": ours}, options)
+            size = sum(p.nbytes for p in params) / 2**20
+            title = f"{options.microbatches} backwards and a sum, {2 * layers} leaves, {size:.1f} MB"
+            compare(title, dict(zip(SIDES, (theirs, ours), strict=True)), options, 10 if size < 10 else 3)
 
 
-def compare(title: str, sides: dict[str, Side], options: argparse.Namespace) -> None:
+def step(options: argparse.Namespace) -> None:
+    """Steps of two pipelines side by side, with the optimizer."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    pipe, count = mesh.get_local_rank("pp"), options.microbatches
+    schedule, first = pp.one_f_one_b(2, count), pipe == 0
+    for width, repeats in ((64, 10), (256, 2)):
+        stages, params = blocks(width, schedule, pipe)
+        x, y = batch(width, count, seed=mesh.get_local_rank("dp"))
+        module = Blocks(stages[pipe], params[pipe])
+        ddp = DistributedDataParallel(module, process_group=mesh["dp"].get_group(), gradient_as_bucket_view=True)
+        stage = PipelineStage(ddp, pipe, 2, torch.device("cpu"), group=mesh["pp"].get_group())
+        runtime = Schedule1F1B(stage, count, loss_fn=squared)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True)
+
+        def theirs(runtime: Any = runtime, optimizer: Any = optimizer, x: torch.Tensor = x, y: torch.Tensor = y) -> None:
+            optimizer.zero_grad()
+            runtime.step(*[x] * first, target=None if first else y, losses=None if first else [])
+            optimizer.step()
+
+        with pp.train_step(stages, squared, schedule, adamw(1e-3, donate=True), mesh, axes=pp.Axes("pp", "dp")) as trainer:
+            now = [trainer.init(params)]
+
+            def ours(now: list[Any] = now, trainer: Any = trainer, x: torch.Tensor = x, y: torch.Tensor = y) -> None:
+                now[0], _ = trainer.step(now[0], x, y)
+
+            for side in (ours, theirs):
+                side()
+            torch.testing.assert_close(now[0].params[pipe], [dict(one.items()) for one in module.held], rtol=1e-4, atol=1e-5)
+            compare(f"2 x 2 step, width {width}", dict(zip(SIDES, (theirs, ours), strict=True)), options, repeats)
+
+
+def blocks(width: int, schedule: Schedule, pipe: int) -> tuple[list[Any], dict[int, Any]]:
+    """The stages of eight blocks, and the parameters of those of a rank."""
+    config, each = gpt.Config(width=width, layers=8, context=SIZES[width][1]), 8 // schedule.stages
+    model = gpt.layers(config)[1:-1]
+    runs = [range(each * s, each * (s + 1)) for s in range(schedule.stages)]
+    return [gpt.stage([model[k] for k in run]) for run in runs], {
+        s: gpt.initialise(model, runs[s], seed=0) for s in schedule.stages_of(pipe)
+    }
+
+
+def batch(width: int, microbatches: int, seed: int) -> list[torch.Tensor]:
+    """Inputs and targets of a data rank."""
+    generator, (sequences, length) = torch.Generator().manual_seed(seed), SIZES[width]
+    return [torch.randn(microbatches * sequences, length, width, generator=generator) for _ in range(2)]
+
+
+def parameters(options: argparse.Namespace) -> None:
+    """Bytes of parameters that live on a rank whose stages are gathered two at a time."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    schedule, pipe = pp.interleaved_one_f_one_b(2, options.microbatches, 4), mesh.get_local_rank("pp")
+    stages, params = blocks(64, schedule, pipe)
+    x, y = batch(64, options.microbatches, seed=mesh.get_local_rank("dp"))
+    sizes = {s: sum(leaf.nbytes for leaf in tree_leaves(tree)) for s, tree in params.items()}
+    gathered, most, gather = dict[StorageWeakRef, int](), [0], parameter_update.gather
+
+    def noting(*args: Any) -> Any:
+        """Gather, and note the bytes of all that was gathered and lives."""
+
+        def finish() -> tuple[torch.Tensor, ...]:
+            leaves = pending.finish()
+            gathered.update((StorageWeakRef(t.untyped_storage()), t.untyped_storage().nbytes()) for t in leaves)
+            most[0] = max(most[0], sum(size for held, size in gathered.items() if not held.expired()))
+            return leaves
+
+        pending = gather(*args)
+        return pending._replace(finish=finish)
+
+    with pp.train_step(stages, squared, schedule, adamw(1e-3), mesh, axes=pp.Axes("pp", "dp"), shard="params") as trainer:
+        state = trainer.init(params)
+        parameter_update.gather = noting
+        for _ in range(3):
+            state, _ = trainer.step(state, x, y)
+        parameter_update.gather = gather
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in map(local, tree_leaves(state.params))}
+        freed = not any(not held.expired() for held in gathered)
+        found = sum(storages.values()), most[0], sum(sizes.values()) // 2, most_gathered(trainer.schedule, pipe, sizes), freed
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, found)
+    for rank, (kept, peak, kept_computed, peak_computed, freed) in enumerate(every) if dist.get_rank() == 0 else ():
+        print(
+            f"parameters of rank {rank}: {kept} bytes between steps, computed {kept_computed}; gathered at most {peak} bytes, "
+            f"computed {peak_computed}; {'all' if freed else 'not all'} freed after a step",
+            flush=True,
+        )
+
+
+def most_gathered(schedule: Schedule, rank: int, sizes: dict[int, int]) -> int:
+    """The most bytes that are gathered at once on a rank."""
+    now = most = 0
+    for i in schedule.instructions(rank):
+        now += {Op.UNSHARD: 1, Op.RESHARD: -1}.get(i.op, 0) * sizes[i.stage]
+        most = max(most, now)
+    return most
+
+
+class Cost(NamedTuple):
+    """Seconds of one run: on the wall, and on the CPU, of all ranks together."""
+
+    wall: float
+    cpu: float
+
+
+def compare(title: str, sides: dict[str, Side], options: argparse.Namespace, repeats: int) -> None:
     """Run the sides in turn; the first is what the others are measured against."""
     for side in sides.values():
         side()
-    rounds = [{name: measure(side, options.repeats) for name, side in sides.items()} for _ in range(options.rounds)]
+    rounds = [{name: measure(side, repeats) for name, side in sides.items()} for _ in range(options.rounds)]
     first = next(iter(sides))
-    for name in sides:
-        ratio = median(times[name] / times[first] for times in rounds)
-        if dist.get_rank() == 0:
-            print(f"{title}, {name}: {median(times[name] for times in rounds) * 1e6:.0f} us, ratio to {first} {ratio:.3f}")
+    for name in sides if dist.get_rank() == 0 else ():
+        texts = []
+        for kind in Cost._fields:
+            times = [(getattr(costs[name], kind), getattr(costs[first], kind)) for costs in rounds]
+            texts.append(f"{kind} {median(own for own, _ in times) * 1e6:.0f} us, ratio {median(own / other for own, other in times):.3f}")
+        print(f"{title}, {name}: {'; '.join(texts)}", flush=True)
 
 
-def measure(side: Side, repeats: int) -> float:
-    """CPU seconds per run."""
-    start = time.process_time()
+def measure(side: Side, repeats: int) -> Cost:
+    """Run one side some times, all ranks beginning together."""
+    dist.barrier()
+    wall, cpu = time.perf_counter(), time.process_time()
     for _ in range(repeats):
         side()
-    return (time.process_time() - start) / repeats
+    cpu = time.process_time() - cpu
+    dist.barrier()
+    wall = time.perf_counter() - wall
+    total = torch.tensor(cpu, dtype=torch.float64)
+    dist.all_reduce(total)
+    return Cost(wall / repeats, total.item() / repeats)
 
 
-PIECES: dict[str, Callable[[argparse.Namespace], None]] = {"block": block, "optimizers": optimizers, "reduction": reduction}
+class Piece(NamedTuple):
+    """A comparison, and how many ranks it takes."""
+
+    run: Callable[[argparse.Namespace], None]
+    ranks: int
+
+
+PIECES = {
+    "block": Piece(block, 1),
+    "optimizers": Piece(optimizers, 1),
+    "reduction": Piece(reduction, 2),
+    "step": Piece(step, 4),
+    "parameters": Piece(parameters, 4),
+}
+
+
+def work(rank: int, name: str, store: str, options: argparse.Namespace) -> None:
+    """One rank of a piece."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    piece = PIECES[name]
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=piece.ranks)
+    piece.run(options)
+    dist.destroy_process_group()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("piece", choices=PIECES)
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--microbatches", type=int, default=4, help="of the reduction")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--repeats", type=int, default=100, help="runs of each side per round")
+    parser.add_argument("pieces", nargs="*", choices=[*PIECES], help="all by default")
+    parser.add_argument("--microbatches", type=int, default=8, help="of reductions and steps")
+    parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    with tempfile.TemporaryDirectory() as folder:
-        if "RANK" in os.environ:
-            dist.init_process_group("gloo")
-        else:
-            dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        PIECES[options.piece](options)
-        dist.destroy_process_group()
+    for name in options.pieces or PIECES:
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(work, (name, f"{folder}/store", options), nprocs=PIECES[name].ranks)
 
 
 if __name__ == "__main__":

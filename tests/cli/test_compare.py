@@ -57,7 +57,7 @@ def test_the_picture(run, tmp_path):
         ((), "--ranks is missing: say how many there are, or name a file"),
         (("--ranks", 4), "--microbatches is missing"),
         ((*SHAPE, "nope"), "unknown schedule 'nope': expected plan, a file, or one of gpipe"),
-        ((*SHAPE, "/nowhere/at/all"), "No such file"),
+        ((*SHAPE, "/nowhere/at/all"), "no such file: /nowhere/at/all"),
         ((*SHAPE, "1f1b", "inference"), "one has a backward, the other has none"),
         ((*SHAPE, "--width", 1000), "--width is for an svg: leave it out of --format table"),
         ((*SHAPE, "--effort", 1), "--effort is for a plan"),

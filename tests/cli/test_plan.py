@@ -56,9 +56,9 @@ def test_costs_come_from_a_file_or_from_options(run, tmp_path):
     file.write_text('{"forwards": 1}')
     assert "has 'forwards', expected an object with some of forward" in run("plan", *SMALL, "--costs", file)[2]
     file.write_text("{")
-    assert f"{file} is no JSON" in run("plan", *SMALL, "--costs", file)[2]
+    assert f"{file}: not JSON" in run("plan", *SMALL, "--costs", file)[2]
     file.write_text("[1]")
-    assert "has 'list', expected an object" in run("plan", *SMALL, "--costs", file)[2]
+    assert "got [1], expected an object" in run("plan", *SMALL, "--costs", file)[2]
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def test_the_options_of_a_schedule_reach_it(run):
         (("show", "gpipe", "--ranks", 2, "--microbatches", 2, "--format", "png"), "invalid choice"),
         (("show", "gpipe", "--ranks", 2, "--microbatches", 2, "--out", "/nowhere/at/all"), "No such file"),
         (("simulate", "gpipe", "--ranks", 2), "gpipe needs --microbatches"),
-        (("simulate", "nothing.csv"), "No such file or directory: 'nothing.csv'"),
+        (("simulate", "nothing.csv"), "no such file: nothing.csv"),
         (("simulate", "nothing"), "unknown schedule 'nothing': expected one of gpipe, 1f1b"),
         (("simulate", "gpipe", "--ranks", 2, "--microbatches", 2, "--forward", "nan"), "forward is nan, expected"),
         (("simulate", "gpipe", "--ranks", 2, "--microbatches", 2, "--forward", "-1"), "forward is -1, expected"),
@@ -112,7 +112,8 @@ def test_the_options_of_a_schedule_reach_it(run):
             ("simulate", "gpipe", "--ranks", 2, "--microbatches", 2, "--backward", 1, "--backward-input", 2),
             "--backward-input 2 is a part of --backward 1: expected at most that",
         ),
-        (("check", "/nowhere/at/all"), "No such file"),
+        (("check", "/nowhere/at/all"), "no such file: /nowhere/at/all"),
+        (("check", "1f1b"), "1f1b is a schedule that is built: ppfunc show 1f1b --ranks P --microbatches M --lowered --out 1f1b.csv"),
         (("check", "/"), "Is a directory"),
         ((), "required"),
     ],
@@ -298,7 +299,8 @@ def test_a_trace_is_drawn_with_its_own_times_and_a_sentence(run, tmp_path):
     (tmp_path / "trace.json").write_text(to_trace(schedule, slow))
     code, out, err = run("show", tmp_path / "trace.json")
     grid, _, sentence = out.rstrip("\n").rpartition("\n")
-    assert (code, err, grid + "\n") == (0, "", to_grid(schedule, slow))
+    assert (code, err, grid + "\n") == (0, "", to_grid(schedule, slow, width=160))  # where there is no terminal
+    assert run("show", tmp_path / "trace.json", "--width", 60)[1].startswith(to_grid(schedule, slow, width=60))
     assert re.fullmatch(r"rank 0 waits \d+% of the step for 0RECV_B; stage 2 is 2 times as long as the others", sentence)
     assert run("show", tmp_path / "trace.json", "--format", "svg")[1] == to_svg(schedule, slow)
     assert run("show", tmp_path / "trace.json", "--forward", 2)[1] == to_grid(schedule, simulate(schedule, Costs(forward=2)))
@@ -451,7 +453,7 @@ def test_the_nearest_name_is_suggested(arguments, message, run):
     [
         (("--format", "json", "--forward", 2), "costs change nothing in --format json of 1f1b: leave them out"),
         (("--format", "csv", "--width", 100), "--width is for a grid or an svg: leave it out of --format csv"),
-        (("--width", 10), "columns, expected at most width = 10"),
+        (("--width", 10), "width is 10, expected at least 28 for a grid of 4 ranks"),
         (("--format", "svg", "--width", 10), "width is 10, expected a number of pixels from 960 to 100000"),
         (("--for", "torch", "--format", "grid"), "--for torch is a csv: leave --format grid out"),
         (("--for", "torch", "--forward", 2), "costs change nothing in --format csv"),

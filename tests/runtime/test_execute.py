@@ -12,7 +12,10 @@ import torch
 
 import ppfunc as pp
 from ppfunc.runtime.arguments import RawArguments, read_arguments
+from ppfunc.runtime.buffers import Buffers, Tag
+from ppfunc.runtime.calls import load
 from ppfunc.runtime.execute import StepFailed, execute, fill
+from ppfunc.runtime.lower import BATCH
 from ppfunc.stage import FlatProgram
 
 D, M = 4, 6
@@ -126,3 +129,13 @@ def test_a_step_function_keeps_no_tensor_of_its_calls(calls):
     del given, result
     gc.collect()
     assert not [ref for ref in seen if ref() is not None]
+
+
+def test_a_microbatch_is_brought_to_the_device_alone():
+    step = pp.value_and_grad([stage] * 2, squared, pp.one_f_one_b(2, M))
+    low = step.lower(*problem(2)).step.stages[0, 0]
+    tags = [Tag("F", BATCH, 0, microbatch) for microbatch in range(M)]
+    buffers = Buffers(values={tag: (torch.ones(2),) for tag in tags}, extras={(0, m): (torch.ones(1),) for m in range(M)})
+    load(low._replace(device=torch.device("meta")), (0, 2))(buffers)
+    assert [buffers.values[tag][0].device.type for tag in tags] == ["cpu", "cpu", "meta", "cpu", "cpu", "cpu"]
+    assert [m for m in range(M) if buffers.extras[0, m][0].is_meta] == [2]

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import ppfunc as pp
+from ppfunc.runtime import opening
 from ppfunc.schedule import BUILDERS, chimera, remove_tail
 
 D = 4
@@ -459,27 +460,24 @@ def test_wrong_arguments_of_a_transform_are_told(two):
 
 
 def interrupted_while_connecting(rank, ranks):
-    """An interrupt when the peer has answered already, and waits for the communicator to be made."""
+    """An interrupt when the peer has this rank's address already, and connects to it."""
     params, inputs, targets = problem(pp.gpipe(ranks, 4))
     start = time.perf_counter()
     with pp.P2P(timeout=30) as transport:
         step = pp.value_and_grad([stage] * ranks, loss_fn, pp.gpipe(ranks, 4), transport)
-        read, struck = transport._rendezvous.read, []
+        address = opening._address
 
-        def interrupting(key):
-            text = read(key)
-            if text == "both" and not struck and rank == 0:
-                struck.append(key)
-                raise KeyboardInterrupt
-            return text
+        def interrupting(*args):
+            address(*args)
+            time.sleep(0.5)
+            raise KeyboardInterrupt
 
-        transport._rendezvous.read = interrupting
-        connect = transport.connect
-        transport.connect = lambda links: (time.sleep(0.5 * rank), connect(links))  # rank 0 comes first, and is answered
+        opening._address = interrupting if rank == 0 else address
         try:
             step({rank: params[rank]}, inputs, targets)
         except BaseException as error:
             name = type(error).__name__
+        opening._address = address
         step({rank: params[rank]}, inputs, targets)
         return name, time.perf_counter() - start
 

@@ -5,7 +5,22 @@ from __future__ import annotations
 import pytest
 
 import ppfunc as pp
-from ppfunc.schedule import B, F, I, W, overlap, place_communication, single_chain
+from ppfunc.schedule import (
+    B,
+    Costs,
+    F,
+    I,
+    ScheduleError,
+    W,
+    compare_schedules,
+    gpipe,
+    overlap,
+    place_communication,
+    simulate,
+    single_chain,
+    to_grid,
+    to_svg,
+)
 
 
 def eager_last(ranks, microbatches):
@@ -35,3 +50,29 @@ def test_backwards_in_parts_and_overlapped_pairs():
 def test_a_wrong_one_is_refused_with_the_place():
     with pytest.raises(pp.ScheduleError, match="0B0"):
         pp.check(single_chain("wrong", [0], 1, [[B(0, 0), F(0, 0)]]))
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda: single_chain("mine", [0], 1, 3), "programs: got 3, expected a list per rank"),
+        (lambda: single_chain("mine", [0], 1, [["0F0"]]), r"programs\[0\]: got '0F0', expected a list of instructions"),
+        (lambda: single_chain("mine", [0], 1, [F(0, 0)]), r"programs\[0\]: got .*, expected a list of instructions"),
+        (lambda: single_chain("mine", 0, 1, [[F(0, 0)]]), "placement: got 0, expected the rank of every stage"),
+        (lambda: single_chain("mine", [0], "1", [[F(0, 0)]]), "microbatches: got '1', expected their number"),
+        (lambda: simulate(gpipe(2, 2), {"forward": 2}), r"costs: got {'forward': 2} of type dict, expected Costs\("),
+        (lambda: compare_schedules(4, 8, "1f1b"), r"schedules: got '1f1b', expected a list of names and schedules, such as \['1f1b'\]"),
+        (lambda: compare_schedules(4, 8, [3]), "schedules: got one of type int"),
+        (lambda: to_svg(gpipe(2, 2), Costs()), "timeline: got Costs, expected a Timeline"),
+    ],
+)
+def test_what_is_given_in_another_form_is_named(call, told):
+    with pytest.raises(TypeError, match=told):
+        call()
+
+
+def test_a_timeline_of_another_schedule_is_named():
+    with pytest.raises(ValueError, match=r"timeline: got that of Schedule\('gpipe', ranks=2, stages=2, microbatches=3"):
+        to_grid(gpipe(2, 2), simulate(gpipe(2, 3)))
+    with pytest.raises(ScheduleError, match="got a value of type str, expected a Schedule"):
+        to_grid("gpipe")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from ppfunc.schedule import (
     BUILDERS,
     build_schedule,
+    configure,
     count_microbatches,
     find_builder,
     gpipe,
@@ -73,6 +75,9 @@ def test_few_microbatches_warn_of_a_bubble():
     with pytest.warns(UserWarning, match="2 microbatches are fewer than the 4 stages of .* bubble") as record:
         build_schedule("gpipe", ranks=4, batch_size=8, microbatch_size=4)
     assert record[0].filename == __file__
+    with pytest.warns(UserWarning, match="fewer than the 4 stages") as record:
+        configure({"schedule": "gpipe", "ranks": 4, "batch_size": 8, "microbatch_size": 4})
+    assert record[0].filename == __file__
     with pytest.warns(UserWarning, match="4 microbatches are fewer than the 8 stages"):
         build_schedule("interleaved_1f1b", ranks=4, batch_size=4, microbatch_size=1)
     with warnings.catch_warnings():
@@ -114,3 +119,39 @@ def test_split_points_for_a_schedule():
         split_points_for("zbv", 32, 4, layers_per_stage=8)
     with pytest.raises(ValueError, match="cannot fill 8 stages"):
         split_points_for("zbv", 4, 4)
+
+
+SIZES = {"ranks": 2, "batch_size": 8, "microbatch_size": 1}
+
+
+def test_a_configuration_gives_the_schedule_and_the_split(tmp_path):
+    text = json.dumps({"schedule": "Interleaved1F1B", "layers": 12, "layers_per_stage": 2, "input_weight": 0, "output_weight": 0} | SIZES)
+    made = configure(json.loads(text))
+    assert made.schedule == interleaved_one_f_one_b(2, 8, chunks=3)
+    assert made.split_points == tuple(f"layers.{n}" for n in (2, 4, 6, 8, 10))
+    named = ["h.3", "h.5", "h.9"]
+    made = configure({"schedule": "interleaved_1f1b", "split_points": named} | SIZES)
+    assert (made.schedule, made.split_points) == (interleaved_one_f_one_b(2, 8, chunks=2), tuple(named))
+    assert configure({"schedule": "interleaved_1f1b", "options": {"chunks": 4}} | SIZES) == (interleaved_one_f_one_b(2, 8, chunks=4), None)
+    assert configure({"schedule": zbv, "layers": 6} | SIZES).split_points == ("layers.1", "layers.3", "layers.5")
+    write_csv(zbv(2, 8), tmp_path / "mine.csv")
+    assert len(configure({"schedule": tmp_path / "mine.csv", "layers": 8, "layers_per_stage": 2} | SIZES).split_points) == 3
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"layer": 8}, "unknown key 'layer': expected some of schedule, .*; did you mean 'layers'"),
+        ({"layers_per_stage": 2}, "has layers_per_stage, and no number of layers"),
+        ({"layers": 8, "split_points": ["a"]}, "has split_points and layers"),
+        ({"layers": 8, "layers_per_stage": 2}, "cuts the model into 4 stages, but one_f_one_b has 2 on 2 ranks"),
+        ({"split_points": ["a", "b"]}, "cuts the model into 3 stages, but one_f_one_b has 2"),
+        ({"layers": 1}, "1 layer"),
+        ({"layers": "8", "layers_per_stage": 2}, "layers = '8', expected an integer"),
+    ],
+)
+def test_configurations_that_say_too_much_or_too_little(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        configure({"schedule": "1f1b"} | SIZES | wrong)
+    with pytest.raises(ValueError, match="the configuration lacks schedule, ranks"):
+        configure({"batch_size": 8, "microbatch_size": 1})

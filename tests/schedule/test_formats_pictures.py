@@ -21,6 +21,7 @@ from ppfunc.schedule import (
     append_tail,
     deepspeed_inference,
     dualpipe,
+    dualpipev,
     from_csv,
     from_trace,
     gpipe,
@@ -294,9 +295,21 @@ def test_a_grid_refuses_what_it_has_no_place_for():
         to_grid(schedule, simulate(schedule, Costs(backward=0)))
     with pytest.raises(ValueError, match="the shortest instruction is too short"):
         to_grid(schedule, simulate(schedule, Costs(backward=1e-9)))
-    with pytest.raises(ValueError, match="the grid has 31 columns, expected at most width = 30"):
-        to_grid(schedule, width=30)
+    with pytest.raises(ValueError, match="width is 27, expected at least 28 for a grid of 2 ranks"):
+        to_grid(schedule, width=27)
+    with pytest.raises(ValueError, match="the grid has .* columns, expected at most width = 30; an SVG has any width"):
+        to_grid(place_communication(schedule), width=30)
+
+
+def test_a_grid_that_would_be_wider_is_drawn_smaller():
+    schedule = gpipe(2, 2)
     assert max(map(len, to_grid(schedule, width=31).splitlines())) == 31
+    assert to_grid(schedule, simulate(schedule, Costs(backward=[4, 1])), width=36).splitlines() == [
+        "rank 0  FFFF.....0B0----- 0B1------",
+        "rank 1  ..FFFFFBBBB.................",
+    ]
+    paired = dualpipev(2, 4)
+    assert to_grid(paired, simulate(paired), width=50).splitlines()[1] == "rank 1  .FFFFFFFFBBBOOOOOOOOOOOOOOOBBBBBB..IIIWWWW"
 
 
 def test_svg_takes_a_width():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -324,6 +325,33 @@ class GradientsInside(Base):
         slope = torch.func.grad(lambda t: self.b(t).tanh().square().sum())(h)
         y, tangent = torch.func.jvp(lambda t: self.b(t).tanh(), (h,), (slope,))
         return self.c(y * tangent)
+
+
+class AsksForAGradient(Base):
+    """As models do of which a part is checkpointed."""
+
+    def forward(self, x):
+        h = x[:, None]
+        h.requires_grad = True
+        return self.c(self.b(self.a(h[:, 0]).requires_grad_()))
+
+
+class ChecksValues(Base):
+    def forward(self, x):
+        torch._check_tensor_all_with(ValueError, x < 99, lambda: "too large")
+        h = torch.distributions.Normal(self.a(x), 1 + x.square()).cdf(x)
+        return self.c(self.b(h))
+
+
+class CachesATable(Base):
+    @staticmethod
+    @cache
+    def table(dtype):
+        return torch.arange(D, dtype=dtype)
+
+    def forward(self, x):
+        h = self.a(x) + self.table(x.dtype)
+        return self.c(self.b(h) * self.table(x.dtype))
 
 
 class NumbersInTheCode(Base):

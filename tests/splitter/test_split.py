@@ -55,6 +55,9 @@ ZOO = [
     m.AsStrided,
     m.FilledInTwoStages,
     m.GradientsInside,
+    m.AsksForAGradient,
+    m.ChecksValues,
+    m.CachesATable,
 ]
 
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import ppfunc as pp
+from ppfunc.stage.layout import local
 from ppfunc.stage.tree import tree_leaves
 
 VOCABULARY, WIDTH, HIDDEN, LAYERS, ROWS, MICROBATCHES, STEPS = 10, 6, 8, 4, 32, 4, 6
@@ -117,7 +118,7 @@ def cut(build, tied, mesh):
 
 
 def metrics_of(found):
-    return [tuple(number.item() for number in metrics) for metrics in found]
+    return [(m.loss.item(), m.grad_norm.item(), m.scale.item(), m.skipped.item()) for m in found]
 
 
 def whole(tree):
@@ -156,8 +157,8 @@ def trained(mesh, shape, schedule, options, several):
         params = {s: whole(tree) for s, tree in state.params.items()}
         if several:
             again, others = trainer.steps(trainer.init(mine), batches)
-            assert metrics_of(others) == pytest.approx(metrics_of(found), rel=0, abs=0, nan_ok=True)
-            assert all(torch.equal(a, b) for a, b in zip(tree_leaves(again), tree_leaves(state), strict=True))
+            assert str(metrics_of(others)) == str(metrics_of(found))  # bit by bit, with NaN
+            assert all(torch.equal(local(a), local(b)) for a, b in zip(tree_leaves(again), tree_leaves(state), strict=True))
     layer = LAYERS // len(stages)
     return metrics_of(found), {f"{s * layer + int(n)}.{rest}": t for s in params for n, _, rest, t in parted(params[s])}
 
@@ -187,7 +188,7 @@ def run(request, shape, schedule, options, several=False):
     if size == 1:
         return grid(0, 1, shape, schedule, expected, several)
     processes = request.getfixturevalue({2: "two", 4: "four", 8: "eight"}[size])
-    return processes(grid, shape, schedule, expected, several, timeout=500)
+    return processes(grid, shape, schedule, expected, several, timeout=2000)
 
 
 @pytest.mark.parametrize(
@@ -206,4 +207,4 @@ def test_what_is_sharded_and_several_steps_have_the_same_bits(request, shape, sc
 def test_every_grid_trains_under_all_options(request, shape, schedule):
     if not request.config.getoption("--large"):
         pytest.skip("all options of all grids: run with --large")
-    run(request, shape, schedule, OPTIONS, True)
+    run(request, shape, schedule, OPTIONS)

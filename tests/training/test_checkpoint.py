@@ -110,7 +110,7 @@ def test_layouts_in_memory_are_those_of_the_template(tmp_path):
 
 def test_names_are_keys():
     state = pp.TrainState(
-        torch.tensor(1), {0: {"a": [torch.zeros(1)]}}, {0: {"mean": {"a": [torch.zeros(1)]}, "updates": torch.tensor(1)}}, {}
+        torch.tensor(1), {0: {"a": [torch.zeros(1)]}}, {0: {"mean": {"a": [torch.zeros(1)]}, "updates": torch.tensor(1)}}, {}, {}
     )
     assert [n for n, _ in named_leaves(state, None, "state")[0]] == ["step", "params.0.a.0", "optimizer.0.mean.a.0", "optimizer.0.updates"]
     names = {0: {"a.0": "h.7"}}

@@ -29,17 +29,6 @@ def test_parts_combine_to_the_norm_of_the_whole(p, ranks):
 
 
 @pytest.mark.parametrize("p", NORMS)
-def test_each_parameter_counts_once(p):
-    """Two ranks have the first leaf, three places the second."""
-    leaves = grads()
-    copies = [2, 3, 1, 1, 1]
-    parts = [norm_sum(leaves, p, copies), norm_sum(leaves[:1], p, copies[:1])] + [norm_sum(leaves[1:2], p, [3])] * 2
-    got = norm_of(torch.stack(parts).max() if p == inf else torch.stack(parts).sum(), p)
-    torch.testing.assert_close(got, global_norm(leaves, p), rtol=1e-13, atol=0)
-    assert torch.equal(norm_sum(leaves, p, torch.tensor(copies)), parts[0])
-
-
-@pytest.mark.parametrize("p", NORMS)
 def test_clipping_is_that_of_torch(p):
     for max_norm in (0.0, 0.3, 1.0, 1e6, inf):
         own = [torch.zeros_like(g, requires_grad=True) for g in grads()]
@@ -81,7 +70,7 @@ def test_what_is_not_finite_shows_in_the_norm(bad):
 
 def test_arguments_that_make_no_sense():
     for max_norm in (-1.0, float("nan")):
-        with pytest.raises(ValueError, match="max_norm is .*, expected a number of at least 0"):
+        with pytest.raises(ValueError, match="max_norm: got .*, expected a norm, at least 0"):
             clip_by_global_norm(max_norm)
     for p in (0, -1, float("nan")):
         with pytest.raises(ValueError, match="norm_type is .*, expected a number of more than 0"):

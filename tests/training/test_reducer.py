@@ -3,93 +3,126 @@
 import pytest
 import torch
 
-from ppfunc.training import Reducer
-from tests.training.world import World
+from ppfunc.runtime.collective import Collective
+from ppfunc.runtime.ownership import Owned
+from ppfunc.stage import LeafSignature
+from ppfunc.training.reducer import Reducer
+from ppfunc.training.sharding import shard
+from tests.training.world import World, shard_dims
 
 LEAVES = [
     torch.zeros(3, 2, dtype=torch.float64),
-    torch.arange(3),
     torch.zeros((), dtype=torch.float64),
     torch.zeros(0, 4, dtype=torch.float64),
-    torch.zeros(1, 5, dtype=torch.bfloat16),
+    torch.zeros(2, 5, dtype=torch.bfloat16),
     torch.zeros(2, dtype=torch.complex128),
+    torch.zeros(4, 3, dtype=torch.float32),
 ]
+WHOLE = (None,) * len(LEAVES)
+
+
+def reducer_of(leaves=LEAVES, dims=None, ranks=None, **options):
+    signatures = [LeafSignature(tuple(leaf.shape), leaf.dtype, True) for leaf in leaves]
+    return Reducer(signatures, (None,) * len(leaves) if dims is None else dims, ranks or Collective(), **options)
 
 
 def gradients(seed):
     g = torch.Generator().manual_seed(seed)
     made = [torch.randn(leaf.shape, generator=g, dtype=torch.float64).to(leaf.dtype) for leaf in LEAVES]
-    return [None if n == 1 or (n == 0 and seed % 3 == 0) else g for n, g in enumerate(made)]
+    return tuple(None if n == 0 and seed % 3 == 0 else g for n, g in enumerate(made))
 
 
-def total(seeds, dtype):
-    sums = [
-        None if n == 1 else torch.zeros(leaf.shape, dtype=leaf.dtype if leaf.dtype.is_complex or dtype is None else dtype)
-        for n, leaf in enumerate(LEAVES)
-    ]
+def total(seeds, dtype=None):
+    """The sums over microbatches, in the dtype of each leaf, then in that of the sums over ranks."""
+    sums = [torch.zeros(leaf.shape, dtype=leaf.dtype) for leaf in LEAVES]
     for seed in seeds:
-        sums = [a if b is None else a + b.to(a.dtype) for a, b in zip(sums, gradients(seed), strict=True)]
-    return sums
+        sums = [a if b is None else a + b for a, b in zip(sums, gradients(seed), strict=True)]
+    return [a if a.is_complex() or dtype is None else a.to(dtype) for a in sums]
+
+
+def same(got, expected):
+    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
 @pytest.mark.parametrize("most", [1, 2**20])
-@pytest.mark.parametrize("dtype", [None, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float64])
 def test_sums_over_microbatches(dtype, most):
-    reducer = Reducer(LEAVES, dtype=dtype, most=most)
+    reducer = reducer_of(dtype=dtype, most=most)
     for seeds in ((1, 2, 3), (3, 4), (), (6,)):  # one step after the other
         for seed in seeds:
             given = gradients(seed)
             kept = [None if g is None else g.clone() for g in given]
-            reducer.add(given)
+            reducer.add(given, 0)
             assert all(a is None or torch.equal(a, b) for a, b in zip(given, kept, strict=True))
         reducer.launch()
-        for got, expected in zip(reducer.wait(), total(seeds, dtype), strict=True):
-            assert (got is None) == (expected is None)
-            assert got is None or (got.dtype == expected.dtype and torch.equal(got, expected))
+        assert same(reducer.wait(), total(seeds, dtype))
 
 
-def test_what_is_written_into_the_sums_is_kept():
-    reducer = Reducer([torch.zeros(2)])
-    reducer.accumulated()[0].fill_(3)
-    reducer.add([torch.ones(2)])
+def test_sums_over_places_are_taken_in_the_place_of_the_own():
+    reducer = reducer_of()
+    for seed in (1, 2):
+        reducer.add(gradients(seed), 0)
+    taken = reducer.take((), Owned())
+    assert same(taken, total((1, 2)))
+    reducer.merge((taken[0] + 1, *taken[1:]))
+    assert same(taken, total((1, 2)))  # which other places may still be sent
     reducer.launch()
-    assert reducer.wait()[0].tolist() == [4, 4]
+    first, *rest = total((1, 2))
+    assert same(reducer.wait(), [first + 1, *rest])
+
+
+def test_who_keeps_a_gradient_keeps_its_memory():
+    reducer = reducer_of(LEAVES[:2])
+    reducer.launch()
+    sums = reducer.wait()
+    assert not reducer.idle
+    row = sums[0][1]
+    del sums
+    assert not reducer.idle
+    del row
+    assert reducer.idle
 
 
 def test_calls_out_of_order():
-    reducer = Reducer(LEAVES, chosen=[0])
+    reducer = reducer_of()
     with pytest.raises(RuntimeError, match="no reduction is under way: launch one first"):
         reducer.wait()
     with pytest.raises(ValueError, match="got 1 gradients, expected 6"):
-        reducer.add([None])
+        reducer.add((None,), 0)
     reducer.launch()
+    assert not reducer.idle
     with pytest.raises(RuntimeError, match="under way already"):
         reducer.launch()
     with pytest.raises(RuntimeError, match="gradients came while a reduction is under way"):
-        reducer.add(gradients(1))
-    assert [s is None for s in reducer.wait()] == [False, True, True, True, True, True]
+        reducer.add(gradients(1), 0)
+    assert same(reducer.wait(), total(()))
 
 
-def over_ranks(rank, size, dtype):
-    world = World()
-    reducer = Reducer(LEAVES, [world], dtype=dtype, most=64)
-    twice = Reducer(LEAVES, [world, world], dtype=dtype)
-    results = []
+def over_ranks(rank, size, dtype, most):
+    """Whether sums over ranks are right, whole and in parts, step after step in one memory."""
+    dims = shard_dims(LEAVES, size)
+    whole, cut = (reducer_of(dims=d, ranks=World(), dtype=dtype, most=most) for d in (WHOLE, dims))
     for step in range(2):
-        for seed in (1, 2):
-            for one in (reducer, twice):
-                one.add(gradients(10 * step + 4 * rank + seed))
-        reducer.launch()
-        twice.launch()
-        results.append([[None if s is None else s.clone() for s in one.wait()] for one in (reducer, twice)])
-    return results
+        seeds = [[10 * step + 4 * place + seed for seed in (1, 2)] for place in range(size)]
+        for reducer in (whole, cut):
+            for seed in seeds[rank]:
+                reducer.add(gradients(seed), 0)
+            reducer.launch()
+        expected = [a + b for a, b in zip(*(total(own, dtype) for own in seeds), strict=True)]
+        assert same(whole.wait(), expected)
+        assert same(cut.wait(), shard(expected, dims, size, rank))
+        merged = [reducer.take((), Owned()) for reducer in (whole, cut)]  # nothing has come: zeros
+        assert all(not leaf.any() for leaves in merged for leaf in leaves)
+        for reducer in (whole, cut):
+            reducer.merge(tuple(total([rank], None)))
+            reducer.launch()
+        expected = [a + b for a, b in zip(*(total([place], dtype) for place in range(size)), strict=True)]
+        assert same(whole.wait(), expected)
+        assert same(cut.wait(), shard(expected, dims, size, rank))
+    return [dim is None for dim in dims]
 
 
-@pytest.mark.parametrize("dtype", [None, torch.float64])
-def test_sums_over_ranks(two, dtype):
-    for results in two(over_ranks, dtype):
-        for step, (once, twice) in enumerate(results):
-            parts = [total([10 * step + 4 * rank + seed for seed in (1, 2)], dtype) for rank in range(2)]
-            for got, double, a, b in zip(once, twice, *parts, strict=True):
-                assert (got is None) == (a is None)
-                assert got is None or (torch.equal(got, a + b) and torch.equal(double, (a + b) * 2))
+@pytest.mark.parametrize("most", [64, 2**20])
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_sums_over_ranks(two, dtype, most):
+    assert two(over_ranks, dtype, most) == [[False, True, False, False, False, False]] * 2

@@ -3,6 +3,14 @@
 import torch
 import torch.distributed as dist
 
+from ppfunc.stage.signature import differentiable
+from ppfunc.training.sharding import shard_dim
+
+
+def shard_dims(leaves, ranks, taken=()):
+    """Of every leaf that is trained, the dimension that is cut."""
+    return tuple(shard_dim(leaf.shape, ranks, taken) if differentiable(leaf.dtype) else None for leaf in leaves)
+
 
 class World:
     """All ranks, in the form that training takes."""
@@ -13,9 +21,8 @@ class World:
     def all_reduce(self, tensor, op="sum"):
         return dist.all_reduce(tensor, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op], async_op=True).wait
 
-    def reduce_scatter(self, tensor):
-        part = torch.empty(tensor.numel() // self.size, dtype=tensor.dtype)
-        return part, dist.reduce_scatter_tensor(part, tensor, async_op=True).wait
+    def reduce_scatter(self, tensor, part):
+        return dist.reduce_scatter_tensor(part, tensor, async_op=True).wait
 
     def all_gather(self, part):
         whole = torch.empty(part.numel() * self.size, dtype=part.dtype)

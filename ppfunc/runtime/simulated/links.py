@@ -17,6 +17,10 @@ class SimulatedLinks:
     def generation(self) -> int:
         return self._member.generation
 
+    def operation(self, text: str) -> None:
+        """An operation of the rank that sends nothing, such as a computation."""
+        self._network.operation(self.rank, text)
+
     def send(self, peer: int, channel: str, data: bytes) -> None:
         self._network.operation(self.rank, f"send {channel} to {peer}")
         pipe = self._network.pipe(self.generation, self.rank, peer, channel)
@@ -53,9 +57,9 @@ class SimulatedLinks:
         self._network.operation(self.rank, "publish", can_fail=False)
         return self._network.publish(self.rank, failure)
 
-    def suspect(self, peer: int) -> int:
+    def suspect(self, peer: int) -> tuple[int, str]:
         self._network.operation(self.rank, f"suspect {peer}", can_fail=False)
-        return self._network.suspect(peer)
+        return self._network.suspect(self.rank, peer), ""
 
     def close(self) -> None:
         if self._member.ended is None:

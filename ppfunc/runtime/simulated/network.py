@@ -10,6 +10,8 @@ from functools import partial
 from math import inf
 from typing import NamedTuple
 
+import torch
+
 from ..errors import GONE, LinkError
 from ..interrupts import Handler
 from .faults import Fault, InjectedError, RankStopped, require_possible
@@ -120,6 +122,7 @@ class Network:
         self.trace: list[str] = []
         self.published: list[Verdict] = []  # by generation
         self.committed = 0  # steps, by rank 0
+        self.sums: dict[tuple[int, int, int], dict[int, torch.Tensor]] = defaultdict(dict)  # by generation, number, rank: of every peer
         self._pipes: dict[tuple[int, int, int, str], Pipe] = defaultdict(partial(Pipe, self.scheduler))
 
     # -- operations ------------------------------------------------------------------------
@@ -189,9 +192,10 @@ class Network:
             rank = awaited[0]
         return found
 
-    def suspect(self, peer: int) -> int:
-        """The rank that holds up a peer."""
-        return next((awaited for _, awaited, _ in reversed(self._waits(peer))), peer)
+    def suspect(self, rank: int, peer: int) -> int:
+        """The rank that holds up a peer, for which a rank has waited in vain; the peer where they wait in a circle."""
+        awaited = [peer, *(awaited for _, awaited, _ in self._waits(peer))]
+        return peer if rank in awaited or awaited[-1] in awaited[:-1] else awaited[-1]
 
     # -- faults ----------------------------------------------------------------------------
 

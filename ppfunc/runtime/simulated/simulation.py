@@ -12,6 +12,7 @@ from ..collective import Among, Collective
 from ..control import Control
 from ..interrupts import hold_interrupts
 from ..transport import Call, Link, LossPart, Mode, Transfer
+from .collective import SimulatedCollective
 from .faults import Fault
 from .links import SimulatedLinks
 from .network import Network
@@ -77,7 +78,7 @@ class SimulatedTransport(Control):
     """The transport of one rank of :class:`Simulated`. To be used by the thread of that rank."""
 
     def __init__(self, network: Network, wires: Wires, rank: int) -> None:
-        self._wires = wires
+        self._wires, self._sums = wires, SimulatedCollective(network, rank)
         super().__init__(SimulatedLinks(network, rank))
         self.links: SimulatedLinks
 
@@ -85,7 +86,7 @@ class SimulatedTransport(Control):
         self._wires.connect(self.rank, sorted({link for link in links if self.rank in (link.sender, link.receiver)}))
 
     def collective(self, among: Among) -> Collective:
-        return Collective()
+        return self._sums if among == "world" and self.size > 1 else Collective()
 
     def post(self, batch: Sequence[Transfer]) -> Call | None:
         return self._wires.post(self.rank, batch) if batch else None

@@ -25,6 +25,7 @@ from collections.abc import Callable
 
 from ..errors import ScheduleError
 from ..instruction import COMMUNICATION, COMPUTE, Instruction, Op, microbatch_of, parts_of
+from ..proof.structure import require_schedule
 from ..schedule import Chain, Schedule
 from .text import FormatError, parse_instruction
 
@@ -40,6 +41,7 @@ def to_csv(schedule: Schedule) -> str:
     >>> to_csv(gpipe(ranks=2, microbatches=2))
     '0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n'
     """
+    require_schedule(schedule)
     idle = ("",) if schedule.ops <= COMPUTE else ()
     rows = (",".join([str(cell) for step in program for cell in step or idle]) for program in schedule.programs)
     return "".join(row + "\n" for row in rows)

@@ -13,12 +13,14 @@ from typing import Any, NamedTuple
 from ..costs import Costs
 from ..errors import ScheduleError
 from ..instruction import COMPUTE, Instruction, Op
+from ..proof.structure import require_schedule
 from ..schedule import Schedule
 from ..simulate import Timeline, simulate
 from ..table import clipped
 
 _SHOWN = 20_000  # instructions whose grid is made only to show its beginning
 _MOST = 50_000_000  # characters
+_LEAST = 20  # columns of a grid that is drawn smaller
 
 
 class Bar(NamedTuple):
@@ -38,10 +40,11 @@ def to_grid(schedule: Schedule, timeline: Timeline | None = None, *, width: int 
     Args:
         schedule: the one to draw.
         timeline: start and end of every instruction, simulated or measured; the shortest one is the unit.
-        width: the most characters of a line.
+        width: the most characters of a line. A longer grid on a scale of time is drawn smaller: an instruction has its name
+            where that fits, else the letter of its kind, ``O`` for an overlapped pair, in every column.
 
     Raises:
-        ValueError: a line would be longer, or an instruction takes no time and has no place.
+        ValueError: a line would be longer and has no scale of time, or an instruction takes no time and has no place.
 
     >>> from ppfunc.schedule import gpipe, zb_h1
     >>> print(to_grid(gpipe(ranks=2, microbatches=3)), end="")
@@ -51,20 +54,21 @@ def to_grid(schedule: Schedule, timeline: Timeline | None = None, *, width: int 
     rank 0  0F0 0F1  .  0I0 0W0 0I1 0W1
     rank 1   .  1F0 1I0 1F1 1I1 1W0 1W1
     """
-    lines = _lines(schedule, timeline)
+    require_schedule(schedule)
+    lines = _lines(schedule, timeline, width)
     longest = max(map(len, lines))
     if width is not None and longest > width:
         raise ValueError(f"the grid has {longest} columns, expected at most width = {width}; an SVG has any width")
     return "".join(line + "\n" for line in lines)
 
 
-def _lines(schedule: Schedule, timeline: Timeline | None) -> list[str]:
+def _lines(schedule: Schedule, timeline: Timeline | None, width: int | None) -> list[str]:
     if timeline is not None:
-        return _in_time(compute_bars(schedule, timeline))
+        return _in_time(compute_bars(schedule, timeline), width)
     if schedule.ops <= COMPUTE:
         whole = None if schedule.ops & {Op.I, Op.W, Op.OVERLAP_F_B} else 1
         try:
-            return _in_time(compute_bars(schedule, simulate(schedule, Costs(backward=whole))))
+            return _in_time(compute_bars(schedule, simulate(schedule, Costs(backward=whole))), width)
         except ScheduleError:
             pass  # saying what is wrong with it is the work of check
     return _in_steps([["+".join(map(str, step)) or "." for step in program] for program in schedule.programs])
@@ -77,7 +81,22 @@ def show_grid(schedule: Schedule, printer: Any, cycle: bool) -> None:
         printer.text("\n" + clipped(to_grid(schedule)))
 
 
-def _in_time(rows: list[list[Bar]]) -> list[str]:
+def _in_time(rows: list[list[Bar]], width: int | None) -> list[str]:
+    """The lines of a grid on a scale of time, drawn smaller where they would be longer than ``width``."""
+    try:
+        lines = _in_units(rows)
+        if width is None or max(map(len, lines)) <= width:
+            return lines
+    except ValueError:
+        if width is None:
+            raise
+    columns = width - len(f"rank {len(rows) - 1}  ")
+    if columns < _LEAST:
+        raise ValueError(f"width is {width}, expected at least {_LEAST + width - columns} for a grid of {len(rows)} ranks")
+    return _labelled([_in_columns(row, columns / max(bar.end for row in rows for bar in row), columns) for row in rows])
+
+
+def _in_units(rows: list[list[Bar]]) -> list[str]:
     bars = [bar for row in rows for bar in row]
     none = next((bar for bar in bars if bar.end <= bar.start), None)
     if none is not None:
@@ -105,6 +124,17 @@ def _row(row: list[Bar], unit: float, cell: int, length: int) -> list[str]:
     return line
 
 
+def _in_columns(row: list[Bar], scale: float, columns: int) -> str:
+    """The characters of a line, ``scale`` of them for each unit of time."""
+    line = ["."] * columns
+    for bar in row:
+        start = min(floor(bar.start * scale), columns - 1)
+        room, name = max(floor(bar.end * scale), start + 1) - start, _name(bar)
+        letter = "O" if bar.instruction.parts else bar.instruction.op.value
+        line[start : start + room] = f"{name:-<{room - 1}} " if len(name) < room else letter * room
+    return "".join(line)
+
+
 def _name(bar: Bar) -> str:
     return ";".join(map(str, bar.instruction.parts or (bar.instruction,)))
 
@@ -126,7 +156,15 @@ def compute_bars(schedule: Schedule, timeline: Timeline) -> list[list[Bar]]:
 
 
 def bars_of(schedule: Schedule, timeline: Timeline, ops: Container[Op]) -> list[list[Bar]]:
-    """Return the instructions of these kinds of every rank, in order, as ``timeline`` places them."""
+    """Return the instructions of these kinds of every rank, in order, as ``timeline`` places them.
+
+    Raises:
+        TypeError, ValueError: it is no timeline, or not that of this schedule.
+    """
+    if not isinstance(timeline, Timeline):
+        raise TypeError(f"timeline: got {type(timeline).__name__}, expected a Timeline, as simulate(...) or step.record(...)[1] gives")
+    if list(map(len, timeline.starts)) != [sum(map(len, program)) for program in schedule.programs]:
+        raise ValueError(f"timeline: got that of {timeline.schedule!r}, expected one of {schedule!r}")
     return [
         [
             Bar(instruction, float(start), float(end))

@@ -14,6 +14,7 @@ import reprlib
 from typing import Any
 
 from ..instruction import Instruction
+from ..proof.structure import require_schedule
 from ..schedule import Chain, Schedule
 from .text import FormatError, parse_instruction, shortened
 
@@ -30,6 +31,7 @@ def to_json(schedule: Schedule) -> str:
     >>> from_json(to_json(schedule)) == schedule
     True
     """
+    require_schedule(schedule)
     head = {
         "format": FORMAT,
         "version": VERSION,

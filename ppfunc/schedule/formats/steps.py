@@ -8,6 +8,7 @@ parentheses, ``OptimizerStep()``. On a rank that holds several stages each names
 """
 
 from ..instruction import WHOLE_STAGE, Instruction, Op
+from ..proof.structure import require_schedule
 from ..schedule import Schedule
 
 NAMES = {
@@ -33,6 +34,7 @@ def to_steps(schedule: Schedule) -> str:
     ForwardPass(micro_batch_id=0)
     BackwardPass(micro_batch_id=0)
     """
+    require_schedule(schedule)
     lines = []
     for rank, program in enumerate(schedule.programs):
         lines.append(f"rank {rank}")

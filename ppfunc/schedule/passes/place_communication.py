@@ -9,6 +9,7 @@ from ..collector import collector_paused
 from ..dataflow import PRODUCT, Dataflow, EdgeFlow, dataflow, edge_flows
 from ..earliest import EarliestTimes, earliest
 from ..instruction import COMMUNICATION, COMPUTE, Instruction, Op, instructions_of
+from ..proof.structure import require_schedule
 from ..schedule import Program, Schedule, Step
 from .remove import remove_slots
 
@@ -44,6 +45,7 @@ def place_communication(schedule: Schedule, *, lookahead: int = 0) -> Schedule:
     Raises:
         ScheduleError: the compute order waits for something that can never come.
     """
+    require_schedule(schedule)
     if schedule.ops & COMMUNICATION:
         return schedule
     schedule = remove_slots(schedule)

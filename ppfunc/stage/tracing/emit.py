@@ -5,13 +5,13 @@ from __future__ import annotations
 import builtins
 import math
 import threading
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
 
+from ..errors import warn
 from .compiled import compiled
 from .cut import Part
 from .fast_dispatch import find_call
@@ -56,7 +56,7 @@ class TracedFunction:
         with _writing:
             if self._function is None:
                 if self.recipe.warning:
-                    warnings.warn(self.recipe.warning, stacklevel=3)
+                    warn(self.recipe.warning)
                 self._function = _write(self.recipe)
         return self._function
 

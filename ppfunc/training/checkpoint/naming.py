@@ -12,7 +12,7 @@ from optree import PyTreeAccessor, PyTreeSpec
 from ppfunc.splitter import Split
 from ppfunc.stage.tree import tree_flatten
 
-from ..update import TrainState
+from ..train_state import TrainState
 from .errors import shown
 
 Names = Split | Mapping[int, Mapping[str, str]] | Callable[[int, str], str] | None

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..stage.signature import differentiable
 from ..stage.tree import tree_flatten, tree_map, tree_paths
-from .norms import clip_coefficient, global_norm, require_norm_type
-from .protocols import Clip, Optimizer, ShardOf, Transform, Tree, accepting_scale, selected, unscaled
+from .norms import clip_coefficient, global_norm, require_max_norm, require_norm_type
+from .protocols import Clip, Optimizer, ShardOf, Transform, Tree, accepting_scale, selected, text_of, unscaled
 
 
 def from_updates(transform: Any) -> Optimizer:
@@ -69,7 +69,7 @@ def from_updates(transform: Any) -> Optimizer:
         new = structure.unflatten(starmap(_added, zip(wanted, got, strict=True)))
         return selected(found_inf, (params, state), (new, after))
 
-    return Optimizer(init, update)
+    return Optimizer(init, update, text=f"from_updates({text_of(transform)})")
 
 
 def _added(parameter: Tensor, change: Tensor) -> Tensor:
@@ -134,7 +134,8 @@ def chain(*parts: Any) -> Any:
 
     if optimizer is None:
         return Transform(init, changed)
-    ending = accepting_scale(optimizer)
+    ending, count = accepting_scale(optimizer), len(parts)
+    text = f"chain({', '.join(map(text_of, parts))})"
 
     @torch.no_grad()
     def update(
@@ -146,12 +147,15 @@ def chain(*parts: Any) -> Any:
         found_inf: Tensor | None = None,
         parts: Sequence[ShardOf] | None = None,
     ) -> tuple[Tree, Tree]:
+        if not isinstance(state, tuple) or len(state) != count:
+            got = f"{len(state)} parts" if isinstance(state, tuple) else f"a {type(state).__name__}"
+            raise ValueError(f"state: got {got}, expected those of the {count} of {text}; it is that of another optimizer")
         grads, after = changed(unscaled(grads, grad_scale), state[:-1], params)
         new, last_state = ending.update(grads, state[-1], params, found_inf=found_inf, parts=parts)
         return new, (*selected(found_inf, state[:-1], after), last_state)
 
     first = parts[0]
-    return Optimizer(init, update, (first, chain(*parts[1:])) if isinstance(first, Clip) else ending.clipped)
+    return Optimizer(init, update, (first, chain(*parts[1:])) if isinstance(first, Clip) else ending.clipped, text)
 
 
 def clip_by_global_norm(max_norm: float, norm_type: float = 2.0) -> Clip:
@@ -164,10 +168,9 @@ def clip_by_global_norm(max_norm: float, norm_type: float = 2.0) -> Clip:
         norm_type: p of the norm, more than 0, or infinity.
 
     Raises:
-        ValueError: a negative number, or one that is none.
+        ValueError, TypeError: a negative number, or one that is none.
     """
-    if not max_norm >= 0:
-        raise ValueError(f"max_norm is {max_norm}, expected a number of at least 0, or infinity for none")
+    require_max_norm("max_norm", max_norm)
     require_norm_type(norm_type)
 
     def update(grads: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:

@@ -1,0 +1,140 @@
+"""Make a trainer: check its arguments, and place what ends a step of training in the schedule."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from typing import get_args
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from ppfunc.making import Stages, require_one_of, shown, told_to_peers, unpacked
+from ppfunc.runtime import P2P, Axes, InProcess, Transport
+from ppfunc.runtime.ties import TiedPlaces
+from ppfunc.schedule import Schedule, append_tail, insert_unshards, reduce_early, remove_tail, remove_unshards
+from ppfunc.stage import Engine, Loss, graph
+
+from .trainer import Trainer
+from .training import Clip, LossScale, Optimizer, Precision, Transform, accepting_scale
+from .training.norms import require_max_norm, require_norm_type
+from .training.parameter_update import OnNonfinite, UpdateRule
+from .training.ranks import Shard
+
+
+def train_step(
+    stages: Stages,
+    loss_fn: Loss,
+    schedule: Schedule,
+    optimizer: Optimizer,
+    mesh: DeviceMesh | None = None,
+    *,
+    axes: Axes | None = None,
+    transport: Transport | None = None,
+    engine: Engine = graph,
+    tied: TiedPlaces = None,
+    clip: float | None = None,
+    norm_type: float = 2.0,
+    scale: LossScale | None = None,
+    accumulate: int = 1,
+    shard: Shard = "none",
+    precision: Precision | None = None,
+    on_nonfinite: OnNonfinite = "skip",
+) -> Trainer:
+    """Make a trainer: ``init(params) -> state``, ``step(state, inputs, targets) -> (state, metrics)``, ``evaluate``.
+
+    Equivalent to, for one step::
+
+        loss, grads = value_and_grad(stages, loss_fn, schedule)(params, inputs, targets)    # over all data ranks
+        grads, _ = clip_by_global_norm(clip).update(grads, ())
+        params, optimizer_state = optimizer.update(grads, optimizer_state, params)
+
+    Args:
+        stages, loss_fn, engine, tied: as in :func:`value_and_grad`.
+        schedule: what every rank of a pipeline does; ``REDUCE_TIED``, ``REDUCE_GRAD`` and ``STEP`` are placed anew.
+        optimizer: of every stage. A chain that begins with :func:`clip_by_global_norm` clips by the norm of all stages.
+        mesh: the ranks that train together; one pipeline where there is none.
+        axes: the names of its axes.
+        transport: in the place of a mesh, carries the messages of one pipeline; ``InProcess()`` where neither is given.
+        clip: largest norm of all gradients together, which are made shorter where it is more.
+        norm_type: p of the norm, ``math.inf`` for the largest element.
+        scale: of the loss: :func:`dynamic_scale` or :func:`static_scale`.
+        accumulate: how many times the schedule runs in a step, each with a part of the batch; the gradients are those of
+            one schedule with as many times the microbatches, bit by bit.
+        shard: ``"optimizer"`` keeps, on each data rank, a part of the state of the optimizer, and updates that part of the
+            parameters, which are then gathered. ``"params"`` keeps a part of the parameters, too: each stage is gathered before it
+            computes and freed behind, at most two at a time. The same bits as ``"none"`` over two data ranks. What cannot be
+            cut evenly is whole on every rank.
+        precision: dtypes of computing, reducing and keeping parameters.
+        on_nonfinite: where loss or gradients are not finite: ``"skip"`` the update, and what it would have changed in states of
+            stages; ``"raise"`` on every rank, with the rank, stage, microbatch and instruction that was first (reads a number of the
+            device in every step, and runs the step again where it fails); or ``"ignore"`` it.
+
+    Parameters, inputs and the leaves of the state are tensors or DTensors; a stage is given the part of its rank. Ranks compare their
+    options, the numbers of optimizer and scale, and checksums of the states of data ranks once, before the first step and after a failure.
+
+    Raises:
+        ScheduleError, ValueError, TypeError: as :func:`value_and_grad`; arguments that do not fit together.
+    """
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh: got {shown(mesh)}, expected a DeviceMesh, such as torch's init_device_mesh makes")
+    if axes is not None and not isinstance(axes, Axes):
+        raise TypeError(f"axes: got {shown(axes)}, expected ppfunc.Axes('pp', data='dp')")
+    if mesh is not None and transport is not None:
+        raise ValueError("got a mesh and a transport, expected one of the two; ppfunc.P2P(mesh=mesh, axes=axes) is a transport over a mesh")
+    if axes is not None and mesh is None:
+        raise ValueError(f"axes: got {axes}, and no mesh that has them; give the mesh, too")
+    owned = transport is None
+    if transport is None:
+        transport = InProcess() if mesh is None else P2P(mesh=mesh, axes=axes)
+    return _trainer(
+        stages,
+        loss_fn,
+        schedule,
+        transport,
+        optimizer,
+        engine,
+        tied,
+        clip,
+        norm_type,
+        scale,
+        accumulate,
+        shard,
+        precision,
+        on_nonfinite,
+        owned,
+    )
+
+
+@told_to_peers
+def _trainer(
+    stages: Stages, loss_fn: Loss, schedule: Schedule, transport: Transport, optimizer: Optimizer, engine: Engine, tied: TiedPlaces,
+    clip: float | None, norm_type: float, scale: LossScale | None, accumulate: int, shard: Shard, precision: Precision | None,
+    on_nonfinite: OnNonfinite, owned: bool,
+) -> Trainer:  # fmt: skip
+    """The trainer of these arguments; a mistake among them is told to the other ranks."""
+    stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied)
+    if isinstance(optimizer, Transform | Clip):
+        raise TypeError("optimizer: got a transform of gradients, expected an optimizer, such as ppfunc.from_updates(transform)")
+    for name, value, kind in (("scale", scale, LossScale), ("precision", precision, Precision)):
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(f"{name}: got {shown(value)}, expected {kind.__name__}")
+    if not callable(getattr(optimizer, "init", None)) or not callable(getattr(optimizer, "update", None)):
+        raise TypeError(f"optimizer: got {reprlib.repr(optimizer)}, expected init and update, such as ppfunc.adamw(1e-3)")
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise ValueError(f"accumulate: got {accumulate!r}, expected a number of passes, at least 1")
+    require_one_of("on_nonfinite", on_nonfinite, get_args(OnNonfinite))
+    require_one_of("shard", shard, get_args(Shard))
+    if clip is not None:
+        require_max_norm("clip", clip)
+    require_norm_type(norm_type)
+    if (clipped := getattr(optimizer, "clipped", None)) is not None:
+        if clip is not None:
+            raise ValueError("clip: got one, and the optimizer clips, too; leave one of them out")
+        first, optimizer = clipped
+        clip, norm_type = first.max_norm, first.norm_type
+    limit = math.inf if clip is None else clip
+    rule = UpdateRule(accepting_scale(optimizer), limit, norm_type, scale, precision or Precision(), on_nonfinite, shard)
+    schedule = remove_unshards(remove_tail(schedule))
+    schedule = insert_unshards(schedule) if shard == "params" else schedule
+    schedule = reduce_early(append_tail(schedule, tied=bool(ties) or bool(schedule.replicas)))
+    return Trainer(stages, loss_fn, schedule, transport, engine, ties, rule, accumulate, owned)

@@ -1,0 +1,130 @@
+"""Open gloo communicators over the links of a transport, so that neither a store nor a rank that fails can hold up the others."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol
+
+from torch.distributed.distributed_c10d import Store
+
+from . import _torch
+from .errors import LinkError
+from .interrupts import let_interrupts
+
+_CHANNEL = "open"
+_PAUSE = 0.05  # seconds between looks whether a rank has failed
+
+
+class _Links(Protocol):
+    rank: int
+    waiting_on: int | None
+
+    def send(self, peer: int, channel: str, data: bytes) -> None: ...
+
+    def recv(self, peer: int, channel: str) -> bytes: ...
+
+    def check(self) -> None: ...
+
+
+class _Addresses(Store):
+    """What gloo takes for a store: it leaves an address there, and waits for those of the others."""
+
+    def __init__(self, left: Callable[[tuple[str, Any]], None]) -> None:
+        super().__init__()
+        self._left, self._known, self._complete = left, dict[str, bytes](), threading.Event()
+        self._given_up = False
+
+    def set(self, key: str, value: Any) -> None:
+        self._known[key] = bytes(value)
+        self._left(("address", (key, bytes(value))))
+
+    def wait(self, keys: Sequence[str], timeout: object = None) -> None:
+        self._complete.wait()
+        if self._given_up:
+            raise ConnectionError("a rank has failed")
+
+    def get(self, key: str) -> bytes:
+        return self._known[key]
+
+    def has_extended_api(self) -> bool:
+        return False
+
+    def complete(self, theirs: dict[str, bytes]) -> None:
+        """Give the addresses of the others."""
+        self._known |= theirs
+        self._complete.set()
+
+    def give_up(self) -> None:
+        """Let go of who waits for addresses."""
+        self._given_up = True
+        self._complete.set()
+
+
+def open_gloo(links: _Links, name: str, members: Sequence[int], timeout: float) -> Any:
+    """A gloo communicator of some ranks, in the order given, which all come to the same call.
+
+    gloo cannot be interrupted while it connects, and asks an address for minutes whose process has ended. A thread does it,
+    and is left alone where a rank fails.
+
+    Args:
+        links: carry the addresses.
+        name: of the communicator, the same at all members.
+        timeout: seconds for connecting, and then for each operation.
+
+    Raises:
+        LinkError: a rank has failed, is gone or late.
+    """
+    place, others = members.index(links.rank), [member for member in members if member != links.rank]
+    told: SimpleQueue[tuple[str, Any]] = SimpleQueue()
+    addresses = _Addresses(told.put)
+    threading.Thread(target=_make, args=(addresses, place, len(members), timeout, told.put), name=f"ppfunc {name}", daemon=True).start()
+    try:
+        links.waiting_on = members[(place + 1) % len(members)]
+        key, mine = _await(links, told, links.waiting_on, timeout)
+        for other in others:
+            links.send(other, _CHANNEL, json.dumps([name, key, mine.hex()]).encode())
+        addresses.complete(dict(_address(links, name, other) for other in others))
+        links.waiting_on = members[(place + 1) % len(members)]
+        group = _await(links, told, links.waiting_on, timeout)
+        links.waiting_on = None
+        return group
+    finally:
+        addresses.give_up()
+
+
+def _make(addresses: _Addresses, place: int, size: int, timeout: float, tell: Callable[[tuple[str, Any]], None]) -> None:
+    try:
+        tell(("made", _torch.ProcessGroupGloo(addresses, place, size, timedelta(seconds=timeout))))
+    except Exception as error:
+        tell(("failed", error))
+
+
+def _await(links: _Links, told: SimpleQueue[tuple[str, Any]], peer: int, timeout: float) -> Any:
+    """What the thread tells next."""
+    end = time.monotonic() + timeout
+    while True:
+        try:
+            with let_interrupts():
+                kind, what = told.get(timeout=_PAUSE)
+        except Empty:
+            links.check()
+            if time.monotonic() > end:
+                raise LinkError(
+                    peer, "late", f"rank {links.rank} waited for rank {peer}, which has not connected in {timeout:g} s"
+                ) from None
+            continue
+        if kind == "failed":
+            raise what
+        return what
+
+
+def _address(links: _Links, name: str, peer: int) -> tuple[str, bytes]:
+    """The address that a peer has left for this communicator."""
+    theirs, key, address = json.loads(links.recv(peer, _CHANNEL))
+    assert theirs == name, (theirs, name)
+    return key, bytes.fromhex(address)

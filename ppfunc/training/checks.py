@@ -1,0 +1,43 @@
+"""Check the numbers that optimizers, rates, scales and norms are given."""
+
+from __future__ import annotations
+
+import reprlib
+from math import inf
+from numbers import Real
+from typing import Any
+
+
+def require_number(name: str, number: Any, least: float = 0.0, below: float = inf, mend: str = "") -> None:
+    """Raise for something else than a finite number from ``least`` on, less than ``below``.
+
+    Raises:
+        TypeError: no number.
+        ValueError: another number.
+
+    >>> require_number("betas[0]", 1.0, below=1.0)
+    Traceback (most recent call last):
+    ValueError: betas[0] is 1.0, expected a number of at least 0 and less than 1
+    """
+    if isinstance(number, bool) or not isinstance(number, Real):
+        raise TypeError(f"{name} is {reprlib.repr(number)} of type {type(number).__name__}, expected a number{mend}")
+    if not least <= float(number) < below:
+        wanted = "a finite number" if below == inf else "a number"
+        limit = "" if below == inf else f" and less than {below:g}"
+        raise ValueError(f"{name} is {number}, expected {wanted} of at least {least:g}{limit}{mend}")
+
+
+def require_positive(**numbers: Any) -> None:
+    """Raise TypeError or ValueError for something else than finite numbers of more than 0."""
+    for name, number in numbers.items():
+        require_number(name, number)
+        if number == 0:
+            raise ValueError(f"{name} is {number}, expected a finite number of more than 0")
+
+
+def require_count(name: str, count: Any, least: int = 1) -> None:
+    """Raise TypeError or ValueError for something else than a whole number from ``least`` on."""
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise TypeError(f"{name} is {reprlib.repr(count)} of type {type(count).__name__}, expected a whole number of at least {least}")
+    if count < least:
+        raise ValueError(f"{name} is {count}, expected at least {least}")

@@ -1,0 +1,47 @@
+"""Describe what ranks that train together must have the same before they begin: options, and the values of their states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..stage.layout import local
+from ..stage.tree import tree_leaves
+from .ranks import TrainingRanks
+from .train_state import TrainState
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def start_facts(options: Sequence[str], ranks: TrainingRanks, state: TrainState) -> tuple[str, str]:
+    """Terms that all ranks have to agree on, and those that the ranks of other batches have to, which hold the same parameters.
+
+    Reads numbers of the device: ranks compare them once.
+    """
+    if ranks.world.size == 1:
+        return "", ""
+    scale = ", ".join(f"{name} {value.item():g}" for name, value in sorted(state.scale.items()))
+    common = [*options, f"state of step {int(state.step)}{f' with the scale {scale}' if scale else ''}"]
+    trees = [(f"{name} of stage {s}", tree) for s in ranks.stages for name, tree in _trees(state, s)] if ranks.data.size > 1 else []
+    held = [f"the {name} with the checksum {_checksum([t for t in tree_leaves(tree) if ranks.is_whole(t)])}" for name, tree in trees]
+    return "; ".join(common), "; ".join(held)
+
+
+def _trees(state: TrainState, stage: int) -> list[tuple[str, object]]:
+    return [("parameters", state.params[stage]), ("optimizer state", state.optimizer[stage])]
+
+
+@torch.no_grad()
+def _checksum(leaves: Sequence[Tensor]) -> str:
+    """A number of all bits, as a text."""
+    sums = [_bits(local(leaf)).sum(dtype=torch.int64) for leaf in leaves]
+    return f"{hash(tuple(torch.stack([s.to(sums[0].device) for s in sums]).tolist())) % 2**32:08x}" if sums else "none"
+
+
+def _bits(leaf: Tensor) -> Tensor:
+    """The bits of a tensor as integers."""
+    leaf = leaf.detach().resolve_conj().resolve_neg().contiguous()
+    leaf = torch.view_as_real(leaf) if leaf.dtype.is_complex else leaf
+    return leaf.view(_BITS[leaf.element_size()])

@@ -1,0 +1,186 @@
+"""Ranks of a mesh that fail, overflow or call apart: all of them are told, and the next step is right."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import ppfunc as pp
+from tests.models import squared
+from tests.trainer.problems import problem, same_bits
+
+
+def failing(rank, size):
+    """One rank of the second pipeline fails in a stage, once; then it overflows, alone; then all is well again."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    calls = []
+
+    def stage(params, x):
+        calls.append(None)
+        if rank == 3 and len(calls) == 3:
+            raise ValueError("on purpose")
+        return torch.tanh(x @ params["w"])
+
+    _, params, x, y = problem(2)
+    schedule, pipe = pp.one_f_one_b(2, 4), mesh.get_local_rank("pp")
+    options = {"axes": pp.Axes("pp", "dp"), "engine": pp.functional, "scale": pp.dynamic_scale()}
+    with pp.train_step([stage] * 2, squared, schedule, pp.sgd(1e-2), mesh, **options) as trainer:
+        state = trainer.init({pipe: params[pipe]})
+        began = time.monotonic()
+        with pytest.raises(pp.PipelineError, match=r"rank 3 failed at .* on purpose") as caught:
+            for _ in range(3):
+                trainer.step(state, x, y)
+        seconds = time.monotonic() - began
+        bad = x * math.inf if mesh.get_local_rank("dp") == 1 else x
+        same, metrics = trainer.step(state, bad, y)
+        assert (metrics.skipped, same.step, same.scale["scale"]) == (1, 0, 2.0**15)
+        assert same_bits(same.params, state.params)
+        after, _ = trainer.step(state, x, y)
+    return caught.value.rank, seconds, after.params[pipe]["w"]
+
+
+def test_a_failure_in_one_pipeline_fails_all_and_an_overflow_skips_all(four, soon):
+    answers = four(failing)
+    assert all(rank == 3 and seconds < soon for rank, seconds, _ in answers)
+    for one, other in ((0, 1), (2, 3)):
+        assert torch.equal(answers[one][2], answers[other][2])
+
+
+def disagreeing(rank, size):
+    """Ranks that compute parts of the same stage are given other batches: nothing is trained on them."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    stages, params, x, y = problem(2)
+    pipe = mesh.get_local_rank("pp")
+    rows = x if mesh.get_local_rank("tp") else x[:16]
+    with (
+        pp.train_step(stages, squared, pp.one_f_one_b(2, 4), pp.sgd(1e-2), mesh, axes=pp.Axes("pp", model="tp")) as trainer,
+        pytest.raises(pp.AgreementError, match="4 microbatches of"),
+    ):
+        trainer.step(trainer.init({pipe: params[pipe]}), rows, y if mesh.get_local_rank("tp") else y[:16])
+
+
+def test_parts_of_a_stage_run_the_same_batch(four):
+    four(disagreeing)
+
+
+def misnamed(rank, size):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    stages, *_ = problem(2)
+    with pytest.raises(ValueError, match="the mesh has the axes pp, dp; name each of them once"):
+        pp.train_step(stages, squared, pp.one_f_one_b(2, 4), pp.sgd(1e-2), mesh)
+
+
+def test_every_axis_is_named(four):
+    four(misnamed)
+
+
+def laid_differently(rank, size):
+    """Two ranks that compute parts of the same stage cut its parameter along other axes."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    stages, params, x, y = problem(2)
+    pipe, axis = mesh.get_local_rank("pp"), mesh.get_local_rank("tp")
+    own = DTensor.from_local(params[pipe]["w"].chunk(2, axis)[axis].contiguous(), mesh["tp"], [Shard(axis)])
+    with (
+        pp.train_step(stages, squared, pp.one_f_one_b(2, 4), pp.sgd(1e-2), mesh, axes=pp.Axes("pp", model="tp")) as trainer,
+        pytest.raises(pp.AgreementError, match=r"params\[.\]\['w'\]: torch.float64 of \[6,6\] S\(.\) over tp=2; rank"),
+    ):
+        trainer.step(trainer.init({pipe: {"w": own}}), x, y)
+
+
+def test_parts_of_a_stage_lie_the_same_way(four):
+    four(laid_differently)
+
+
+def clipped_differently(rank, size):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    stages, params, x, y = problem(2)
+    pipe, axes = mesh.get_local_rank("pp"), pp.Axes("pp", "dp")
+    with (
+        pp.train_step(stages, squared, pp.one_f_one_b(2, 4), pp.sgd(1e-2), mesh, axes=axes, clip=1.0 + (rank == 3)) as trainer,
+        pytest.raises(pp.AgreementError, match=r"train_step clip [12].0 of norm 2.0"),
+    ):
+        trainer.step(trainer.init({pipe: params[pipe]}), x, y)
+
+
+def test_all_ranks_train_in_one_way(four):
+    four(clipped_differently)
+
+
+def calls_apart(rank, size, kind):
+    """Data ranks that call for other steps; or gradients of which those of one stage alone are no numbers."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    _, params, x, y = problem(2)
+    pipe, data = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
+
+    def stage(p, x):
+        return torch.tanh(x @ p["w"]) + (0 * torch.sqrt(p["w"].sum() * 0) if kind == "nan" and pipe == 1 else 0)
+
+    options = {"axes": pp.Axes("pp", "dp"), "norm_type": math.inf, "engine": pp.functional}
+    with pp.train_step([stage] * 2, squared, pp.one_f_one_b(2, 4), pp.sgd(1e-2), mesh, **options) as trainer:
+        own = {pipe: {"w": params[pipe]["w"].float() if kind == "dtype" and data else params[pipe]["w"]}}
+        state = trainer.init(own)
+        if kind == "nan":
+            after, metrics = trainer.step(state, x, y)
+            return metrics.skipped.item(), same_bits(after.params, state.params)
+        with pytest.raises(pp.AgreementError, match="disagree"):
+            if kind in ("weights", "evaluation"):
+                call = trainer.step if kind == "weights" else trainer.evaluate
+                call(state, x, y, loss_weights=[1, 2, 3, 4] if data else None)
+            elif kind == "steps":
+                trainer.steps(state, [(x, y)] * (2 + data))
+            else:
+                trainer.step(state, x.to(own[pipe]["w"].dtype), y.to(own[pipe]["w"].dtype))
+    return None
+
+
+@pytest.mark.parametrize("kind", ["weights", "evaluation", "steps", "dtype"])
+def test_data_ranks_that_call_apart_are_told_so(four, kind):
+    four(calls_apart, kind)
+
+
+def test_a_gradient_of_one_stage_that_is_no_number_skips_the_update_under_every_norm(four):
+    assert four(calls_apart, "nan") == [(1.0, True)] * 4
+
+
+def evaluating(rank, size):
+    """Pipelines of one rank each: one evaluates where the other trains."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
+    stages, params, x, y = problem(1)
+    with pp.train_step(stages, squared, pp.gpipe(1, 4), pp.sgd(1e-2), mesh, axes=pp.Axes("pp", "dp"), shard="params") as trainer:
+        state = trainer.init(params)
+        with pytest.raises(ValueError, match="got parts over the axis 'dp', expected whole parameters"):
+            trainer.init(state.params)
+        trainer.step(state, x, y)
+        with pytest.raises(pp.AgreementError, match="train_step"):
+            trainer.evaluate(state, x, y) if rank else trainer.step(state, x, y)
+
+
+def test_pipelines_of_one_rank_agree_too(two):
+    two(evaluating)
+
+
+def overflowing(rank, size):
+    """The gradient of a part of a stage is no number, on one rank alone."""
+    mesh, (_, params, x, y) = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp")), problem(2)
+    pipe, odd = mesh.get_local_rank("pp"), None
+    own = params[pipe] | {"v": DTensor.from_local(torch.ones(2, dtype=torch.float64), mesh["tp"], [Shard(0)])}
+
+    def stage(p, x):
+        return torch.tanh(x @ p["w"]) + torch.sqrt(p["v"].sum() * (0 if rank == odd else 1)) * 0
+
+    options = {"axes": pp.Axes("pp", model="tp"), "engine": pp.functional}
+    with pp.train_step([stage] * 2, squared, pp.one_f_one_b(2, 4), pp.sgd(1e-2), mesh, **options) as trainer:
+        state = trainer.init({pipe: own})
+        for odd in (0, 1, 2, 3, None):
+            after, metrics = trainer.step(state, x, y)
+            assert metrics.loss.isfinite() and metrics.skipped == (odd is not None)
+            assert same_bits(after.params, state.params) == (odd is not None)
+
+
+def test_an_overflow_of_one_rank_of_any_axis_skips_the_update_on_all(four):
+    four(overflowing)

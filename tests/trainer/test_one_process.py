@@ -1,0 +1,303 @@
+"""Training steps in one process: as torch trains, to the bit where that is promised."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ppfunc as pp
+from ppfunc.schedule import Op
+from ppfunc.stage.tree import tree_leaves
+from tests.models import normal, squared
+from tests.trainer.problems import (
+    ROWS,
+    STEPS,
+    TIED,
+    TOLERANCE,
+    WIDTH,
+    copy_of,
+    dense,
+    embed,
+    head,
+    noisy,
+    problem,
+    same_bits,
+    tied_problem,
+    train,
+)
+
+
+@pytest.mark.parametrize("clip, norm_type", [(None, 2.0), (0.1, 2.0), (0.1, 3.0), (0.01, math.inf), (math.inf, 2.0), (0.0, 2.0)])
+def test_it_trains_as_torch_does(clip, norm_type):
+    stages, params, x, y = problem()
+    with pp.train_step(stages, squared, pp.zb_h1(4, 8), pp.adamw(1e-2), clip=clip, norm_type=norm_type) as trainer:
+        state, found = train(trainer, params, x, y)
+    own = [params[s]["w"].clone().requires_grad_() for s in range(4)]
+    optimizer = torch.optim.AdamW(own, 1e-2)
+    for loss, norm in found:
+        optimizer.zero_grad()
+        out = x
+        for w in own:
+            out = torch.tanh(out @ w)
+        whole = squared(out, y)
+        whole.backward()
+        measured = nn.utils.clip_grad_norm_(own, math.inf if clip is None else clip, norm_type)
+        assert (loss, norm) == pytest.approx((whole.item(), measured.item()), rel=TOLERANCE)
+        optimizer.step()
+    assert all(torch.allclose(state.params[s]["w"], own[s], rtol=TOLERANCE, atol=TOLERANCE) for s in range(4))
+    assert state.step == STEPS
+
+
+@pytest.mark.parametrize("builder", [pp.gpipe, pp.one_f_one_b, pp.zb_h1])
+def test_passes_add_up_as_one_schedule_of_all_their_microbatches(builder):
+    stages, params, x, y = problem()
+    options = {"clip": 0.1, "scale": pp.static_scale(8.0)}
+    several = train(pp.train_step(stages, squared, builder(4, 4), pp.adamw(1e-2), accumulate=2, **options), params, x, y)
+    once = train(pp.train_step(stages, squared, builder(4, 8), pp.adamw(1e-2), **options), params, x, y)
+    assert several[1] == once[1]
+    assert same_bits(several[0], once[0])
+
+
+def test_passes_draw_what_one_schedule_draws():
+    _, params, x, y = problem()
+    several = train(pp.train_step([noisy] * 4, squared, pp.gpipe(4, 2), pp.sgd(1e-2), accumulate=4), params, x, y)
+    once = train(pp.train_step([noisy] * 4, squared, pp.gpipe(4, 8), pp.sgd(1e-2)), params, x, y)
+    assert same_bits(several[0], once[0])
+
+
+@pytest.mark.parametrize("options", [{"clip": 0.1}, {"on_nonfinite": "ignore"}, {"scale": pp.dynamic_scale(interval=2)}], ids=str)
+@pytest.mark.parametrize("builder", [pp.one_f_one_b, pp.zb_h2])
+def test_several_steps_at_once_are_those_steps(options, builder):
+    stages, params, x, y = problem()
+    with pp.train_step(stages, squared, builder(4, 4), pp.adamw(1e-2), accumulate=2, **options) as trainer:
+        wanted, found = train(trainer, params, x, y)
+        got, metrics = trainer.steps(trainer.init(params), [(x, y)] * STEPS, seed=(0, 0))
+        state, scales = trainer.init(params), []
+        for _ in range(STEPS):
+            state, own = trainer.step(state, x, y)
+            scales.append(own.scale)
+    assert same_bits(got, wanted)
+    assert same_bits([m.scale for m in metrics], scales)
+    assert [(m.loss.item(), m.grad_norm.item()) for m in metrics] == found
+
+
+def test_a_step_that_is_recorded_is_that_step():
+    stages, params, x, y = problem()
+    with pp.train_step(stages, squared, pp.zb_h1(4, 4), pp.adamw(1e-2), accumulate=2) as trainer:
+        wanted, metrics = trainer.step(trainer.init(params), x, y)
+        (state, own), timeline = trainer.record(trainer.init(params), x, y)
+    assert same_bits(state, wanted) and own.loss == metrics.loss
+    ops = [[i.op for i in timeline.schedule.instructions(rank)] for rank in range(4)]
+    assert all(found[-1] is Op.STEP for found in ops) and timeline.schedule.microbatches == 4
+    for found, ends in zip(ops, timeline.ends, strict=True):
+        assert ends[-1] > max(end for op, end in zip(found, ends, strict=True) if op is Op.W)
+
+
+def test_a_stage_is_updated_where_the_schedule_has_it_or_after_all():
+    stages, params, x, y = problem(2)
+    seen = []
+
+    def noting(rate):
+        inner = pp.sgd(rate)
+
+        def update(grads, state, params):
+            seen.append(float(params["w"].sum()))
+            return inner.update(grads, state, params)
+
+        return inner._replace(update=update)
+
+    with pp.train_step(stages, squared, pp.one_f_one_b(2, 2), noting(1e-2), on_nonfinite="ignore") as trainer:
+        trainer.steps(trainer.init(params), [(x, y)] * 2)
+    assert len(seen) == 4
+    assert len(set(seen)) == 4  # every update was of new parameters
+
+
+def test_an_overflow_is_skipped_and_the_scale_falls():
+    stages, params, x, y = problem()
+    bad = x.clone()
+    bad[0] = math.inf
+    with pp.train_step(stages, squared, pp.zb_h1(4, 4), pp.adamw(1e-2), scale=pp.dynamic_scale(init=4.0)) as trainer:
+        first = trainer.init(params)
+        state, metrics = trainer.step(first, bad, y)
+        assert (metrics.skipped, metrics.scale, state.scale["scale"], state.step) == (1, 4, 2, 0)
+        assert same_bits((state.params, state.optimizer), (first.params, first.optimizer))
+        state, metrics = trainer.step(state, x, y)
+        assert (metrics.skipped, metrics.scale, state.step) == (0, 2, 1)
+        assert metrics.grad_norm.isfinite()
+
+
+def test_a_donated_state_has_the_same_bits_also_where_a_step_is_skipped():
+    stages, params, x, y = problem()
+    found = []
+    for donate in (False, True):
+        optimizer = pp.adamw(1e-2, donate=donate)
+        with pp.train_step(stages, squared, pp.zb_h1(4, 4), optimizer, clip=0.1, scale=pp.dynamic_scale(init=4.0)) as trainer:
+            state, metrics = trainer.init({s: copy_of(tree) for s, tree in params.items()}), []
+            addresses = [t.data_ptr() for t in tree_leaves(state.params)]
+            for n in range(STEPS):
+                state, own = trainer.step(state, x * (math.inf if n == 2 else 1), y)
+                metrics.append(own)
+        assert (addresses == [t.data_ptr() for t in tree_leaves(state.params)]) == donate
+        assert [m.skipped.item() for m in metrics] == [0, 0, 1, 0, 0, 0]
+        found.append((state, str(metrics)))
+    assert same_bits(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+
+
+def test_what_is_not_finite_raises_or_is_ignored_where_asked():
+    stages, params, x, y = problem()
+    bad = x / 0
+    with (
+        pp.train_step(stages, squared, pp.zb_h1(4, 4), pp.sgd(1e-2), on_nonfinite="raise") as trainer,
+        pytest.raises(pp.PipelineError, match=r"FloatingPointError: the loss is nan, the norm of the gradients nan"),
+    ):
+        trainer.step(trainer.init(params), bad, y)
+    with pp.train_step(stages, squared, pp.zb_h1(4, 4), pp.sgd(1e-2), on_nonfinite="ignore") as trainer:
+        state, metrics = trainer.step(trainer.init(params), bad, y)
+    assert metrics.skipped == 0
+    assert state.params[0]["w"].isnan().any()
+
+
+def test_losses_weigh_as_their_weights_whatever_their_sum():
+    stages, params, x, y = problem()
+    weights = torch.tensor([3.0, 0.0, 1.0, 4.0])
+    with pp.train_step(stages, squared, pp.one_f_one_b(4, 4), pp.sgd(1e-2)) as trainer:
+        state, metrics = trainer.step(trainer.init(params), x, y, loss_weights=weights)
+        twice, _ = trainer.step(trainer.init(params), x, y, loss_weights=2 * weights)
+        assert trainer.evaluate(trainer.init(params), x, y, loss_weights=weights) == pytest.approx(metrics.loss.item(), rel=TOLERANCE)
+    loss, grads = pp.value_and_grad(stages, squared, pp.one_f_one_b(4, 4), loss_weights=weights / 8)(params, x, y)
+    assert metrics.loss.item() == pytest.approx(loss.item(), rel=TOLERANCE)
+    for s in range(4):
+        assert torch.allclose(state.params[s]["w"], params[s]["w"] - 1e-2 * grads[s]["w"], rtol=TOLERANCE)
+        assert torch.allclose(state.params[s]["w"], twice.params[s]["w"], rtol=TOLERANCE)
+
+
+def test_masters_are_wide_and_stages_compute_narrow():
+    _, params, x, y = problem()
+    seen = set()
+
+    def stage(p, x):
+        seen.add((p["w"].dtype, x.dtype))
+        return torch.tanh(x @ p["w"])
+
+    precision = pp.Precision(compute=torch.bfloat16, reduce=torch.float32, master=torch.float32)
+    loss = lambda out, target: squared(out.float(), target.float())  # noqa: E731
+    with pp.train_step([stage] * 4, loss, pp.one_f_one_b(4, 4), pp.adamw(1e-2), precision=precision) as trainer:
+        state, found = train(trainer, params, x, y)
+    assert seen == {(torch.bfloat16, torch.bfloat16)}
+    assert {t.dtype for t in tree_leaves(state.params)} == {torch.float32}
+    assert found[-1][0] < found[0][0]
+
+
+def test_leaves_without_gradients_and_of_odd_shapes_stay_or_train():
+    def stage(p, x):
+        return (x @ p["w"]) * p["s"] + p["row"] + p["z"].real.sum() + p["empty"].sum() + p["n"]
+
+    odd = {
+        "w": normal(WIDTH, WIDTH), "s": torch.tensor(1.5, dtype=torch.float64), "row": normal(1, WIDTH),
+        "z": torch.complex(normal(3), normal(3)), "empty": torch.zeros(0, 3, dtype=torch.float64), "n": torch.tensor(2),
+    }  # fmt: skip
+    x, y = normal(ROWS, WIDTH), normal(ROWS, WIDTH)
+    for clip in (None, 0.1):
+        with pp.train_step([stage] * 2, squared, pp.one_f_one_b(2, 4), pp.adamw(1e-2), clip=clip) as trainer:
+            state, _ = train(trainer, {s: copy_of(odd) for s in (0, 1)}, x, y)
+        assert state.params[0]["n"] == 2
+        assert not torch.equal(state.params[0]["z"], odd["z"])
+        assert not torch.equal(state.params[0]["s"], odd["s"])
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        ({"accumulate": 0}, "accumulate: got 0, expected a number of passes, at least 1"),
+        ({"clip": -1.0}, "clip: got -1.0, expected a norm, at least 0"),
+        ({"on_nonfinite": "stop"}, "on_nonfinite: got 'stop', expected 'skip' or 'raise' or 'ignore'"),
+        ({"shard": "all"}, "shard: got 'all', expected 'none' or 'optimizer' or 'params'"),
+        ({"norm_type": 0.0}, "norm_type is 0.0"),
+    ],
+)
+def test_wrong_arguments_are_named(options, text):
+    stages, *_ = problem()
+    with pytest.raises(ValueError, match=text):
+        pp.train_step(stages, squared, pp.one_f_one_b(4, 4), pp.adamw(1e-2), **options)
+
+
+def test_two_clippings_and_a_strange_state_are_refused():
+    stages, params, x, y = problem()
+    clipping = pp.chain(pp.clip_by_global_norm(0.1), pp.adamw(1e-2))
+    with pytest.raises(ValueError, match="the optimizer clips, too"):
+        pp.train_step(stages, squared, pp.one_f_one_b(4, 4), clipping, clip=1.0)
+    with pp.train_step(stages, squared, pp.one_f_one_b(4, 4), clipping) as trainer:
+        state, found = train(trainer, params, x, y)
+        with pytest.raises(TypeError, match="state: got .*, expected what init or step of this trainer has returned"):
+            trainer.step(params, x, y)
+    wanted = train(pp.train_step(stages, squared, pp.one_f_one_b(4, 4), pp.adamw(1e-2), clip=0.1), params, x, y)
+    assert found == wanted[1]
+    assert same_bits(state.params, wanted[0].params)
+
+
+@pytest.mark.parametrize("build", [lambda: pp.one_f_one_b(4, 8), lambda: pp.dualpipe(4, 8), lambda: pp.dualpipev(2, 8)])
+def test_a_parameter_of_several_places_counts_once_in_the_norm(build):
+    _, params, x, y = tied_problem()
+    stages = [embed, dense, dense, head]
+    with pp.train_step(stages, F.cross_entropy, build(), pp.adamw(1e-2), tied=TIED, clip=0.1) as trainer:
+        _, found = train(trainer, params, x, y)
+    table, *layers = (params[s][name].clone().requires_grad_() for s, name in ((0, "e"), (1, "w"), (2, "w")))
+    optimizer = torch.optim.AdamW([table, *layers], 1e-2)
+    for loss, norm in found:
+        optimizer.zero_grad()
+        out = table[x]
+        for w in layers:
+            out = torch.tanh(out @ w)
+        whole = F.cross_entropy(out @ table.T, y)
+        whole.backward()
+        measured = nn.utils.clip_grad_norm_([table, *layers], 0.1)
+        assert (loss, norm) == pytest.approx((whole.item(), measured.item()), rel=TOLERANCE)
+        optimizer.step()
+
+
+def test_axes_without_a_mesh_are_refused():
+    stages, *_ = problem(2)
+    with pytest.raises(ValueError, match="axes: got .*, and no mesh that has them"):
+        pp.train_step(stages, squared, pp.one_f_one_b(2, 4), pp.sgd(1e-2), axes=pp.Axes("pp", "dp"))
+
+
+def test_an_optimizer_makes_parameters_of_the_same_form():
+    stages, params, x, y = problem(2)
+    with pytest.raises(TypeError, match="optimizer: got a transform of gradients, expected an optimizer"):
+        pp.train_step(stages, squared, pp.one_f_one_b(2, 4), pp.clip_by_global_norm(1.0))
+    shrinking = pp.sgd(1e-2)._replace(update=lambda grads, state, params: ({name: p.sum(0) for name, p in params.items()}, state))
+    with (
+        pp.train_step(stages, squared, pp.one_f_one_b(2, 4), shrinking, on_nonfinite="ignore") as trainer,
+        pytest.raises(pp.PipelineError, match=r"has made torch.float64\[6\] of the parameter torch.float64\[6, 6\] of stage"),
+    ):
+        trainer.step(trainer.init(params), x, y)
+
+
+def test_small_gradients_survive_a_scale_in_half_precision():
+    def stage(p, x):
+        return x * p["w"]
+
+    params, x = {0: {"w": torch.ones(4)}}, torch.full((4, 4), 1.0)
+    loss = lambda y, t: (y.float() * t).sum()  # noqa: E731
+    options = {"precision": pp.Precision(compute=torch.float16, master=torch.float32), "scale": pp.static_scale(2.0**14)}
+    with pp.train_step([stage], loss, pp.gpipe(1, 2), pp.sgd(1.0), **options) as trainer:
+        state, metrics = trainer.step(trainer.init(params), x, torch.full((4, 4), 1e-6))
+    assert metrics.grad_norm > 0
+    assert torch.allclose(1 - state.params[0]["w"], torch.full((4,), 2e-6), rtol=0.1)
+
+
+def test_stages_that_share_memory_are_updated_once_each():
+    stages, params, x, y = problem(2)
+    shared, apart = {0: params[0], 1: params[0]}, {0: copy_of(params[0]), 1: copy_of(params[0])}
+    tied = {"w": [(0, "w"), (1, "w")]}
+    found = [
+        train(pp.train_step(stages, squared, pp.one_f_one_b(2, 4), pp.sgd(0.1, donate=True), tied=tied), own, x, y, steps=2)
+        for own in (shared, apart)
+    ]
+    assert found[0][1] == found[1][1]
+    assert same_bits(found[0][0].params, found[1][0].params)

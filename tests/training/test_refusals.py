@@ -1,0 +1,855 @@
+"""Training steps given odd things: right, or refused by name, on every rank."""
+
+from __future__ import annotations
+
+import gc
+import math
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ppfunc as pp
+from ppfunc.stage.tree import tree_leaves, tree_map
+from tests.models import BatchNormed, normal, squared
+
+WIDTH, ROWS = 4, 16
+
+
+def dense(params, x):
+    return torch.tanh(x @ params["w"])
+
+
+def problem(stages=2):
+    params = {s: {"w": normal(WIDTH, WIDTH, seed=s)} for s in range(stages)}
+    return [dense] * stages, params, normal(ROWS, WIDTH, seed=90), normal(ROWS, WIDTH, seed=91)
+
+
+def trainer_of(optimizer=None, stages=None, schedule=None, loss=squared, **options):
+    return pp.train_step(stages or [dense] * 2, loss, schedule or pp.one_f_one_b(2, 4), optimizer or pp.adamw(1e-2), **options)
+
+
+def same_bits(one, other):
+    return all(torch.equal(a, b) for a, b in zip(tree_leaves(one), tree_leaves(other), strict=True))
+
+
+# -- arguments -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options, error, text",
+    [
+        ({"norm_type": "inf"}, TypeError, r"norm_type is 'inf' of type str, expected a number, such as math.inf"),
+        ({"norm_type": None}, TypeError, "norm_type is None"),
+        ({"norm_type": True}, TypeError, "norm_type is True"),
+        ({"norm_type": 0}, ValueError, "norm_type is 0, expected a number of more than 0"),
+        ({"norm_type": math.nan}, ValueError, "norm_type is nan"),
+        ({"norm_type": -2.0}, ValueError, "norm_type is -2.0"),
+        ({"clip": -1.0}, ValueError, "clip: got -1.0, expected a norm, at least 0"),
+        ({"clip": math.nan}, ValueError, "clip: got nan"),
+        ({"clip": "1"}, TypeError, "clip: got '1' of type str, expected a number"),
+        ({"clip": True}, TypeError, "clip: got True"),
+        ({"accumulate": 0}, ValueError, "accumulate: got 0, expected a number of passes"),
+        ({"accumulate": True}, ValueError, "accumulate: got True"),
+        ({"accumulate": 2.5}, ValueError, "accumulate: got 2.5"),
+        ({"accumulate": "2"}, ValueError, "accumulate: got '2'"),
+        ({"shard": "optimiser"}, ValueError, "expected 'none' or 'optimizer' or 'params'; 'optimizer' is near"),
+        ({"shard": None}, ValueError, "shard: got None"),
+        ({"on_nonfinite": "rise"}, ValueError, "on_nonfinite: got 'rise', expected 'skip' or 'raise' or 'ignore'; 'raise' is near"),
+        ({"on_nonfinite": True}, ValueError, "on_nonfinite: got True"),
+        ({"scale": 1024.0}, TypeError, "scale: got 1024.0 of type float, expected LossScale"),
+        ({"precision": torch.bfloat16}, TypeError, "precision: got torch.bfloat16 .*, expected Precision"),
+        ({"mesh": "x"}, TypeError, "mesh: got 'x' of type str, expected a DeviceMesh"),
+        ({"axes": "dp"}, TypeError, "axes: got 'dp' of type str, expected ppfunc.Axes"),
+        ({"transport": "gloo"}, TypeError, "transport: got 'gloo' of type str"),
+        ({"optimizer": torch.optim.Adam}, TypeError, "optimizer: got .*, expected init and update, such as ppfunc.adamw"),
+        ({"optimizer": 1e-3}, TypeError, "optimizer: got 0.001"),
+        ({"tied": {"w": [(0, "w"), (7, "w")]}}, ValueError, "a stage that does not exist; the stages are"),
+        ({"schedule": pp.one_f_one_b(3, 4)}, ValueError, "stages: got 2, the schedule '.*' has 3"),
+        ({"schedule": pp.schedule.forward_only(pp.gpipe(2, 4))}, Exception, "backward"),
+    ],
+    ids=str,
+)
+def test_arguments_of_a_trainer_are_named(options, error, text):
+    with pytest.raises(error, match=text):
+        trainer_of(**options)
+
+
+@pytest.mark.parametrize(
+    "make, error, text",
+    [
+        (lambda: pp.adamw(-1), ValueError, "lr is -1, expected a finite number of at least 0"),
+        (lambda: pp.adamw(math.nan), ValueError, "lr is nan"),
+        (lambda: pp.adamw(math.inf), ValueError, "lr is inf"),
+        (lambda: pp.adamw("1e-3"), TypeError, "lr is '1e-3' of type str, expected a number, or a function of the number of updates"),
+        (lambda: pp.adamw(None), TypeError, "lr is None"),
+        (lambda: pp.adamw(True), TypeError, "lr is True"),
+        (lambda: pp.adamw(1e-3, (0.9, 1.0)), ValueError, r"betas\[1\] is 1.0, expected a number of at least 0 and less than 1"),
+        (lambda: pp.adamw(1e-3, (-0.1, 0.9)), ValueError, r"betas\[0\] is -0.1"),
+        (lambda: pp.adamw(1e-3, (0.9, math.nan)), ValueError, r"betas\[1\] is nan"),
+        (lambda: pp.adamw(1e-3, 0.9), TypeError, "betas is 0.9, expected two numbers"),
+        (lambda: pp.adamw(1e-3, eps=-1e-8), ValueError, "eps is -1e-08"),
+        (lambda: pp.adamw(1e-3, weight_decay=-0.1), ValueError, "weight_decay is -0.1"),
+        (lambda: pp.sgd(-0.1), ValueError, "lr is -0.1"),
+        (lambda: pp.sgd(0.1, -0.9), ValueError, "momentum is -0.9"),
+        (lambda: pp.sgd(0.1, weight_decay=math.inf), ValueError, "weight_decay is inf"),
+        (lambda: pp.constant(-1.0), ValueError, "lr is -1.0"),
+        (lambda: pp.linear(0.1, math.nan, 4), ValueError, "end is nan"),
+        (lambda: pp.linear(0.1, 0.0, 2.5), TypeError, "steps is 2.5 of type float, expected a whole number"),
+        (lambda: pp.warmup_cosine(-0.1, 2, 4), ValueError, "peak is -0.1"),
+        (lambda: pp.static_scale("2"), TypeError, "scale is '2'"),
+        (lambda: pp.dynamic_scale(interval=0), ValueError, "interval is 0, expected at least 1"),
+        (lambda: pp.clip_by_global_norm(math.nan), ValueError, "max_norm: got nan"),
+        (lambda: pp.clip_by_global_norm(1.0, "inf"), TypeError, "norm_type is 'inf'"),
+    ],
+)
+def test_numbers_out_of_range_are_named(make, error, text):
+    with pytest.raises(error, match=text):
+        make()
+
+
+def test_parameters_that_are_none_are_named():
+    _, params, *_ = problem()
+    trainer = trainer_of()
+    for given, error, text in (
+        (None, TypeError, r"params: got None of type NoneType, expected \{stage: tree\} of the stages \[0, 1\]"),
+        (params[0]["w"], TypeError, "params: got tensor"),
+        ({0: params[0]}, ValueError, r"params: got the stages \[0\], this process runs \[0, 1\]"),
+        ({**params, 7: params[0]}, ValueError, r"params: got the stages \[0, 1, 7\]"),
+        ({0: params[0], 1: {"w": 1.0}}, TypeError, r"params\[1\]\['w'\]: got 1.0 of type float, expected a tensor"),
+    ):
+        with pytest.raises(error, match=text):
+            trainer.init(given)
+
+
+class Running(NamedTuple):
+    mean: torch.Tensor
+
+
+def test_states_of_others_are_named():
+    _, params, x, y = problem()
+    trainer = trainer_of()
+    state = trainer.init(params)
+    others = {
+        "stages": pp.train_step([dense], squared, pp.gpipe(1, 4), pp.adamw(1e-2)).init({0: params[0]}),
+        "optimizer": trainer_of(pp.sgd(1e-2)).init(params),
+        "chain": state._replace(optimizer={0: (), 1: ()}),
+        "scale": trainer_of(scale=pp.dynamic_scale()).init(params),
+        "missing": state._replace(optimizer={0: state.optimizer[0]}),
+        "step": state._replace(step=3),
+        "shape": state._replace(params={0: {"w": normal(WIDTH, 2)}, 1: params[1]}),
+        "stage state": state._replace(stage_state={0: Running(normal(1))}),
+    }
+    wanted = {
+        "stages": r"state.params: got the stages \[0\], this process runs \[0, 1\]",
+        "optimizer": "state: got 'updates', expected 'updates', 'mean', 'square'; it is that of another optimizer",
+        "chain": "state: got a tuple, expected 'updates', 'mean', 'square'",
+        "scale": "state.scale: got 'scale', 'good', the scale of this trainer has none",
+        "missing": r"state.optimizer: got the stages \[0\]",
+        "step": "state.step: got 3, expected an int64 tensor",
+        "shape": r"\[4,2\]|4x2|must match|cannot|shape",
+        "stage state": "takes 2 positional arguments but 3 were given",
+    }
+    for name, other in others.items():
+        with pytest.raises((TypeError, ValueError, pp.PipelineError, pp.StageError), match=wanted[name]):
+            trainer.step(other, x, y)
+    for given in (params, None, tuple(state)):
+        with pytest.raises(TypeError, match="state: got .*, expected what init or step of this trainer has returned"):
+            trainer.step(given, x, y)
+    after, _ = trainer.step(state, x, y)
+    assert after.step == 1
+
+
+def test_batches_of_several_steps_are_pairs():
+    _, params, x, y = problem()
+    trainer = trainer_of()
+    for given in (x, [x], [(x, y, x)], "xy", None):
+        with pytest.raises(TypeError, match=r"batches: got .*, expected a list of \(inputs, targets\), one for every step"):
+            trainer.steps(trainer.init(params), given)
+    with pytest.raises(ValueError, match="batches: got none"):
+        trainer.steps(trainer.init(params), [])
+    with pytest.raises(TypeError, match="seed: got 3, expected"):
+        trainer.steps(trainer.init(params), [(x, y)] * 2, seed=3)
+
+
+@pytest.mark.parametrize(
+    "update, text",
+    [
+        (lambda g, s, p: p, "has returned .* for stage ., expected \\(parameters, state\\)"),
+        (lambda g, s, p: (None, s), "has made the structure .* of the parameters of stage"),
+        (lambda g, s, p: ({"w": 1.0}, s), r"has made 1.0 of the parameter torch.float64\[4, 4\] of stage ., parameter\['w'\]"),
+        (lambda g, s, p: ({"w": p["w"].float()}, s), r"has made torch.float32\[4, 4\] of the parameter torch.float64\[4, 4\]"),
+        (lambda g, s, p: (p, {"n": torch.zeros(2)}), r"has made torch.float32\[2\] of the state torch.float32\[\]"),
+        (lambda g, s, p: (p, {}), "has made the structure .* of the states of stage"),
+    ],
+)
+@pytest.mark.parametrize("on_nonfinite", ["ignore", "raise"])
+def test_results_of_an_optimizer_of_another_form_are_named(update, text, on_nonfinite):
+    _, params, x, y = problem()
+    optimizer = pp.Optimizer(lambda params: {"n": torch.zeros(())}, update)
+    trainer = trainer_of(optimizer, on_nonfinite=on_nonfinite)
+    with pytest.raises(pp.PipelineError, match=text):
+        trainer.step(trainer.init(params), x, y)
+
+
+def test_the_state_of_an_optimizer_is_tensors():
+    trainer = trainer_of(pp.Optimizer(lambda params: {"n": 0}, lambda g, s, p: (p, s)))
+    with pytest.raises(TypeError, match=r"optimizer.init\(params\[0\]\)\['n'\]: got 0 of type int, expected a tensor"):
+        trainer.init(problem()[1])
+
+
+def test_an_optimizer_that_takes_any_keyword_skips_too():
+    _, params, x, y = problem()
+
+    def update(grads, state, params, **options):
+        return tree_map(lambda p, g: p - 0.1 * g, params, grads), tree_map(lambda n: n + 1, state)
+
+    trainer = trainer_of(pp.Optimizer(lambda params: {"n": torch.zeros(())}, update))
+    state = trainer.init(params)
+    skipped, metrics = trainer.step(state, x / 0, y)
+    assert metrics.skipped == 1
+    assert same_bits((skipped.params, skipped.optimizer), (state.params, state.optimizer))
+    after, _ = trainer.step(state, x, y)
+    assert after.optimizer[0]["n"] == 1
+
+
+# -- numbers -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [None, pp.dynamic_scale(), pp.static_scale(8.0)])
+@pytest.mark.parametrize("clip", [None, 0.0, math.inf, 0.5])
+def test_an_overflow_on_the_first_step_changes_nothing(scale, clip):
+    _, params, x, y = problem()
+    trainer = trainer_of(pp.sgd(0.1, 0.9), scale=scale, clip=clip)
+    state = trainer.init(params)
+    after, metrics = trainer.step(state, x * math.inf, y)
+    assert metrics.skipped == 1
+    assert same_bits((after.params, after.optimizer, after.step), (state.params, state.optimizer, state.step))
+    after, metrics = trainer.step(after, x, y)
+    assert metrics.skipped == 0
+    assert same_bits(after.params, state.params) == (clip == 0.0)
+
+
+def half_precision(weights, loss=lambda y, t: (y.float() * t).sum(), **options):
+    params, x = {0: {"w": torch.ones(4)}}, torch.ones(4, 4)
+    precision = pp.Precision(compute=torch.float16, reduce=torch.float32, master=torch.float32)
+    trainer = trainer_of(pp.sgd(1.0), [lambda p, x: x * p["w"]], pp.gpipe(1, 2), loss, precision=precision, **options)
+    return trainer.step(trainer.init(params), x, torch.full((4, 4), 0.25), loss_weights=weights)
+
+
+def test_many_tokens_do_not_overflow_half_precision():
+    (state, metrics), (wanted, _) = half_precision([3e5, 1e5]), half_precision([0.75, 0.25])
+    assert metrics.skipped == 0
+    assert same_bits(state.params, wanted.params)
+    (few, metrics) = half_precision([3e-9, 1e-9])
+    assert metrics.grad_norm > 0
+    assert same_bits(few.params, wanted.params)
+
+
+def test_a_scaled_loss_in_half_precision_is_refused():
+    with pytest.raises(ValueError, match=r"the loss of stage 0 is float16, in which a scaled loss overflows; compute it in float32"):
+        half_precision(None, lambda y, t: (y * t.half()).sum(), scale=pp.static_scale(2.0**16))
+
+
+@pytest.mark.parametrize(
+    "weights, text",
+    [
+        ([0.0] * 4, "loss_weights: their sum over all data ranks is 0"),
+        ([1.0, -1.0, 1.0, -1.0], "loss_weights: their sum over all data ranks is 0"),
+        ([1.0, math.nan, 1.0, 1.0], "loss_weights: got .*, expected finite numbers"),
+        ([1.0, math.inf, 1.0, 1.0], "loss_weights: got .*, expected finite numbers"),
+        ([1.0] * 3, "loss_weights: got shape"),
+        ("abcd", "loss_weights: got 'abcd'"),
+    ],
+)
+def test_weights_that_cannot_be_shares_are_named(weights, text):
+    _, params, x, y = problem()
+    for on_nonfinite in ("skip", "ignore"):
+        trainer = trainer_of(on_nonfinite=on_nonfinite)
+        with pytest.raises((ValueError, TypeError), match=text):
+            trainer.step(trainer.init(params), x, y, loss_weights=weights)
+
+
+# -- tied places ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "other, error, text",
+    [
+        (normal(WIDTH, 3), ValueError, "tied parameters have one shape and dtype"),
+        (normal(WIDTH, WIDTH).float(), ValueError, "tied parameters have one shape and dtype"),
+        (normal(WIDTH, WIDTH, seed=5), pp.AgreementError, "has other values in stage 0 than in stage 1"),
+    ],
+)
+def test_tied_leaves_that_differ_are_named(other, error, text):
+    _, params, x, y = problem()
+    trainer = trainer_of(stages=[dense, lambda p, x: x + p["w"].sum()], tied={"w": [(0, "w"), (1, "w")]})
+    with pytest.raises(error, match=text):
+        trainer.step(trainer.init({0: params[0], 1: {"w": other}}), x, y)
+
+
+def test_a_tied_leaf_that_is_not_named_so_is_refused():
+    _, params, x, y = problem()
+    trainer = trainer_of(tied={"w": [(0, "w"), (1, "weight")]})
+    with pytest.raises(ValueError, match="has no leaf 'weight'; it has 'w'"):
+        trainer.step(trainer.init({0: params[0], 1: {"w": params[0]["w"].clone()}}), x, y)
+
+
+def test_frozen_leaves_may_be_tied():
+    """Integers, of which there is no gradient."""
+    ids = torch.arange(WIDTH)
+    stages = [lambda p, x: torch.tanh(x @ p["w"]) + p["ids"], lambda p, x: x @ p["w"] * p["ids"]]
+    _, params, x, y = problem()
+    given = {s: {**params[s], "ids": ids.clone()} for s in (0, 1)}
+    trainer = trainer_of(stages=stages, tied={"ids": [(0, "ids"), (1, "ids")]}, clip=0.5)
+    state, metrics = trainer.step(trainer.init(given), x, y)
+    plain, expected = trainer_of(stages=stages, clip=0.5).step(trainer.init(given), x, y)
+    assert metrics.grad_norm == expected.grad_norm
+    assert same_bits(state.params, plain.params)
+
+
+# -- the first number that is not finite ----------------------------------------------------
+
+
+def spoiled(at, kind):
+    """A stage that makes no number of the microbatch whose first element is ``at``, forward or backward alone."""
+
+    class Spoil(torch.autograd.Function):
+        @staticmethod
+        def forward(x, w):
+            return x @ w
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        def backward(ctx, g):
+            x, w = ctx.saved_tensors
+            bad = torch.where(x[0, 0] == at, torch.full_like(x[0, 0], math.inf), torch.ones_like(x[0, 0]))
+            return (g @ w.T) * (bad if kind == "I" else 1), (x.T @ g) * (bad if kind == "W" else 1)
+
+    def stage(params, x):
+        if kind == "F":
+            return x @ params["w"] * torch.where(x[0, 0] == at, math.inf, 1.0)
+        return Spoil.apply(x, params["w"])
+
+    return stage
+
+
+WHERE = {
+    "F": (r"at 0F3, .*\(stage 0, microbatch 3\)", "its output"),
+    "I": (r"at 0[BI]3, .*\(stage 0, microbatch 3\)", "the gradient of"),
+    "W": (r"at 0[BW]3, .*\(stage 0, microbatch 3\)", "the gradient of its parameter 'w'"),
+}
+
+
+@pytest.mark.parametrize("build", [pp.one_f_one_b, pp.zb_h1])
+@pytest.mark.parametrize("kind", ["F", "I", "W"])
+@pytest.mark.parametrize("step", ["train", "gradients"])
+def test_the_first_number_that_is_not_finite_is_named(kind, build, step):
+    _, params, x, y = problem()
+    x[12, 0] = 77.0
+    place, what = WHERE[kind]
+    stages, schedule = [spoiled(77.0, kind), dense], build(2, 4)
+    if kind == "I":  # of the stage behind, so that there is a gradient of an input that somebody wants
+        stages = [dense, spoiled(torch.tanh(x[12] @ params[0]["w"])[0].item(), kind)]
+        place = place.replace("0[", "1[").replace("stage 0", "stage 1")
+    text = rf"rank . failed {place}: FloatingPointError: the loss .*; first not finite: {what}"
+    with pytest.raises(pp.PipelineError, match=text) as caught:
+        if step == "train":
+            trainer = trainer_of(stages=stages, schedule=schedule, on_nonfinite="raise", engine=pp.functional, clip=1.0)
+            trainer.step(trainer.init(params), x, y)
+        else:
+            pp.value_and_grad(stages, squared, schedule, engine=pp.functional, on_nonfinite="raise")(params, x, y)
+    assert caught.value.microbatch == 3
+
+
+def test_the_pass_and_the_step_where_a_number_is_not_finite_are_found():
+    """Of several steps of two passes each, in the third; with states of stages, whose values are those of that step."""
+    _, params, x, y = problem()
+    bad = x.clone()
+    bad[12] = math.nan
+
+    def counting(params, x, state):
+        return pp.Output(dense(params, x), state=state + 1, metrics=state)
+
+    trainer = trainer_of(stages=[counting, dense], schedule=pp.zb_h1(2, 2), accumulate=2, on_nonfinite="raise")
+    state = trainer.init(params, {0: torch.zeros(())})
+    with pytest.raises(pp.PipelineError, match=r"at 0F1, .*: its output; already its input had such numbers"):
+        trainer.steps(state, [(x, y), (x, y), (bad, y)])
+    after, metrics = trainer.steps(state, [(x, y)] * 3)
+    assert after.stage_state[0] == 12
+    assert [m.stages[0].tolist() for m in metrics] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+def test_the_states_of_stages_are_those_of_that_step():
+    """A number that is not finite for one value of a state alone, which later microbatches have not."""
+    _, params, x, y = problem()
+
+    def counting(params, x, state):
+        return pp.Output(dense(params, x) * torch.where(state == 9, math.nan, 1.0), state=state + 1)
+
+    trainer = trainer_of(stages=[counting, dense], schedule=pp.zb_h1(2, 2), accumulate=2, on_nonfinite="raise")
+    with pytest.raises(pp.PipelineError, match=r"at 0F1, .*: its output; its input was"):
+        trainer.steps(trainer.init(params, {0: torch.zeros(())}), [(x, y)] * 3)
+
+
+def test_a_loss_and_a_norm_that_overflow_are_named():
+    _, params, x, y = problem()
+    trainer = trainer_of(loss=lambda y, t: squared(y, t) / 0, on_nonfinite="raise")
+    with pytest.raises(pp.PipelineError, match=r"at 1F0, .*: FloatingPointError: the loss is inf.*; first not finite: its loss"):
+        trainer.step(trainer.init(params), x, y)
+    huge = trainer_of(loss=lambda y, t: squared(y, t) * 1e200, on_nonfinite="raise")
+    with pytest.raises(FloatingPointError, match="the norm of the gradients inf; every microbatch is finite by itself"):
+        huge.step(huge.init(params), x, y)
+
+
+def test_what_is_finite_is_returned_as_without_looking():
+    stages, params, x, y = problem()
+    one = pp.value_and_grad(stages, squared, pp.zb_h1(2, 4), on_nonfinite="raise")(params, x, y)
+    assert same_bits(one, pp.value_and_grad(stages, squared, pp.zb_h1(2, 4))(params, x, y))
+    with pytest.raises(ValueError, match="on_nonfinite: got 'skip', expected 'raise' or 'ignore'"):
+        pp.value_and_grad(stages, squared, pp.zb_h1(2, 4), on_nonfinite="skip")
+    step = pp.value_and_grad(stages, squared, pp.gpipe(2, 4), on_nonfinite="raise")
+    with pytest.raises(ValueError, match="under a torch.func transform, which has none to read"):
+        torch.func.vmap(lambda x: step(params, x, y)[0])(torch.stack([x, x]))
+
+
+# -- states of stages -----------------------------------------------------------------------
+
+
+def normalised():
+    torch.manual_seed(0)
+    return [pp.stage_from_module(BatchNormed(WIDTH)) for _ in range(2)]
+
+
+def test_states_of_stages_are_trained_on_with():
+    _, _, x, y = problem()
+    stages = normalised()
+    params, state = ({s: getattr(stage, part) for s, stage in enumerate(stages)} for part in ("params", "state"))
+    functions = [stage.fn for stage in stages]
+    (_, aux), grads = pp.value_and_grad(functions, squared, pp.one_f_one_b(2, 4), has_aux=True)(params, x, y, state=state)
+    trainer = trainer_of(pp.sgd(0.1), functions)
+    before = trainer.init(params, state)
+    after, metrics = trainer.step(before, x, y)
+    assert same_bits(after.stage_state, aux.state)
+    assert same_bits(before.stage_state, state)
+    assert torch.allclose(tree_leaves(after.params)[0], tree_leaves(params)[0] - 0.1 * tree_leaves(grads)[0], rtol=1e-12)
+    assert metrics.stages == {}
+    assert trainer.evaluate(after, x, y).isfinite()
+    twice = trainer_of(pp.sgd(0.1), functions, pp.one_f_one_b(2, 2), accumulate=2)
+    again, _ = twice.step(twice.init(params, state), x, y)
+    assert same_bits(again, after)
+    with pytest.raises(pp.StageError, match="which are its state: give it to the step"):
+        trainer.step(trainer.init(params), x, y)
+    with pytest.raises(TypeError, match="state: got"):
+        trainer.init(params, [state])
+
+
+def test_a_skipped_update_leaves_the_states_of_stages():
+    _, _, x, y = problem()
+    stages = normalised()
+    params, state = ({s: getattr(stage, part) for s, stage in enumerate(stages)} for part in ("params", "state"))
+    trainer = trainer_of(pp.sgd(0.1), [stage.fn for stage in stages])
+    bad = x.clone()
+    bad[0, 0] = math.nan
+    before = trainer.init(params, state)
+    after, metrics = trainer.step(before, bad, y)
+    assert metrics.skipped == 1
+    assert same_bits(after, before)
+    wanted, _ = trainer.step(before, x, y)
+    got, metrics = trainer.steps(before, [(bad, y), (x, y)])
+    assert [m.skipped.item() for m in metrics] == [1, 0]
+    assert same_bits(got, wanted)
+
+
+def measuring(params, x):
+    out = dense(params, x)
+    return pp.Output(out, metrics={"size": out.square().mean()})
+
+
+def test_metrics_of_stages_are_returned_by_stage_and_microbatch():
+    _, params, x, y = problem()
+    trainer = trainer_of(stages=[measuring, dense], schedule=pp.zb_h1(2, 2), accumulate=2)
+    state = trainer.init(params)
+    _, metrics = trainer.step(state, x, y)
+    wanted = torch.stack([dense(params[0], rows).square().mean() for rows in x.chunk(4)])
+    assert torch.allclose(metrics.stages[0]["size"], wanted, rtol=1e-12)
+    assert trainer.evaluate(state, x, y).isfinite()
+
+
+# -- donated states -------------------------------------------------------------------------
+
+
+def breaking(calls, after):
+    """An update in place that fails at one call."""
+    inner = pp.sgd(0.1, donate=True)
+
+    def update(grads, state, params, *, grad_scale=None, found_inf=None, parts=None):
+        calls.append(None)
+        if len(calls) == after:
+            raise ValueError("on purpose")
+        return inner.update(grads, state, params, grad_scale=grad_scale, found_inf=found_inf, parts=parts)
+
+    return inner._replace(update=update)
+
+
+def test_a_state_that_a_failed_step_has_written_into_is_refused():
+    _, params, x, y = problem()
+    trainer = trainer_of(breaking(calls := [], 2))
+    state = trainer.init(tree_map(torch.clone, params))
+    copy = tree_map(torch.clone, state)
+    with pytest.raises(pp.PipelineError, match="on purpose"):
+        trainer.step(state, x, y)
+    assert len(calls) == 2
+    for use in (trainer.step, trainer.evaluate):
+        with pytest.raises(ValueError, match="state: it was updated in place by a step that has failed since; go on from the state"):
+            use(state, x, y)
+    after, _ = trainer.step(copy, x, y)
+    wanted, _ = trainer_of(pp.sgd(0.1)).step(trainer.init(params), x, y)
+    assert same_bits(after.params, wanted.params)
+    with pytest.raises(ValueError, match="state: it was given up to a step by donate=True"):
+        trainer.step(copy, x, y)
+    trainer.step(after, x, y)
+
+
+def test_a_state_that_a_failed_step_has_not_written_into_is_as_before():
+    _, params, x, y = problem()
+    for optimizer in (breaking([], 1), pp.adamw(0.1)):
+        calls = []
+
+        def failing(p, x, calls=calls):
+            calls.append(None)
+            if len(calls) == 3:
+                raise ValueError("on purpose")
+            return dense(p, x)
+
+        trainer = trainer_of(optimizer, [dense, failing], engine=pp.functional)
+        state = trainer.init(tree_map(torch.clone, params))
+        copy = tree_map(torch.clone, state)
+        with pytest.raises(pp.PipelineError, match="on purpose"):
+            for _ in range(3):
+                trainer.step(state, x, y)
+        assert same_bits(state, copy)
+        if optimizer.text.startswith("adamw"):
+            trainer.step(state, x, y)
+
+
+# -- what a step costs beside its work --------------------------------------------------------
+
+
+class Reads(TorchDispatchMode):
+    """Counts the values that the host reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(word in str(func) for word in ("_local_scalar_dense", "is_nonzero", "equal.default", "item", "nonzero")):
+            self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"clip": 0.5, "scale": pp.dynamic_scale(), "accumulate": 2},
+        {"clip": 0.5, "norm_type": math.inf, "scale": pp.static_scale(2.0)},
+        {"on_nonfinite": "ignore"},
+        {"precision": pp.Precision(compute=torch.bfloat16, reduce=torch.float32, master=torch.float32)},
+    ],
+    ids=str,
+)
+def test_no_value_is_read_by_the_host_in_a_step(options):
+    _, params, x, y = problem()
+    rate = pp.warmup_cosine(1e-2, 2, 10)
+    trainer = trainer_of(pp.adamw(rate), [measuring, dense], loss=lambda y, t: squared(y.float(), t.float()), **options)
+    state, _ = trainer.step(trainer.init(params), x, y)
+    with Reads() as reads:
+        for _ in range(2):
+            state, metrics = trainer.step(state, x, y)
+        trainer.evaluate(state, x, y)
+    assert reads.seen == []
+    with Reads() as reads:
+        metrics.loss.item()
+    assert len(reads.seen) == 1
+
+
+def test_a_step_that_raises_reads_one_number():
+    _, params, x, y = problem()
+    trainer = trainer_of(on_nonfinite="raise")
+    state, _ = trainer.step(trainer.init(params), x, y)
+    with Reads() as reads:
+        trainer.step(state, x, y)
+    assert len(reads.seen) == 1
+
+
+def usage():
+    """Tensors, resident bytes, threads, descriptors."""
+    gc.collect()
+    tensors = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    return tensors, resident, threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
+
+
+def many_steps(rank, size):
+    """Steps of three numbers of microbatches in turn, on one transport; some fail, some are skipped."""
+    _, params, x, y = problem()
+    own = {rank: params[rank]} if size == 2 else params
+    transport = pp.P2P(timeout=30) if size == 2 else pp.InProcess()
+    counts = (2, 4, 8)
+    trainers = [
+        trainer_of(pp.adamw(1e-3), [measuring, dense], pp.zb_h1(2, m), transport=transport, clip=1.0, scale=pp.dynamic_scale())
+        for m in counts
+    ]
+    state, bad, found = trainers[0].init(own), x / 0, []
+    for n in range(200):
+        state, _ = trainers[n % 3].step(state, bad if n % 40 == 7 else x, y)
+        if n in (60, 199):
+            found.append(usage())
+    entries = [trainer._step.cache_info().currsize for trainer in trainers]
+    transport.close()
+    return found, entries, int(state.step)
+
+
+def require_no_growth(answer):
+    (before, after), entries, steps = answer
+    assert after[0] <= before[0] + 8
+    assert after[1] <= before[1] + 4 * 2**20
+    assert after[2] <= before[2]
+    assert after[3] <= before[3]
+    assert entries == [1, 1, 1]
+    assert steps == 195
+
+
+def test_two_hundred_steps_do_not_grow_in_process():
+    require_no_growth(many_steps(0, 1))
+
+
+def test_two_hundred_steps_do_not_grow(two):
+    for answer in two(many_steps, timeout=120):
+        require_no_growth(answer)
+
+
+# -- several ranks --------------------------------------------------------------------------
+
+
+OPTIMIZERS = {
+    "lr": (lambda r: pp.adamw(1e-3 * (1 + r)), "adamw\\(lr 0.00[12]"),
+    "betas": (lambda r: pp.adamw(1e-3, (0.9, 0.99 + 0.001 * r)), r"betas \(0.9, 0.99"),
+    "decay": (lambda r: pp.adamw(1e-3, weight_decay=0.1 * r), "weight decay 0"),
+    "kind": (lambda r: pp.sgd(1e-3) if r else pp.adamw(1e-3), "optimizer (sgd|adamw)"),
+    "rate": (lambda r: pp.adamw(pp.warmup_cosine(1e-3, 2 + r, 10)), r"warmup_cosine\(0.001, [23], 10"),
+    "momentum": (lambda r: pp.sgd(1e-3, 0.5 * r), "momentum 0"),
+}
+
+
+def disagreeing(rank, size, kind):
+    """Two data ranks that are given other numbers are told so before anything is updated, within two seconds."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
+    stages, params, x, y = problem(1)
+    optimizer, options, text = pp.adamw(1e-3), {}, kind
+    if kind in OPTIMIZERS:
+        make, text = OPTIMIZERS[kind]
+        optimizer = make(rank)
+    elif kind == "scale":
+        options, text = {"scale": pp.dynamic_scale(2.0 ** (8 + rank))}, "dynamic_scale"
+    elif kind in ("scale of the state", "step of the state"):
+        options = {"scale": pp.dynamic_scale(256.0)}
+    began = time.monotonic()
+    with pp.train_step(stages, squared, pp.gpipe(1, 4), optimizer, mesh, axes=pp.Axes("pp", "dp"), **options) as trainer:
+        if kind == "parameters":
+            params, text = {0: {"w": params[0]["w"] + rank}}, "the parameters of stage 0 with the checksum"
+        state = trainer.init(params)
+        if kind == "scale of the state":
+            state, text = state._replace(scale={**state.scale, "scale": state.scale["scale"] * (1 + rank)}), "with the scale"
+        elif kind == "step of the state":
+            state, text = state._replace(step=state.step + rank), "state of step [01]"
+        elif kind == "moments":
+            moments = {**state.optimizer[0], "mean": tree_map(lambda t: t + rank, state.optimizer[0]["mean"])}
+            state, text = state._replace(optimizer={0: moments}), "the optimizer state of stage 0 with the checksum"
+        elif kind == "state of stages":
+            return refuse_state(trainer, params)
+        with pytest.raises(pp.AgreementError, match=text):
+            trainer.step(state, x, y)
+    return time.monotonic() - began
+
+
+def refuse_state(trainer, params):
+    with pytest.raises(ValueError, match="each of the 2 data ranks would have another"):
+        trainer.init(params, {0: torch.zeros(())})
+    return 0.0
+
+
+KINDS = [*OPTIMIZERS, "scale", "scale of the state", "step of the state", "parameters", "moments", "state of stages"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_data_ranks_begin_with_the_same_numbers(two, soon, kind):
+    assert all(seconds < soon for seconds in two(disagreeing, kind))
+
+
+def misfitting(rank, size):
+    """Axes that the mesh does not have, and a mesh whose size does not fit the schedule."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
+    for axes in (pp.Axes("pp", "data"), pp.Axes("pp"), pp.Axes("pipe", "dp"), pp.Axes("pp", "dp", "dp")):
+        with pytest.raises(ValueError, match="the mesh has the axes pp, dp; name each of them once"):
+            trainer_of(mesh=mesh, axes=axes)
+    with pytest.raises(ValueError, match="the schedule is for 2 ranks, the transport has 1"):
+        trainer_of(mesh=mesh, axes=pp.Axes("pp", "dp"))
+
+
+def test_meshes_that_do_not_fit_are_named(two):
+    two(misfitting)
+
+
+def odd_leaves(rank, size, shard):
+    """Leaves of odd forms, over two data ranks, one of which has tokens; beside one process with the batch that counts."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
+
+    def stage(p, x):
+        return (x @ p["w"]) * p["s"] + p["row"] + p["odd"].sum() + p["z"].real.sum() + p["empty"].sum() + p["n"]
+
+    params = {
+        "w": normal(WIDTH, WIDTH), "s": torch.tensor(1.5, dtype=torch.float64), "row": normal(1, WIDTH), "odd": normal(3, 5),
+        "z": torch.complex(normal(3), normal(3)), "empty": torch.zeros(0, 3, dtype=torch.float64), "n": torch.tensor(2),
+    }  # fmt: skip
+    x, y = normal(ROWS, WIDTH), normal(ROWS, WIDTH, seed=1)
+    options = {"clip": 0.5, "on_nonfinite": "skip"}
+    with trainer_of(stages=[stage], schedule=pp.gpipe(1, 4), **options) as alone:
+        wanted, found = alone.step(alone.init({0: tree_map(torch.clone, params)}), x, y)
+    weights = [0.0] * 4 if rank else [1.0] * 4
+    with trainer_of(stages=[stage], schedule=pp.gpipe(1, 4), mesh=mesh, axes=pp.Axes("pp", "dp"), shard=shard, **options) as trainer:
+        state, metrics = trainer.step(trainer.init({0: params}), x + rank, y, loss_weights=weights)
+        with pytest.raises((ValueError, pp.PipelineError), match="their sum over all data ranks is 0"):
+            trainer.step(state, x, y, loss_weights=[0.0] * 4)
+        assert trainer.evaluate(state, x + rank, y, loss_weights=weights).isfinite()
+    moments = tree_leaves(state.optimizer[0]["mean"])
+    assert [isinstance(t, DTensor) for t in moments] == [shard != "none" and t.numel() % 2 == 0 and t.numel() > 0 for t in moments]
+    assert metrics.loss.item() == pytest.approx(found.loss.item(), rel=1e-12)
+    assert metrics.grad_norm.item() == pytest.approx(found.grad_norm.item(), rel=1e-12)
+    for name, leaf in state.params[0].items():
+        leaf = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
+        assert torch.allclose(leaf, wanted.params[0][name], rtol=1e-12)
+
+
+@pytest.mark.parametrize("shard", ["none", "optimizer", "params"])
+def test_leaves_of_odd_forms_and_a_rank_without_tokens(two, shard):
+    two(odd_leaves, shard)
+
+
+def lying_differently(rank, size, kind):
+    """Tied leaves of other placements, and a stage that two ranks cut by different plans."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "tp"))
+    full, x = normal(WIDTH, WIDTH), normal(ROWS, WIDTH)
+    part = DTensor.from_local(full.chunk(2)[rank].contiguous(), mesh["tp"], [Shard(0)])
+    whole = DTensor.from_local(full.clone(), mesh["tp"], [Replicate()])
+    options = {"mesh": mesh, "axes": pp.Axes("pp", model="tp")}
+
+    def stage(p, x):
+        return x + p["w"].sum()
+
+    if kind == "tied":
+        schedule, params = pp.interleaved_one_f_one_b(1, 4, 2), {0: {"w": part}, 1: {"w": whole}}
+        options["tied"] = {"w": [(0, "w"), (1, "w")]}
+        error, text = ValueError, "tied parameters have one shape and dtype"
+    else:
+        schedule, params = pp.gpipe(1, 4), {0: {"w": part if rank else whole}}
+        error, text = pp.AgreementError, r"params\[0\]\['w'\]: torch.float64 of \[4,4\]"
+    began = time.monotonic()
+    stages = [stage] * len(params)
+    with (
+        trainer_of(stages=stages, schedule=schedule, **options) as trainer,
+        pytest.raises((error, pp.PipelineError), match=text),
+    ):
+        trainer.step(trainer.init(params), x, x)
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("kind", ["tied", "plans"])
+def test_leaves_that_lie_differently_are_named(two, soon, kind):
+    assert all(seconds < soon for seconds in two(lying_differently, kind))
+
+
+def naming(rank, size, shape, kind):
+    """The rank where a number is first not finite is named on every rank, and training goes on."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp"))
+    pipe, data = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
+    pipes = shape[0]
+    _, params, x, y = problem(2)
+    last = pipes == 2 and kind != "F"
+    x[12, 0] = 77.0
+    at = torch.tanh(x[12] @ params[0]["w"])[0].item() if last else 77.0
+    stages = [dense, spoiled(at, kind)] if last else [spoiled(at, kind), dense]
+    schedule = pp.zb_h1(2, 4) if pipes == 2 else pp.interleaved_one_f_one_b(1, 4, 2)
+    good, mine = x.clone(), {s: params[s] for s in schedule.model_stages_of(pipe)}
+    good[12, 0] = 1.0
+    options = {"mesh": mesh, "axes": pp.Axes("pp", "dp"), "engine": pp.functional, "on_nonfinite": "raise"}
+    with trainer_of(stages=stages, schedule=schedule, **options) as trainer:
+        state = trainer.init(mine)
+        state, _ = trainer.step(state, good, y)
+        began = time.monotonic()
+        with pytest.raises(pp.PipelineError, match="FloatingPointError: the loss .*; first not finite: ") as caught:
+            trainer.step(trainer.init(mine), x if data == shape[1] - 1 else good, y)
+        seconds = time.monotonic() - began
+        state, _ = trainer.step(state, good, y)
+    error = caught.value
+    return error.rank, error.stage, error.microbatch, str(error.instruction), seconds, int(state.step)
+
+
+@pytest.mark.parametrize("shape, kind, place", [((2, 1), "F", (0, 0, 3)), ((2, 1), "W", (1, 1, 3)), ((1, 2), "W", (1, 0, 3))])
+def test_every_rank_names_where_a_number_was_first_not_finite(two, soon, shape, kind, place):
+    answers = two(naming, shape, kind)
+    for answer in answers:
+        assert answer[:3] == place
+        assert answer[4] < soon
+        assert answer[5] == 2
+    assert answers[0][3] == answers[1][3]
+
+
+def gradients_of_two(rank, size):
+    """A step of ``value_and_grad`` over two ranks, without a mesh."""
+    _, params, x, y = problem(2)
+    x[12, 0] = 77.0
+    with pp.P2P(timeout=30) as transport:
+        options = {"engine": pp.functional, "on_nonfinite": "raise"}
+        step = pp.value_and_grad([spoiled(77.0, "W"), dense], squared, pp.zb_h1(2, 4), transport, **options)
+        with pytest.raises(pp.PipelineError, match="first not finite: the gradient of its parameter 'w'") as caught:
+            step({rank: params[rank]}, x, y)
+        x[12, 0] = 1.0
+        loss, _ = step({rank: params[rank]}, x, y)
+    return caught.value.rank, str(caught.value.instruction), loss.isfinite().item()
+
+
+def test_gradients_of_two_ranks_are_named_too(two):
+    answers = two(gradients_of_two)
+    assert answers[0] == answers[1]
+    assert answers[0][0] == 0
+    assert answers[0][2]
+
+
+def with_states(rank, size):
+    """States and metrics of stages over two ranks of a pipeline, as in one process."""
+    _, _, x, y = problem()
+    stages = normalised()
+    params, state = ({s: getattr(stage, part) for s, stage in enumerate(stages)} for part in ("params", "state"))
+    functions, schedule = [stage.fn for stage in stages], pp.zb_h1(2, 4)
+    with trainer_of(pp.sgd(0.1), functions, schedule) as alone:
+        wanted, _ = alone.step(alone.init(tree_map(torch.clone, params), tree_map(torch.clone, state)), x, y)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    with trainer_of(pp.sgd(0.1), functions, schedule, mesh=mesh) as trainer:
+        after, _ = trainer.step(trainer.init({rank: params[rank]}, {rank: state[rank]}), x, y)
+    assert same_bits((after.stage_state, after.params[rank]), ({rank: wanted.stage_state[rank]}, wanted.params[rank]))
+
+
+def test_states_of_stages_over_two_ranks(two):
+    two(with_states)
