@@ -31,7 +31,7 @@ from .folders import Draft, clean, flush_folder, writing
 from .manifest import Contents, Stored, StoredPart, Value, file_name, manifest_text
 from .naming import Leaf, Names, named_leaves
 from .peers import Group, Peers
-from .tensor_file import DTYPES_BY_NAME, dtype_name, on_host, require_storable, write_tensors
+from .tensor_file import DTYPES_BY_NAME, copied, dtype_name, require_storable, write_tensors
 from .verify import is_good
 
 Key = tuple[str, Box]
@@ -174,13 +174,13 @@ class SaveWork(NamedTuple):
 
 def prepare(
     peers: Peers, folder: str | Path, state: Any, step: int | None, keep: int | None, names: Names, group: Group, begin: Callable[[], None],
-    copy: bool, held: ExitStack,
+    spare: Mapping[str, Tensor] | None, held: ExitStack,
 ) -> SaveWork:  # fmt: skip
     """The first part of a save: agree on a plan.
 
     Args:
         begin: is called first, and may raise.
-        copy: whether the work is to own its tensors.
+        spare: memory for copies, which the work is to have of its tensors; None where it needs none.
         held: of the draft.
     """
     root = Path(folder).absolute()
@@ -206,7 +206,7 @@ def prepare(
     mine: dict[str, Tensor] = {}
     for name, leaf in leaves:
         if isinstance(leaf, Tensor) and name not in mine and plan.owners.get((name, box_of(leaf, name))) == peers.rank:
-            mine[name] = on_host(local(leaf), copy=True) if copy else local(leaf)
+            mine[name] = local(leaf) if spare is None else copied(local(leaf), spare.get(name))
     return SaveWork(
         root / f"step-{told[0]['step']}", told[0]["nonce"], mine, sums_of(leaves, plan), plan, _grid(leaves, group, peers), keep,
         draft[0] if draft else None,
