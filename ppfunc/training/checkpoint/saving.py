@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from ppfunc.stage.layout import local
 
+from ..train_state import TrainState, require_whole
 from .boxes import Box, box_of, require_tiled
 from .errors import shown
 from .folders import Draft, clean, flush_folder, writing
@@ -190,6 +192,9 @@ def prepare(
         begin()
         if keep is not None and (type(keep) is not int or keep < 1):
             raise ValueError(f"keep: got {keep!r}, expected a number of checkpoints, at least 1, or None for all")
+        for part in optree.tree_leaves(state, is_leaf=lambda part: isinstance(part, TrainState)):
+            if isinstance(part, TrainState):
+                require_whole(part)
         leaves.extend(named_leaves(state, names, "state")[0])
         found: dict[str, Any] = {"step": _step(leaves, step), **forms_of(leaves)}
         if peers.rank == 0:
