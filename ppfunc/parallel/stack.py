@@ -100,9 +100,9 @@ def count_stages(
         layers: number of layers.
         ranks: number of ranks of the pipeline.
         several: whether the schedule gives a rank several stages, or exactly one.
-        layers_per_stage: the most layers in a stage; where it is None, a rank has one stage, or two
-            if ``several``.
-        input_weight, output_weight: counted with the layers that ``layers_per_stage`` limits.
+        layers_per_stage: gives the number of stages, ``layers / layers_per_stage`` rounded up; where it is None, a rank has one
+            stage, or two if ``several``.
+        input_weight, output_weight: added to the layers before they are divided.
 
     Raises:
         ValueError: where the stages do not divide among the ranks, do not fit the schedule, or are

@@ -185,9 +185,10 @@ def split_points_for(
         schedule: a name as for `find_builder`, or a builder.
         layers: number of layers.
         ranks: number of ranks of the pipeline.
-        layers_per_stage: the most layers in a stage; where it is None, one stage per rank for
-            schedules with one, else two.
-        input_weight, output_weight: the cost of the modules at the ends, in layers.
+        layers_per_stage: gives the number of stages, ``layers / layers_per_stage`` rounded up; where it is None, one stage per
+            rank for schedules with one, else two.
+        input_weight, output_weight: the cost of the modules at the ends, in layers. The stages at the ends get fewer layers for it,
+            others more.
 
     >>> split_points_for("1F1B", layers=8, ranks=4)
     ('layers.1', 'layers.4', 'layers.7')
