@@ -19,11 +19,12 @@ each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from .arguments import require_type
 from .costs import Costs, Number
 from .planner.problem import Cap, Objective, Problem, problem_of
 
@@ -61,7 +62,8 @@ def lower_bound(costs: Costs, placement: Sequence[int], microbatches: int, cap: 
     >>> lower_bound(Costs(weight_share=1), range(4), microbatches=8, cap=4)
     Bound(value=27, name='work', rank=0)
     """
-    return bound_of(problem_of(costs, tuple(placement), microbatches, cap, objective))
+    require_type("placement", placement, Iterable, "the rank of every stage")
+    return bound_of(problem_of(costs, placement, microbatches, cap, objective))
 
 
 def bound_of(problem: Problem) -> Bound:

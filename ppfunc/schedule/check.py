@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from itertools import groupby
 
+from ..parallel.counts import require_counts
 from .collector import collector_paused
 from .dataflow import Dataflow, dataflow, find_routes
 from .earliest import earliest
@@ -102,7 +103,7 @@ def check(schedule: Schedule, *, queue: str = "pair", max_activations: int | Non
 
     Raises:
         ScheduleError: naming rank, position and instruction of what is wrong.
-        ValueError: ``queue`` is neither of the two.
+        ValueError: ``queue`` is neither of the two, or ``max_activations`` no number from 0.
 
     >>> from ppfunc.schedule import one_f_one_b
     >>> print(str(check(one_f_one_b(ranks=2, microbatches=4))).partition("ranks")[2])
@@ -116,6 +117,8 @@ def check(schedule: Schedule, *, queue: str = "pair", max_activations: int | Non
     """
     if queue not in _QUEUES:
         raise ValueError(f"queue is {queue!r}, expected 'pair' or 'rank'")
+    if max_activations is not None:
+        require_counts(0, max_activations=max_activations)
     check_structure(schedule)
     lowered = bool(schedule.ops & COMMUNICATION)
     atomic = prove_columns(schedule) if lowered and queue == "pair" else None

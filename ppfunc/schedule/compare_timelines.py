@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
 
+from .arguments import require_type
 from .instruction import COMPUTE, RECEIVES, Op, parts_of
 from .simulate import Timeline
 from .table import show_table
@@ -66,8 +67,7 @@ def compare(measured: Timeline, simulated: Timeline) -> Comparison:
     'stage 1 is 2 times as long as the others'
     """
     for name, timeline in (("measured", measured), ("simulated", simulated)):
-        if not isinstance(timeline, Timeline):
-            raise TypeError(f"{name}: got {type(timeline).__name__}, expected a Timeline, as step.record(...)[1] or simulate(...) gives")
+        require_type(name, timeline, Timeline, "a Timeline, as step.record(...)[1] or simulate(...) gives")
         if not timeline.makespan:
             raise ValueError(f"{name}: got a timeline in which nothing takes time")
     if measured.schedule.placement != simulated.schedule.placement or list(_computed(measured)) != list(_computed(simulated)):

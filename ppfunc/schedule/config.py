@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from ..parallel.counts import require_counts
 from ..parallel.stack import count_stages, split_points
+from .arguments import require_type
 from .builders import BUILDERS
 from .formats.files import read_csv
 from .schedule import Schedule
@@ -160,6 +161,7 @@ def find_builder(name: str) -> Callable[..., Schedule]:
     Raises:
         ValueError: for an unknown name, with the known ones and the most similar.
     """
+    require_type("name", name, str, "that of a schedule, such as '1f1b'")
     spellings = {_plain(builder.__name__): builder for builder in BUILDERS.values()}
     spellings |= {_plain(known): builder for known, builder in BUILDERS.items()}
     spellings |= {theirs: BUILDERS[ours] for theirs, ours in _NAMES_IN_TORCH.items()}

@@ -10,6 +10,8 @@ from dataclasses import dataclass, fields, replace
 from numbers import Rational, Real
 from typing import Any, Literal, Self, get_args, overload
 
+from .arguments import require_type
+from .proof.structure import require_schedule
 from .schedule import Schedule
 from .table import show_table, table
 
@@ -135,6 +137,7 @@ class Costs:
         >>> [simulate(s, share.per_rank(s)).makespan for s in (one_f_one_b(4, 8), zbv(4, 8))]
         [66, 51]
         """
+        require_schedule(schedule)
         given = {name: value for name in _OF_THE_MODEL if (value := getattr(self, name)) is not None}
         for name, value in given.items():
             if _stages(value):
@@ -177,8 +180,7 @@ class Costs:
         Costs(forward=(1, Fraction(3, 2)), backward={0: 4})
         """
         expected = f"expected an object with some of {', '.join(field.name for field in fields(cls))}"
-        if not isinstance(text, str):
-            raise TypeError(f"got {reprlib.repr(text)} of type {type(text).__name__}, expected the text of a JSON object")
+        require_type("text", text, str, "the text of a JSON object")
         try:
             document = json.loads(text, object_pairs_hook=_unique)
         except RecursionError:
@@ -224,8 +226,7 @@ def require_costs(costs: Any) -> Costs:
     Raises:
         TypeError: something else.
     """
-    if costs is not None and not isinstance(costs, Costs):
-        raise TypeError(f"costs: got {reprlib.repr(costs)} of type {type(costs).__name__}, expected Costs(forward=..., ...)")
+    require_type("costs", costs, Costs | None, "Costs(forward=..., ...)")
     return Costs() if costs is None else costs
 
 

@@ -8,6 +8,9 @@ from functools import partial
 from itertools import repeat
 from typing import NamedTuple
 
+from ..parallel.counts import require_counts
+from .arguments import require_type
+
 
 class Op(StrEnum):
     """The kinds of instruction; each value is the token of the text form.
@@ -92,22 +95,27 @@ def F(stage: int, microbatch: int) -> Instruction:
     >>> print(F(2, 0))
     2F0
     """
-    return Instruction(Op.F, stage, microbatch)
+    return _compute(Op.F, stage, microbatch)
 
 
 def B(stage: int, microbatch: int) -> Instruction:
     """The backward of a stage for a microbatch: the gradients of its input and of its parameters."""
-    return Instruction(Op.B, stage, microbatch)
+    return _compute(Op.B, stage, microbatch)
 
 
 def I(stage: int, microbatch: int) -> Instruction:  # noqa: E743 - the field's letter
     """The first part of a backward: the gradient of the input, which the stage before waits for."""
-    return Instruction(Op.I, stage, microbatch)
+    return _compute(Op.I, stage, microbatch)
 
 
 def W(stage: int, microbatch: int) -> Instruction:
     """The second part of a backward: the gradients of the parameters, at any time after ``I``."""
-    return Instruction(Op.W, stage, microbatch)
+    return _compute(Op.W, stage, microbatch)
+
+
+def _compute(op: Op, stage: int, microbatch: int) -> Instruction:
+    require_counts(0, stage=stage, microbatch=microbatch)
+    return Instruction(op, stage, microbatch)
 
 
 def instructions_of(op: Op, stage: int, microbatches: Iterable[int], peer: int | None = None) -> list[Instruction]:
@@ -122,6 +130,10 @@ def overlap(forward: Instruction, backward: Instruction) -> Instruction:
     >>> print(overlap(F(0, 3), B(3, 1)))
     (0F3;3B1)OVERLAP_F_B
     """
+    for name, given, ops, example in (("forward", forward, (Op.F,), "F(0, 3)"), ("backward", backward, (Op.B, Op.I), "B(3, 1)")):
+        require_type(name, given, Instruction, f"an instruction such as {example}")
+        if given.op not in ops:
+            raise ValueError(f"{name}: got {given}, expected an instruction such as {example}")
     return Instruction(Op.OVERLAP_F_B, forward.stage, forward.microbatch, parts=(forward, backward))
 
 

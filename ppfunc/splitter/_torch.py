@@ -35,6 +35,7 @@ __all__ = [
     "CheckpointFunction",
     "FunctionalMode",
     "PreDispatchMode",
+    "check_values",
     "enable_python_dispatcher",
     "from_functional",
     "saved_tensor_hooks",
@@ -45,6 +46,9 @@ __all__ = [
 ]
 
 to_functional = FunctionalTensor.to_functional
+
+# Raises where one of the values of a tensor is false: what the checks of torch come to.
+check_values = torch._check_tensor_all_with
 
 
 class PreDispatchMode(ProxyTorchDispatchMode):

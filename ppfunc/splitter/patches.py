@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from ppfunc.stage import StageError
 
+from ._torch import check_values
 from .record import BY_HAND, MODEL, Recording, calling_place
 
 
@@ -57,13 +58,13 @@ def unseen_refused() -> Iterator[None]:
 @contextmanager
 def values_unchecked() -> Iterator[None]:
     """Within it, checks of values raise nothing in this thread: those of ``torch._check``, and of the arguments of distributions."""
-    this, original = threading.get_ident(), torch._check_tensor_all_with
+    this = threading.get_ident()
 
     def check(*args: Any, **kwargs: Any) -> None:
         if threading.get_ident() != this:
-            original(*args, **kwargs)
+            check_values(*args, **kwargs)
 
-    with _replaced(torch, "_check_tensor_all_with", check), _replaced(Distribution, "_validate_args", False):
+    with _replaced(torch, check_values.__name__, check), _replaced(Distribution, "_validate_args", False):
         yield
 
 

@@ -90,6 +90,11 @@ binding = attrgetter("_op")
 device_of = attrgetter("fake_device")
 
 
+def has_kernel(operator: OpOverload, device: torch.device) -> bool:
+    """Whether an operator has a kernel of its own on a device."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), torch._C._dispatch_key_for_device(device.type))
+
+
 def guards(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     """A function of as many objects: whether they are tensors like these, none of them twice. It keeps none of these alive."""
     shapes: list[Any] = [list(t.shape) for t in tensors]  # the stubs expect one list alone

@@ -234,7 +234,7 @@ def test_the_picture_of_gathers():
         "0UNSHARD+1UNSHARD+0F0+0RESHARD+2UNSHARD 1F0 2F0 2B0+2RESHARD+0UNSHARD 1B0+1RESHARD 0B0+0RESHARD"
     )
     assert str(insert_unshards(schedule, most=3)) == "0UNSHARD+1UNSHARD+0F0+2UNSHARD 1F0 2F0 2B0+2RESHARD 1B0+1RESHARD 0B0+0RESHARD"
-    with pytest.raises(ValueError, match="most is 0, expected at least 1"):
+    with pytest.raises(ValueError, match="most = 0, expected an integer of at least 1"):
         insert_unshards(schedule, most=0)
     with pytest.raises(ValueError, match="most is 1, but an overlapped pair uses stages 3 and 0 at once"):
         insert_unshards(dualpipe(2, 4), most=1)

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 import ppfunc as pp
-from ppfunc.schedule import BUILDERS, Costs, place_communication, plan, read_csv, to_torch_csv, write_csv
+from ppfunc.schedule import BUILDERS, Costs, compute_only, place_communication, plan, read_csv, to_torch_csv, write_csv
 
 RANKS, MICROBATCHES, WIDTH = 3, 6, 5
 OPTIONS = {"interleaved_1f1b": {"chunks": 3}, "looped_bfs": {"chunks": 4}, "interleaved_zb": {"chunks": 2}, "zero_bubble": {"cap": 4}}
 REFUSED = ("inference", "data_parallel", "dualpipe", "chimera", "deepspeed_train", "deepspeed_inference")
-NAMES = (*(name for name in BUILDERS if name not in REFUSED), "wave")
+NAMES = (*(name for name in BUILDERS if name not in REFUSED), "wave", "deepspeed_train")  # of the last its compute
 FORMS = ("sum", "mean", "sharded")
 
 
@@ -27,7 +27,7 @@ def built(name: str) -> pp.Schedule:
     if name == "wave":
         costs = Costs(forward=[1, 2, 1] * RANKS)
         return plan(RANKS, MICROBATCHES, costs, placement="wave", chunks=3, cap=9, effort=0.01).schedule
-    return BUILDERS[name](RANKS, MICROBATCHES, **OPTIONS.get(name, {}))
+    return compute_only(BUILDERS[name](RANKS, MICROBATCHES, **OPTIONS.get(name, {})))
 
 
 def layers(stages: int) -> list[torch.nn.Module]:
@@ -124,6 +124,12 @@ def test_torch_finds_the_gradients_that_ppfunc_finds(name, folder):
         for stage, found in torch.load(folder / f"{name}-mean.{rank}.pt").items():
             for ours, theirs in zip(gradients[stage].values(), found, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_others_are_refused(name):
+    with pytest.raises(ValueError, match=f"{name} has .*torch's runtime"):
+        to_torch_csv(BUILDERS[name](4, 8))
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Operators with hidden effects, replaced in a trace by honest ones."""
+"""Operators with hidden effects, replaced in a trace by honest ones, and operators that stay what they are."""
 
 from __future__ import annotations
 
@@ -40,3 +40,14 @@ def test_batch_norm_of_cudnn_is_served_without_cudnn(training: bool, running: bo
         assert torch.equal(ours, theirs)
     if training and running:
         assert not torch.equal(results[0][1], given[2][0])
+
+
+@pytest.mark.parametrize("fn", [torch.nn.functional.silu, torch.nn.functional.mish])
+def test_what_has_a_kernel_is_not_decomposed(fn: Any) -> None:
+    """The derivatives of SiLU and Mish could be, into operators that round in another way."""
+    x, gy = torch.randn(2, 500, 4, 4, generator=torch.Generator().manual_seed(0)).split([1, 1])
+    program = pp.graph(lambda w, x: fn(w * x), (torch.ones(()), x))
+    y, residuals = program.forward(torch.ones(()), x)
+    gx = program.backward(residuals, gy)[1]
+    leaf = x.clone().requires_grad_()
+    assert torch.equal(y, fn(leaf)) and torch.equal(gx, torch.autograd.grad(fn(leaf), leaf, gy)[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import count, product
 
 from ...parallel.placement import loop
-from ..costs import Costs, Number
+from ..costs import Costs, Number, require_costs
 from ..instruction import Instruction, Op
 from ..planner.problem import problem_of
 from ..schedule import Schedule, single_chain
@@ -41,7 +41,7 @@ def zero_bubble(ranks: int, microbatches: int, cap: Number | None = None, costs:
         Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (arXiv:2401.10241), section 3.1.
     """
     require_counts(ranks=ranks, microbatches=microbatches)
-    costs = (costs or Costs(weight_share=1)).fitting(ranks)
+    costs = require_costs(Costs(weight_share=1) if costs is None else costs).fitting(ranks)
     if cap is None:
         cap = [ranks * costs.of("activation", s) + costs.of("parameters", s) for s in range(ranks)]
     p = problem_of(costs, loop(ranks), microbatches, cap)

@@ -23,6 +23,7 @@ import io
 from collections import Counter
 from collections.abc import Callable
 
+from ..arguments import require_type
 from ..errors import ScheduleError
 from ..instruction import COMMUNICATION, COMPUTE, Instruction, Op, microbatch_of, parts_of
 from ..proof.structure import require_schedule
@@ -65,6 +66,7 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
         FormatError: a cell that is not an instruction, with row and column (both from 1).
         ScheduleError: the numbers of stages and microbatches cannot be those of any schedule.
     """
+    require_type("text", text, str, "the content of a file")
     rows = _rows(text)
     if not rows:
         raise FormatError("the text is empty: expected one row of instructions per rank")

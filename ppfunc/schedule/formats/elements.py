@@ -4,13 +4,25 @@ import re
 from collections.abc import Iterable, Iterator
 from html import escape
 from math import floor, log10
+from numbers import Real
 
+_WIDEST = 100_000
 _FONT = '.ppfunc { font: 11px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; font-variant-numeric: tabular-nums }'
 _STYLE = """
 .paper { fill: #ffffff } .ink { fill: #1c2330 } .soft { fill: #667085 } .tick { stroke: #d5dae3 }
 .h { font-size: 18px; font-weight: 600 } .end { text-anchor: end } .mid { text-anchor: middle }"""
 _DARK = """
 .paper { fill: #12161d } .ink { fill: #e8ebf1 } .soft { fill: #98a2b3 } .tick { stroke: #333c4a }"""
+
+
+def require_width(width: float, least: int) -> None:
+    """Check the width of a picture, in pixels.
+
+    Raises:
+        ValueError: no number, or one out of range.
+    """
+    if not isinstance(width, Real) or not least <= width <= _WIDEST:
+        raise ValueError(f"width is {width!r}, expected a number of pixels from {least} to {_WIDEST}")
 
 
 def page(title: str, width: float, height: float, style: str, dark: str, elements: Iterable[str]) -> str:

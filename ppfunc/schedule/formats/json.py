@@ -13,6 +13,7 @@ import json
 import reprlib
 from typing import Any
 
+from ..arguments import require_type
 from ..instruction import Instruction
 from ..proof.structure import require_schedule
 from ..schedule import Chain, Schedule
@@ -57,6 +58,7 @@ def from_json(text: str) -> Schedule:
         FormatError: the text is not such a document; the message begins with the JSON path of the
             place, as in ``$.programs[2][5][0]``.
     """
+    require_type("text", text, str, "the content of a file")
     return from_document(load(text))
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from ..arguments import require_type
 from ..overview import Overview, ScheduleFigures
-from .elements import line, number, page, short, text, ticks
+from .elements import line, number, page, require_width, short, text, ticks
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76.0, 150.0, 84.0, 60.0
 _LINE, _LETTER, _RADIUS, _CLEAR = 14.0, 6.6, 5.0, 9.0  # pixels of a line of text, of a letter in it, of a point, beside it
@@ -38,8 +39,8 @@ def to_scatter(overview: Overview, *, width: float | None = None) -> str:
         ValueError: a width out of range.
     """
     width = 900 if width is None else width
-    if not 720 <= width <= 100_000:
-        raise ValueError(f"width is {width!r}, expected a number of pixels from 720 to 100000")
+    require_type("overview", overview, Overview, "what compare_schedules returns")
+    require_width(width, 720)
     height = _TOP + max(440.0, 24.0 * len(overview.rows)) + _BOTTOM
     right, bottom = width - _RIGHT, height - _BOTTOM
     most = [1.05 * max(values) or 1.0 for values in zip(*map(_figures, overview.rows), strict=True)]

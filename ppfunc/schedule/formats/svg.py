@@ -13,7 +13,7 @@ from ..errors import ScheduleError
 from ..instruction import COMPUTE, Op, parts_of
 from ..schedule import Schedule
 from ..simulate import Timeline, simulate
-from .elements import amount, line, number, page, rect, short, text, ticks
+from .elements import amount, line, number, page, rect, require_width, short, text, ticks
 from .grid import Bar, bars_of, compute_bars
 
 _KINDS = {Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient"}
@@ -68,8 +68,8 @@ def to_svg(schedule: Schedule, timeline: Timeline | None = None, *, width: float
     Raises:
         ValueError: a width out of range.
     """
-    if width is not None and not 960 <= width <= 100_000:
-        raise ValueError(f"width is {width!r}, expected a number of pixels from 960 to 100000")
+    if width is not None:
+        require_width(width, 960)
     timeline = simulate(schedule) if timeline is None else timeline
     rows, whole, makespan = compute_bars(schedule, timeline), bars_of(schedule, timeline, _WHOLE), float(timeline.makespan)
     scale = _scale(rows, makespan, width)

@@ -13,6 +13,7 @@ decimal, without sign or leading zeros; there are no blanks.
 
 import re
 
+from ..arguments import require_type
 from ..instruction import COMMUNICATION, WHOLE_STAGE, Instruction, Op, overlap
 
 _NUMBER = r"(0|[1-9][0-9]{0,39})"
@@ -48,6 +49,7 @@ def parse_instruction(text: str) -> Instruction:
     Raises:
         FormatError: where ``text`` is anything else; nothing is guessed or left over.
     """
+    require_type("text", text, str, "the text of an instruction, such as '2F0'")
     if text.startswith("("):
         return _parse_overlap(text)
     match = _ELEMENTARY.fullmatch(text)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from ..instruction import Instruction, Op
 from ..proof.order import in_order
+from ..proof.structure import require_schedule
 from ..schedule import Program, Schedule, Step
 
 
@@ -21,6 +22,7 @@ def split_backward(schedule: Schedule, *, overlapped: bool = False) -> Schedule:
     >>> print(*split_backward(gpipe(ranks=1, microbatches=1)).instructions(0))
     0F0 0I0 0W0
     """
+    require_schedule(schedule)
     programs = tuple(tuple(_split_program(program, overlapped)) for program in schedule.programs)
     return replace(schedule, programs=programs)
 
@@ -58,6 +60,7 @@ def merge_backward(schedule: Schedule) -> Schedule:
     >>> merge_backward(split_backward(schedule)) == schedule
     True
     """
+    require_schedule(schedule)
     return replace(schedule, programs=tuple(map(_merge_program, schedule.programs)))
 
 

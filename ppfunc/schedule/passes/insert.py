@@ -3,7 +3,9 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
+from ...parallel.counts import require_counts
 from ..instruction import COMMUNICATION, COMPUTE, Instruction, Op, parts_of
+from ..proof.structure import require_schedule
 from ..schedule import Program, Schedule, Step
 from .remove import remove_slots
 
@@ -21,6 +23,7 @@ def insert_loads(schedule: Schedule, *, targets: bool | None = None) -> Schedule
     >>> print(*insert_loads(inference(ranks=1, microbatches=2)).instructions(0))
     0LOAD0 0F0 0LOAD1 0F1
     """
+    require_schedule(schedule)
     targets = not schedule.forward_only if targets is None else targets
     loading = {c.stages[0] for c in schedule.chains} | {c.stages[-1] for c in schedule.chains if targets}
     bare = remove_slots(schedule)
@@ -61,9 +64,9 @@ def insert_offloads(schedule: Schedule, stages: Iterable[int] | None = None, *, 
     Raises:
         ValueError: a negative lookahead, or a stage that does not exist.
     """
+    require_schedule(schedule)
     chosen = set(range(schedule.stages) if stages is None else stages)
-    if lookahead < 0:
-        raise ValueError(f"lookahead is {lookahead}, expected at least 0")
+    require_counts(0, lookahead=lookahead)
     if not chosen <= set(range(schedule.stages)):
         raise ValueError(f"stages are {sorted(chosen)}, expected stages from 0 to {schedule.stages - 1}")
     programs = tuple(_move(program, chosen, lookahead) for program in remove_slots(schedule).programs)

@@ -4,6 +4,7 @@ from collections.abc import Container
 from dataclasses import replace
 
 from ..instruction import COMMUNICATION, COMPUTE, SHARDING, TAIL, Instruction, Op, parts_of
+from ..proof.structure import require_schedule
 from ..schedule import Schedule, Step
 
 
@@ -47,6 +48,7 @@ def remove_slots(schedule: Schedule) -> Schedule:
     >>> remove_slots(allocate_slots(gpipe(ranks=2, microbatches=2))) == gpipe(ranks=2, microbatches=2)
     True
     """
+    require_schedule(schedule)
     if not schedule.has_slots:
         return schedule
     return replace(schedule, programs=tuple(tuple(tuple(map(_bare, step)) for step in program) for program in schedule.programs))
@@ -59,6 +61,7 @@ def compute_only(schedule: Schedule) -> Schedule:
     >>> print(*compute_only(deepspeed_train(ranks=2, microbatches=1)).instructions(1))
     1F0 1B0
     """
+    require_schedule(schedule)
     programs = tuple(tuple(tuple(i for i in step if i.op in COMPUTE) for step in program) for program in schedule.programs)
     return remove_slots(replace(schedule, programs=programs))
 
@@ -68,11 +71,13 @@ def forward_only(schedule: Schedule) -> Schedule:
 
     Equivalent to: cross out every backward, reduction and message; an overlapped pair leaves its forward.
     """
+    require_schedule(schedule)
     programs = tuple(tuple(filter(None, map(_forwards, program))) for program in schedule.programs)
     return replace(schedule, name=f"{schedule.name} (forward only)", programs=programs)
 
 
 def _without(schedule: Schedule, ops: Container[Op]) -> Schedule:
+    require_schedule(schedule)
     programs = ([(step, tuple(i for i in step if i.op not in ops)) for step in program] for program in schedule.programs)
     return replace(schedule, programs=tuple(tuple(new for old, new in program if new or not old) for program in programs))
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from ..dataflow import Dataflow, Routes, dataflow, find_routes, message_number
 from ..instruction import COMMUNICATION, SENDS, Instruction, Op
+from ..proof.structure import require_schedule
 from ..schedule import Schedule
 
 
@@ -31,6 +32,7 @@ def send_completion(schedule: Schedule, rank: int) -> dict[int, list[Instruction
     >>> {step: [str(i) for i in sends] for step, sends in send_completion(schedule, 0).items()}
     {2: ['0SEND_F0'], 3: ['0SEND_F1']}
     """
+    require_schedule(schedule)
     last = len(schedule.programs[rank]) - 1
     flow = dataflow(schedule)
     routes = find_routes(schedule, flow)

@@ -1,15 +1,16 @@
 """Add skip connections to a schedule: values that travel further than to the next stage."""
 
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import replace
 
 from ..instruction import Op
+from ..proof.structure import require_schedule
 from ..schedule import Schedule
 from .remove import remove_communication
 
 
-def with_skips(schedule: Schedule, skips: Sequence[tuple[int, int]]) -> Schedule:
+def with_skips(schedule: Schedule, skips: Collection[tuple[int, int]]) -> Schedule:
     """The schedule with skip connections: what ``Output.skips`` carries from one stage to a later one.
 
     Args:
@@ -19,13 +20,15 @@ def with_skips(schedule: Schedule, skips: Sequence[tuple[int, int]]) -> Schedule
             ``Received(x, {source: tree})`` in the place of ``x``. Replicas have the same ones.
 
     Raises:
+        TypeError: something else.
         ValueError: a stage does not exist, or the destination does not come after the source and its neighbour.
 
     >>> from ppfunc import gpipe
     >>> with_skips(gpipe(ranks=3, microbatches=2), [(0, 2)]).skips
     ((0, 2),)
     """
-    if not all(isinstance(edge, tuple | list) and len(edge) == 2 for edge in skips):
+    require_schedule(schedule)
+    if not isinstance(skips, Collection) or not all(isinstance(edge, tuple | list) and len(edge) == 2 for edge in skips):
         raise TypeError(f"skips: got {reprlib.repr(skips)} of type {type(skips).__name__}, expected a list of pairs (source, destination)")
     places = {schedule.model_stages[stage]: place for place, stage in enumerate(schedule.chains[0].stages)}
     for source, destination in skips:

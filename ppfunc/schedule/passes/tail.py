@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from ..instruction import SHARDING, TAIL, Instruction, Op, parts_of
+from ..proof.structure import require_schedule
 from ..schedule import Program, Schedule, Step
 
 
@@ -37,6 +38,7 @@ def append_tail(schedule: Schedule, *, tied: bool | Collection[int] | None = Non
     0F0 0B0 0REDUCE_GRAD
     1F0 1B0 1REDUCE_TIED+1REDUCE_GRAD
     """
+    require_schedule(schedule)
     tied = bool(schedule.replicas) if tied is None else tied
     chosen = set(range(schedule.stages) if tied is True else tied or ())
     if not chosen <= set(range(schedule.stages)):
@@ -65,6 +67,7 @@ def reduce_early(schedule: Schedule) -> Schedule:
     >>> print(reduce_early(append_tail(gpipe(ranks=1, microbatches=1))))
     0F0 0B0+0REDUCE_GRAD 0STEP
     """
+    require_schedule(schedule)
     if schedule.forward_only:
         return schedule
     moved = {Instruction(Op.REDUCE_GRAD, stage) for stage in range(schedule.stages)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ...parallel.counts import require_counts
 from ..instruction import COMPUTE, Instruction, Op, parts_of
 from ..proof.order import in_order
 from ..schedule import Program, Schedule, Step
@@ -41,8 +42,7 @@ def insert_unshards(schedule: Schedule, most: int = 2) -> Schedule:
     >>> print(insert_unshards(looped_bfs(ranks=1, microbatches=1, chunks=2), most=1))
     0UNSHARD+0F0+0RESHARD+1UNSHARD 1F0 1B0+1RESHARD+0UNSHARD 0B0+0RESHARD
     """
-    if most < 1:
-        raise ValueError(f"most is {most}, expected at least 1 stage")
+    require_counts(most=most)
     return replace(schedule, programs=tuple(_gathered(program, most) for program in remove_unshards(schedule).programs))
 
 

@@ -22,13 +22,13 @@ from typing import NamedTuple
 from ...parallel.partition import Partition
 from ..bounds import Bound, bound_of
 from ..collector import collector_paused
-from ..costs import Costs, Number
+from ..costs import Costs, Number, require_costs
 from ..schedule import Schedule
 from ..simulate import Timeline, simulate
 from .blocks import block_orders
 from .orders import Order, directions, evaluate, schedule_of
 from .placements import Candidate, Style, candidates
-from .problem import Cap, Objective, Problem, portion, problem_of, require_costs
+from .problem import Cap, Objective, Problem, portion, problem_of
 from .repeat import extend, fewer_microbatches
 from .search import Search
 from .starts import builder_orders, one_by_one
@@ -134,7 +134,7 @@ def plan(
     >>> plan(ranks=4, microbatches=8, costs=Costs(weight_share=1), cap=4, placement="loop", objective="span")
     Plan(loop of 1, span 27, bound 27 (work, rank 0), optimal, bubble 0.1111, memory 4)
     """
-    costs = Costs() if costs is None else require_costs(costs)
+    costs = require_costs(costs)
     if isinstance(effort, bool) or not isinstance(effort, Real) or not 0 < effort < inf:
         raise ValueError(f"effort is {effort!r}, expected a finite number above 0")
     _require_parts(costs)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from ...parallel.counts import require_counts
 from ...parallel.placement import explicit
-from ..costs import Costs, Number
+from ..costs import Costs, Number, require_costs
 
 if TYPE_CHECKING:
     from fractions import Fraction
@@ -112,13 +112,6 @@ def _on(rank: int, cap: Cap) -> Number:
     return cap[rank] if isinstance(cap, Sequence) else cap
 
 
-def require_costs(costs: object) -> Costs:
-    """Return what is passed as costs after checking that it is one."""
-    if not isinstance(costs, Costs):
-        raise ValueError(f"costs is {costs!r}, expected a Costs, such as Costs(forward=1, backward_input=1, backward_weight=1)")
-    return costs
-
-
 def portion(value: Number, part: int, of: int) -> Number:
     """``value * part / of``, exact where ``value`` is."""
     if not isinstance(value, Rational):
@@ -162,7 +155,7 @@ def _memory(costs: Costs, place: tuple[int, ...], microbatches: int, cap: Cap) -
 
 
 def _limits(cap: Cap, ranks: int) -> Sequence[Number]:
-    limits = cap if isinstance(cap, Sequence) and not isinstance(cap, str) else [cap] * ranks
+    limits = cap if isinstance(cap, Sequence) and not isinstance(cap, str | bytes) else [cap] * ranks
     if len(limits) != ranks:
         raise ValueError(f"cap has {len(limits)} numbers, expected {ranks}, one per rank")
     for limit in limits:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from .._torch import FakeTensor, OpOverload, TorchDispatchMode, device_of, schema
+from .._torch import FakeTensor, OpOverload, TorchDispatchMode, device_of, has_kernel, schema
 from ..errors import StageError, place_of_call
 from ..purity import NoValuesError, tensors_in
 from ..signature import differentiable
@@ -73,7 +73,7 @@ class Record(TorchDispatchMode):
         with self:
             if func in _DECOMPOSITIONS:
                 return _DECOMPOSITIONS[func](*args, **kwargs)
-            if (made := func.decompose(*args, **kwargs)) is not NotImplemented:
+            if not _runs_whole(func, args) and (made := func.decompose(*args, **kwargs)) is not NotImplemented:
                 return made
         return self._call(aten.lift_fresh_copy.default if func is aten.lift_fresh.default else func, args, kwargs)
 
@@ -152,6 +152,12 @@ def _cudnn_batch_norm(x: Any, w: Any, b: Any, mean: Any, var: Any, training: boo
 def _cudnn_batch_norm_backward(x: Any, gy: Any, w: Any, mean: Any, var: Any, m: Any, invstd: Any, eps: float, _: Any) -> Any:
     """Its gradient, which autograd asks for in training only."""
     return aten.native_batch_norm_backward(gy, x, w, mean, var, m, invstd, True, eps, [True, True, True])
+
+
+def _runs_whole(func: OpOverload, args: Any) -> bool:
+    """Whether the device has a kernel of an operator that also could be decomposed, into operators that give other bits."""
+    first = next(tensors_in(args), None)
+    return first is not None and has_kernel(func, first.device)
 
 
 _DECOMPOSITIONS: dict[OpOverload, Callable[..., Any]] = {
