@@ -203,8 +203,11 @@ def read_loss_weights(weights: LossWeights, microbatches: int) -> torch.Tensor |
 def _require_stages(trees: Any, name: str, stages: Sequence[int]) -> None:
     if not isinstance(trees, Mapping) or set(trees) != set(stages):
         got = _keys(trees) if isinstance(trees, Mapping) else type(trees).__name__
+        fewer = isinstance(trees, Mapping) and set(trees) < set(stages)
+        mend = "; where processes run a pipeline together, each gives its transport, such as ppfunc.P2P(group)" if fewer else ""
         raise ValueError(
-            f"{name}: got {got}, expected a dictionary with the stages of the model that this process runs, {list(stages)}: {{stage: tree}}"
+            f"{name}: got {got}, expected a dictionary with the stages of the model that this process runs, {list(stages)}: "
+            f"{{stage: tree}}{mend}"
         )
 
 

@@ -85,7 +85,8 @@ class Failure(NamedTuple):
             message = str(self.cause)
         except Exception:
             message = "(its message cannot be had)"
-        return f"{type(self.cause).__name__}: {shortened(message)}{shortened(self.context)}"
+        said = f": {shortened(message)}" if message else ""
+        return f"{type(self.cause).__name__}{said}{shortened(self.context)}"
 
 
 class DataTransport(Protocol):
