@@ -70,6 +70,8 @@ def begun_in(group: dist.ProcessGroup) -> int:
 
 def finish_soon(seconds: float) -> None:
     """Wait until the GPU has done what it was given, for so long at most."""
+    if not torch.cuda.is_initialized():
+        return
     done, end = torch.cuda.Event(), time.monotonic() + seconds
     done.record()
     while not done.query() and time.monotonic() < end:

@@ -121,7 +121,7 @@ def _require_representable(weights: tuple[float, ...], dtype: torch.dtype) -> No
     """Raise ValueError for weights that the dtype of a loss does not know."""
     given = torch.tensor(weights, dtype=torch.float64)
     narrow = given.to(dtype)
-    if bool((((given != 0) & (narrow == 0)) | (given.isfinite() & ~narrow.isfinite())).any()):
+    if any((((given != 0) & (narrow == 0)) | (given.isfinite() & ~narrow.isfinite())).tolist()):
         raise ValueError(
             f"loss_weights: got {list(weights)}, of which some become 0 or infinite in {dtype}, the dtype of the loss; "
             "compute the loss in float32"

@@ -32,7 +32,7 @@ class _Links(Protocol):
 
 
 class _Addresses(Store):
-    """What gloo takes for a store: it leaves an address there, and waits for those of the others."""
+    """Stands in for the store of gloo, which leaves an address there, and waits for those of the others."""
 
     def __init__(self, left: Callable[[tuple[str, Any]], None]) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ def _make(addresses: _Addresses, place: int, size: int, timeout: float, tell: Ca
 
 
 def _await(links: _Links, told: SimpleQueue[tuple[str, Any]], peer: int, timeout: float) -> Any:
-    """What the thread tells next."""
+    """Wait for the next thing that the thread tells."""
     end = time.monotonic() + timeout
     while True:
         try:

@@ -71,7 +71,7 @@ class Rendezvous:
         return _torch.ProcessGroupNCCL(PrefixStore(name, self._store), place, size, timedelta(seconds=self.timeout))
 
     def _ask(self, call: Callable[[], T]) -> T:
-        """What a call of the store returns; a thread makes it, which a store that is frozen holds up in its place."""
+        """Make a call of the store, in a thread: a store that is frozen holds up that one only."""
         told: SimpleQueue[tuple[T | None, Exception | None]] = SimpleQueue()
 
         def ask() -> None:

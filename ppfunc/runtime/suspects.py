@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Answer(NamedTuple):
-    """What a rank says of itself.
+    """The state of a rank, as it tells it.
 
     Args:
         awaits: the rank whose message, or part in a collective, it waits for; None where it is not known to wait.

@@ -5,7 +5,13 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from typing import Any
+
 import torch
+
+# How long a collective may take.
+from torch._C._distributed_c10d import AllgatherOptions
 
 # Optimizers as single kernels over lists of tensors of one device and dtype, with ``grad_scale`` and ``found_inf``.
 fused_adamw = torch._fused_adamw_
@@ -25,3 +31,10 @@ update_scale = torch._amp_update_scale_
 def users_of(storage: torch.UntypedStorage) -> int:
     """How many tensors hold the memory of a storage, this object counted."""
     return torch._C._storage_Use_Count(storage._cdata)
+
+
+def all_gather_within(timeout: timedelta, group: Any, whole: torch.Tensor, part: torch.Tensor) -> Any:
+    """Begin to gather flat tensors of all ranks, in another time than the group was made with."""
+    options = AllgatherOptions()
+    options.timeout = timeout
+    return group._allgather_base(whole, part, options)

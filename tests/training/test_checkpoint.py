@@ -61,6 +61,16 @@ def refused(path, match, like=None):
         pp.load(path, like=zeros(tree()) if like is None else like)
 
 
+def test_a_state_that_was_given_up_is_not_saved(tmp_path):
+    with pp.train_step([lambda w, x: w * x], lambda y, t: y.sum(), pp.gpipe(1, 2), pp.adamw(1e-3, donate=True)) as trainer:
+        before = trainer.init({0: torch.ones(2)})
+        after, _ = trainer.step(before, torch.ones(2, 2), torch.ones(2))
+    for state in (before, {"run": [before]}):
+        with pytest.raises(ValueError, match="given up to a step by donate=True"):
+            pp.save(tmp_path, state, step=1)
+    assert pp.load(pp.save(tmp_path, after), like=after).step == 1
+
+
 def test_what_is_saved_comes_back(tmp_path):
     saved = tree()
     path = pp.save(tmp_path / "new" / "runs", saved, step=3)

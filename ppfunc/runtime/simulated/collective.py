@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 import torch
@@ -30,13 +31,13 @@ class SimulatedCollective(Collective):
         for peer in (peer for peer in range(self.size) if peer != rank):
             theirs, copy = network.sums[generation, number, peer], tensor.clone()
             pipe = network.pipe(generation, rank, peer, "sum")
-            pipe.send(network.delay(rank), lambda theirs=theirs, copy=copy: theirs.setdefault(rank, copy))
+            pipe.send(network.delay(rank), partial(theirs.update, {rank: copy}))
 
         def wait() -> None:
             network.operation(rank, "wait all_reduce")
             for peer in (peer for peer in range(self.size) if peer != rank):
                 pipe = network.pipe(generation, peer, rank, "sum")
-                network.wait(rank, peer, "a sum", lambda peer=peer: peer in mine, pipe)
+                network.wait(rank, peer, "a sum", partial(mine.__contains__, peer), pipe)
             parts = torch.stack([part for _, part in sorted(network.sums.pop((generation, number, rank)).items())])
             tensor.copy_(parts.sum(0) if op == "sum" else parts.amax(0))
 

@@ -9,6 +9,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from .loading import load_tree
 from .naming import Names
 from .peers import Group, Peers
@@ -52,7 +54,7 @@ def save(
     ('step-1', {'w': tensor([1., 1.]), 'batch': 7})
     """
     with Peers(group) as peers, ExitStack() as held:
-        return write(peers, prepare(peers, folder, state, step, keep, names, group, _flight.settle, False, held))
+        return write(peers, prepare(peers, folder, state, step, keep, names, group, _flight.settle, None, held))
 
 
 def save_async(
@@ -61,14 +63,16 @@ def save_async(
     """Begin to save a state, as :func:`save` does: returns when it is copied to the host's memory, so that training can go on.
 
     The rest is done by a thread, over a process group of its own. One save is under way at a time: the next one waits for it, and raises
-    what it has raised, unless :meth:`Saving.result` has. Take the result of the last one before ``destroy_process_group``.
+    what it has raised, unless :meth:`Saving.result` has. Take the result of the last one before ``destroy_process_group``. The memory
+    of the copies is kept for the next one.
 
     Args:
         folder, state, keep, step, names, group: see :func:`save`.
     """
     with _flight.lock, ExitStack() as held:
         peers = held.enter_context(Peers(group))
-        work = prepare(peers, folder, state, step, keep, names, group, _flight.settle, True, held)
+        work = prepare(peers, folder, state, step, keep, names, group, _flight.settle, _flight.spare, held)
+        _flight.spare = work.mine
         _flight.last = Saving(peers, work, held.pop_all())
         return _flight.last
 
@@ -129,6 +133,7 @@ class _Flight:
     def __init__(self) -> None:
         self.lock = threading.RLock()  # held while a save begins
         self.last: Saving | None = None
+        self.spare: dict[str, Tensor] = {}  # memory of the copies of the last one
 
     def settle(self) -> None:
         """Wait for the save that is under way; raise what it has raised, once."""

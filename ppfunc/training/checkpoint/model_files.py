@@ -21,7 +21,7 @@ from .folders import flush_folder
 from .manifest import Contents, Stored, StoredPart
 from .naming import Leaf, Names, named_leaves
 from .peers import Group, Peers
-from .saving import forms_of, plan_of, require_same, sums_of
+from .saving import bits_of, forms_of, plan_of, require_same
 from .tensor_file import TensorFile, on_host, read_json, read_plain, write_tensors
 
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -76,13 +76,16 @@ def export(folder: str | Path, params: Any, names: Names = None, *, most: int = 
         tensors: dict[str, Tensor] = {}
 
         def put() -> dict[str, Any]:
+            sums: list[list[Any]] = []
             with torch.no_grad():
                 for name, leaf in leaves:
                     assert isinstance(leaf, Tensor)
                     full = whole(leaf.detach())  # on all ranks: they gather it together
+                    if (name, Box.of_whole(leaf.shape)) in plan.shared:
+                        sums.append([name, [], bits_of(full)])
                     if owners.get(name, 0) == peers.rank and name not in tensors:
                         tensors[name] = on_host(full)
-            return {"files": _files(tensors, most), "bytes": sum(t.nbytes for t in tensors.values()), "sums": sums_of(leaves, plan, True)}
+            return {"files": _files(tensors, most), "bytes": sum(t.nbytes for t in tensors.values()), "sums": sums}
 
         found = peers.together(put)
         require_same([rank["sums"] for rank in found])

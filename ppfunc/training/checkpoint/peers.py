@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from hashlib import sha256
 from types import TracebackType
 from typing import Any, Self
@@ -15,13 +17,16 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore
 
-from ppfunc.runtime._torch import ProcessGroupGloo, all_gather, store_of, timeout_of
+from ppfunc.runtime._torch import ProcessGroupGloo, alive, store_of, timeout_of
 
+from .._torch import all_gather_within
 from .errors import CheckpointError
 from .tensor_file import bytes_of
 
 Group = ProcessGroup | DeviceMesh | None
 """The ranks that save or load together: by default all of ``torch.distributed``, or this process where that is not initialised."""
+
+_CONNECT = timedelta(seconds=30)  # all are here
 
 _KINDS = {kind.__name__: kind for kind in (CheckpointError, FileExistsError, FileNotFoundError, ValueError, TypeError)}
 
@@ -42,26 +47,60 @@ class Peers:
             raise ValueError(f"group: got one of the ranks {ranks}, this process is rank {own}; call it on the ranks of the group only")
         self.rank, self.size = ranks.index(own), len(ranks)
         if self.size > 1:
-            self._open(ranks)
+            self._ranks = ranks
+            self._open(dist.group.WORLD)
 
-    def _open(self, ranks: list[int]) -> None:
+    def _open(self, world: Any) -> None:
         """Connect to the others. torch's new_group would take the keys of a group that has ended for those of the next one."""
-        world: Any = dist.group.WORLD
-        name = f"ppfunc/checkpoints/{sha256(repr(ranks).encode()).hexdigest()[:16]}"
-        # The n-th time that each rank comes here is the same.
-        with _within_reach():
+        self._timeout = timeout_of(world)
+        name = f"ppfunc/checkpoints/{sha256(repr(self._ranks).encode()).hexdigest()[:16]}"
+        with self._within_reach():
+            # The n-th time that each rank comes here is the same.
             number = store_of(world).add(f"{name}/{self.rank}", 1)
             store = PrefixStore(f"{name}/{number}", store_of(world))
-            self._group = ProcessGroupGloo(store, self.rank, self.size, timeout_of(world))
+            store.set(f"here/{self.rank}", "")
+            for peer in range(self.size):
+                self._await(store, peer)
+            self._group = ProcessGroupGloo(store, self.rank, self.size, _CONNECT)
             self.exchange(None)
-            store.delete_key(f"0/{self.rank}")  # by which the others, who are all here, have found this rank
+            for key in (f"here/{self.rank}", f"0/{self.rank}"):  # the second one is gloo's; all have read both
+                store.delete_key(key)
+
+    def _await(self, store: PrefixStore, peer: int) -> None:
+        """Wait until a rank is here, as long as it lives."""
+        end, pause = time.monotonic() + self._timeout.total_seconds(), 0.001
+        while not store.check([f"here/{peer}"]):
+            if pause > 0.1 and not self._alive(peer):
+                raise CheckpointError(f"rank {peer} is gone: its process has ended")
+            if time.monotonic() > end:
+                raise CheckpointError(
+                    f"rank {peer} has not come within {self._timeout.total_seconds():g} s; all ranks save and load together"
+                )
+            time.sleep(min(pause, 0.1))
+            pause *= 2
+
+    def _alive(self, peer: int) -> bool:
+        world: Any = dist.group.WORLD
+        return peer == self.rank or alive(world, dist.get_group_rank(world, self._ranks[peer]))
+
+    @contextmanager
+    def _within_reach(self) -> Iterator[None]:
+        """Raise CheckpointError where another rank does not answer, with the rank where that is known."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except RuntimeError as error:
+            gone = [str(peer) for peer in range(self.size) if not self._alive(peer)]
+            told = f"rank {', '.join(gone)} is gone" if gone else "a rank is gone, or has given up"
+            raise CheckpointError(f"{told} ({str(error).splitlines()[0][:300]})") from error
 
     def exchange(self, value: Any) -> list[Any]:
         """The values of all ranks, in their order; JSON."""
         if self.size == 1:
             return [value]
         text = bytearray(json.dumps(value).encode())
-        with _within_reach():
+        with self._within_reach():
             sizes = self._gathered(torch.tensor([len(text)])).tolist()
             texts = self._gathered(torch.frombuffer(text.ljust(max(sizes)), dtype=torch.uint8))
         memory = bytes_of(texts)
@@ -70,7 +109,7 @@ class Peers:
     def _gathered(self, own: torch.Tensor) -> torch.Tensor:
         """The tensors of all ranks one after the other."""
         every = own.new_empty(self.size * own.numel())
-        all_gather(self._group, every, own).wait()
+        all_gather_within(self._timeout, self._group, every, own).wait()
         return every
 
     def together(self, work: Callable[[], Any]) -> list[Any]:
@@ -102,17 +141,6 @@ class Peers:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-
-@contextmanager
-def _within_reach() -> Iterator[None]:
-    """Raise CheckpointError where another rank does not answer."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except RuntimeError as error:
-        raise CheckpointError(f"a rank is gone, or has given up ({str(error).splitlines()[0][:300]})") from error
 
 
 def _ranks(group: Group) -> tuple[list[int], int]:

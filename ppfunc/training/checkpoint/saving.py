@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,13 +26,14 @@ from torch.distributed.tensor import DTensor
 
 from ppfunc.stage.layout import local
 
+from ..train_state import TrainState, require_whole
 from .boxes import Box, box_of, require_tiled
 from .errors import shown
 from .folders import Draft, clean, flush_folder, writing
 from .manifest import Contents, Stored, StoredPart, Value, file_name, manifest_text
 from .naming import Leaf, Names, named_leaves
 from .peers import Group, Peers
-from .tensor_file import DTYPES_BY_NAME, dtype_name, on_host, require_storable, write_tensors
+from .tensor_file import DTYPES_BY_NAME, copied, dtype_name, require_storable, write_tensors
 from .verify import is_good
 
 Key = tuple[str, Box]
@@ -116,19 +118,20 @@ def _told(form: TensorForm) -> str:
     return f"{dtype_name(form.dtype)}{list(form.shape)}"
 
 
-def sums_of(leaves: Sequence[tuple[str, Leaf]], plan: WritePlan, whole: bool = False) -> list[list[Any]]:
+def sums_of(leaves: Sequence[tuple[str, Leaf]], plan: WritePlan) -> list[list[Any]]:
     """Of the boxes of this rank that others hold, too, the sum of their bits, as a 64 bit integer."""
     found = []
     for name, leaf in leaves:
         if isinstance(leaf, Tensor):
-            key = name, Box.of_whole(leaf.shape) if whole else box_of(leaf, name)
+            key = name, box_of(leaf, name)
             if key in plan.shared:
-                found.append([name, list(key[1].offset), _bits(local(leaf))])
+                found.append([name, list(key[1].offset), bits_of(local(leaf))])
     return found
 
 
 @torch.no_grad()
-def _bits(tensor: Tensor) -> int:
+def bits_of(tensor: Tensor) -> int:
+    """The sum of the bits of a tensor."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     if flat.numel() % 8 == 0:
         flat = (flat if flat.storage_offset() % 8 == 0 else flat.clone()).view(torch.int64)
@@ -173,13 +176,13 @@ class SaveWork(NamedTuple):
 
 def prepare(
     peers: Peers, folder: str | Path, state: Any, step: int | None, keep: int | None, names: Names, group: Group, begin: Callable[[], None],
-    copy: bool, held: ExitStack,
+    spare: Mapping[str, Tensor] | None, held: ExitStack,
 ) -> SaveWork:  # fmt: skip
     """The first part of a save: agree on a plan.
 
     Args:
         begin: is called first, and may raise.
-        copy: whether the work is to own its tensors.
+        spare: memory for copies, which the work is to have of its tensors; None where it needs none.
         held: of the draft.
     """
     root = Path(folder).absolute()
@@ -189,6 +192,9 @@ def prepare(
         begin()
         if keep is not None and (type(keep) is not int or keep < 1):
             raise ValueError(f"keep: got {keep!r}, expected a number of checkpoints, at least 1, or None for all")
+        for part in optree.tree_leaves(state, is_leaf=lambda part: isinstance(part, TrainState)):
+            if isinstance(part, TrainState):
+                require_whole(part)
         leaves.extend(named_leaves(state, names, "state")[0])
         found: dict[str, Any] = {"step": _step(leaves, step), **forms_of(leaves)}
         if peers.rank == 0:
@@ -205,7 +211,7 @@ def prepare(
     mine: dict[str, Tensor] = {}
     for name, leaf in leaves:
         if isinstance(leaf, Tensor) and name not in mine and plan.owners.get((name, box_of(leaf, name))) == peers.rank:
-            mine[name] = on_host(local(leaf), copy=True) if copy else local(leaf)
+            mine[name] = local(leaf) if spare is None else copied(local(leaf), spare.get(name))
     return SaveWork(
         root / f"step-{told[0]['step']}", told[0]["nonce"], mine, sums_of(leaves, plan), plan, _grid(leaves, group, peers), keep,
         draft[0] if draft else None,

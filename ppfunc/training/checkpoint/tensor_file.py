@@ -78,12 +78,16 @@ def require_storable(tensor: Tensor, name: str) -> None:
         raise TypeError(f"{name} is on {tensor.device} with the layout {tensor.layout}, expected a dense tensor with values")
 
 
-def on_host(tensor: Tensor, copy: bool = False) -> Tensor:
-    """A tensor on the CPU, in row-major memory, without history; in memory of its own where ``copy``."""
-    tensor = tensor.detach()
-    if not copy and tensor.device.type == "cpu":
-        return tensor.resolve_conj().resolve_neg().contiguous()
-    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+def on_host(tensor: Tensor) -> Tensor:
+    """A tensor on the CPU, in row-major memory, without history."""
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+
+
+def copied(tensor: Tensor, into: Tensor | None) -> Tensor:
+    """A copy on the CPU, in row-major memory: in that of ``into``, if it is for such a tensor."""
+    if into is None or (into.dtype, into.shape) != (tensor.dtype, tensor.shape):
+        into = torch.empty(tensor.shape, dtype=tensor.dtype)
+    return into.copy_(tensor.detach())
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
