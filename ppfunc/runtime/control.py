@@ -16,11 +16,11 @@ import torch
 
 from ppfunc.stage import LeafSignature
 
-from .errors import AgreementError, FailureRecord, LinkError
+from .errors import AgreementError, Failure, FailureRecord, LinkError
 from .grid import Grid, LaidOut
 from .interrupts import hold_interrupts, keep_holding
 from .meshes import require_alike
-from .transport import Failure, LossPart, Mode
+from .transport import LossPart, Mode
 
 _TREE, _KEY, _TEXT = "tree", "key", "text"  # channels; a tree over some of the ranks has one with its name
 _BEGIN, _SHAPES, _GATHER, _LOSSES, _END = b"B", b"S", b"G", b"L", b"E"  # messages along a tree
@@ -418,7 +418,8 @@ class Control:
                     self._executing = False
                     if self._running.locked():
                         self._running.release()
-        if first == mine and failure.instruction is None and not isinstance(cause, LinkError):
+        arose_here = first == mine and failure.instruction is None and not isinstance(cause, LinkError)
+        if arose_here or self._unusable is not None:
             return cause
         return first.error(rank)
 

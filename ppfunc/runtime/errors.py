@@ -2,13 +2,10 @@
 
 import json
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from ppfunc.schedule import Instruction, parts_of
 from ppfunc.schedule.formats.text import parse_instruction
-
-if TYPE_CHECKING:
-    from .transport import Failure
 
 
 class PipelineError(RuntimeError):
@@ -74,12 +71,35 @@ def shortened(message: str) -> str:
     """A message that may be long, as it travels.
 
     >>> len(shortened("x" * 20_000_000))
-    2031
+    2030
     """
     return message if len(message) <= LONGEST else f"{message[:LONGEST]}... ({len(message) - LONGEST} more characters)"
 
 
 GONE = "its process is gone or out of reach, or it has closed its transport"
+
+
+class Failure(NamedTuple):
+    """Where a rank was when it failed: position and instruction are None outside the program.
+
+    ``context`` says more about the instruction, such as the shapes that its stage was given.
+    """
+
+    rank: int
+    position: int | None
+    instruction: Instruction | None
+    cause: BaseException
+    context: str = ""
+
+    @property
+    def reason(self) -> str:
+        """The type of the cause, its message, and the context, each of a bounded length."""
+        try:
+            message = str(self.cause)
+        except Exception:
+            message = "(its message cannot be had)"
+        said = f": {shortened(message)}" if message else ""
+        return f"{type(self.cause).__name__}{said}{shortened(self.context)}"
 
 
 class LinkError(ConnectionError):

@@ -11,10 +11,10 @@ from ppfunc.stage.abstract import place as line_of
 from .arguments import StepArguments
 from .buffers import Buffers, Tag
 from .compile import CompiledStep, gradients_of
+from .errors import Failure
 from .functorch import values
 from .lowered import BATCH, LoweredStep
 from .tail import losses_of
-from .transport import Failure
 
 
 class StepFailed(Exception):

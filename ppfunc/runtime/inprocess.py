@@ -9,9 +9,9 @@ import torch
 
 from .buffers import Buffers
 from .collective import Among, Collective
-from .errors import AgreementError, PipelineError
+from .errors import AgreementError, Failure, PipelineError
 from .grid import LaidOut
-from .transport import Call, Failure, Link, LossPart, Mode, Transfer
+from .transport import Call, Link, LossPart, Mode, Transfer
 
 
 class InProcess:

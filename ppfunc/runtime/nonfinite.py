@@ -17,11 +17,12 @@ from .buffers import Buffers, Leaves
 from .calls import Place
 from .collective import Collective
 from .compile import CompiledStep, bind
+from .errors import Failure
 from .execute import StepFailed, fill
 from .gradients import LeafGradients
 from .lowered import LoweredStage
 from .ties import leaf_names
-from .transport import Failure, Transport
+from .transport import Transport
 
 _NOWHERE = 2**62
 

@@ -17,13 +17,13 @@ from . import _torch
 from .buffers import Buffers
 from .collective import Among, Collective
 from .control import Control
-from .errors import GONE, LinkError, PipelineError, gone
+from .errors import GONE, Failure, LinkError, PipelineError, gone
 from .grid import Axes, grid_of
 from .links import SocketLinks, give_way
 from .opening import open_gloo
 from .rendezvous import Rendezvous
 from .suspects import Answer
-from .transport import Call, Failure, Link, LossPart, Mode, Transfer
+from .transport import Call, Link, LossPart, Mode, Transfer
 
 # Dtypes that every backend can carry; anything else travels as its bytes.
 _PLAIN = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}

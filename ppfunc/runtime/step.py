@@ -22,6 +22,7 @@ from .arguments import RawArguments, StepArguments, read_arguments
 from .buffers import Buffers
 from .cache import CACHE_SIZE, RETRACES, CacheInfo, Entry, Last, keep, warn_of_retraces
 from .compile import CompiledStep, compile_step
+from .errors import Failure
 from .execute import StepFailed, describe_inputs, execute, fill
 from .form import StepForm
 from .functorch import transforming
@@ -36,7 +37,7 @@ from .spec import StepSpec
 from .stage_programs import autocast, forget
 from .tail import losses_of
 from .ties import require_declared
-from .transport import Failure, Transport
+from .transport import Transport
 
 P = ParamSpec("P")
 R = TypeVar("R")

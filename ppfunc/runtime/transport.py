@@ -7,12 +7,11 @@ from typing import Literal, NamedTuple, Protocol, Self
 
 import torch
 
-from ppfunc.schedule import Instruction
 from ppfunc.stage import LeafSignature
 
 from .buffers import Buffers, Tag
 from .collective import Among, Collective
-from .errors import shortened
+from .errors import Failure
 from .grid import LaidOut
 
 Call = Callable[[Buffers], None]
@@ -64,29 +63,6 @@ class LossPart(NamedTuple):
 
 Mode = Literal["training", "evaluation", "mixed"]
 """The mode of all modules that run in the stages of a process; mixed also where there are none."""
-
-
-class Failure(NamedTuple):
-    """Where a rank was when it failed: position and instruction are None outside the program.
-
-    ``context`` says more about the instruction, such as the shapes that its stage was given.
-    """
-
-    rank: int
-    position: int | None
-    instruction: Instruction | None
-    cause: BaseException
-    context: str = ""
-
-    @property
-    def reason(self) -> str:
-        """The type of the cause, its message, and the context, each of a bounded length."""
-        try:
-            message = str(self.cause)
-        except Exception:
-            message = "(its message cannot be had)"
-        said = f": {shortened(message)}" if message else ""
-        return f"{type(self.cause).__name__}{said}{shortened(self.context)}"
 
 
 class DataTransport(Protocol):

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from ppfunc.runtime import _torch
 from ppfunc.runtime.buffers import Buffers, Tag
 from ppfunc.runtime.control import Control, StepRunning
-from ppfunc.runtime.errors import AgreementError, LinkError, PipelineError, gone
+from ppfunc.runtime.errors import AgreementError, Failure, LinkError, PipelineError, gone
 from ppfunc.runtime.inprocess import InProcess
 from ppfunc.runtime.links import SocketLinks
 from ppfunc.runtime.p2p import P2P
-from ppfunc.runtime.transport import Failure, Link, LossPart, Transfer
+from ppfunc.runtime.transport import Link, LossPart, Transfer
 from ppfunc.schedule.formats.text import parse_instruction
 from ppfunc.stage import LeafSignature
 

@@ -12,7 +12,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import ppfunc as pp
-from ppfunc.runtime.transport import Failure, Link
+from ppfunc.runtime.errors import Failure
+from ppfunc.runtime.transport import Link
 
 D = 4
 ROWS = 3  # of a microbatch
