@@ -13,7 +13,7 @@ from ppfunc.splitter import Split
 from ppfunc.stage.tree import tree_flatten
 
 from ..train_state import TrainState
-from .errors import shown
+from .errors import escaped
 
 Names = Split | Mapping[int, Mapping[str, str]] | Callable[[int, str], str] | None
 """From a stage and the name of a leaf in it to the name in the model; a split has those of its model."""
@@ -51,7 +51,7 @@ def named_leaves(tree: Any, names: Names, what: str) -> tuple[list[tuple[str, Le
         if name == "__metadata__":
             raise ValueError(f"{accessor.codify(what)}: safetensors keeps the name {name!r} for itself; take another key")
         if names is None and name in seen:
-            raise ValueError(f"{seen[name].codify(what)} and {accessor.codify(what)} are both called {shown(name)}; change a key")
+            raise ValueError(f"{seen[name].codify(what)} and {accessor.codify(what)} are both called {escaped(name)}; change a key")
         seen[name] = accessor
     return found, treedef
 
