@@ -37,6 +37,8 @@ def test_pieces_are_one_sum(monkeypatch):
     assert int(checksum(one)) == whole
 
 
-@pytest.mark.parametrize("leaf", [torch.ones(3, dtype=torch.complex64).conj(), torch.tensor(True), torch.zeros(0, 3), torch.arange(9.0)[1:]])
+@pytest.mark.parametrize(
+    "leaf", [torch.ones(3, dtype=torch.complex64).conj(), torch.tensor(True), torch.zeros(0, 3), torch.arange(9.0)[1:]]
+)
 def test_layouts_do_not_count(leaf):
     assert int(checksum(leaf)) == int(checksum(leaf.clone().resolve_conj()))

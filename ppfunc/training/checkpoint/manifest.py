@@ -70,7 +70,7 @@ class Contents(NamedTuple):
     step: int | None
 
     def parts(self) -> Iterator[NamedPart]:
-        """All parts of all tensors."""
+        """List all parts of all tensors."""
         return (NamedPart(name, stored.dtype, part) for name, stored in self.tensors.items() for part in stored.parts)
 
 
