@@ -9,10 +9,9 @@ from torch import Tensor
 
 from ..stage.layout import local
 from ..stage.tree import tree_leaves
+from .checksums import checksum
 from .ranks import TrainingRanks
 from .train_state import TrainState
-
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def start_facts(options: Sequence[str], ranks: TrainingRanks, state: TrainState) -> tuple[str, str]:
@@ -33,15 +32,7 @@ def _trees(state: TrainState, stage: int) -> list[tuple[str, object]]:
     return [("parameters", state.params[stage]), ("optimizer state", state.optimizer[stage])]
 
 
-@torch.no_grad()
 def _checksum(leaves: Sequence[Tensor]) -> str:
     """A number of all bits, as a text."""
-    sums = [_bits(local(leaf)).sum(dtype=torch.int64) for leaf in leaves]
+    sums = [checksum(local(leaf)) for leaf in leaves]
     return f"{hash(tuple(torch.stack([s.to(sums[0].device) for s in sums]).tolist())) % 2**32:08x}" if sums else "none"
-
-
-def _bits(leaf: Tensor) -> Tensor:
-    """The bits of a tensor as integers."""
-    leaf = leaf.detach().resolve_conj().resolve_neg().contiguous()
-    leaf = torch.view_as_real(leaf) if leaf.dtype.is_complex else leaf
-    return leaf.view(_BITS[leaf.element_size()])

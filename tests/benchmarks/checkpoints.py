@@ -68,7 +68,7 @@ def rounds(folder: Path, rank: int, state: dict[str, torch.Tensor], repeats: int
         note("flushed save", lambda: (save_file(state, plain), flush(plain)))
         note("save", lambda step=step: pp.save(folder / "sync", state, step=step, keep=1))
         note("stall", lambda step=step: savings.append(pp.save_async(folder / "async", state, step=step, keep=1)))
-        savings.pop().wait()
+        savings.pop().result()
         note("plain load", lambda: {name: t.clone() for name, t in load_file(plain).items()})
         note("load", lambda: pp.load(folder / "sync", like=like))
         os.sync()

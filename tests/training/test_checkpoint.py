@@ -6,6 +6,8 @@ import json
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 import threading
 import warnings
 
@@ -19,7 +21,9 @@ import ppfunc as pp
 from ppfunc.stage.tree import tree_leaves, tree_map
 from ppfunc.training.checkpoint import manifest, tensor_file
 from ppfunc.training.checkpoint.boxes import Box, require_tiled
+from ppfunc.training.checkpoint.folders import clean
 from ppfunc.training.checkpoint.naming import named_leaves
+from ppfunc.training.checkpoint.verify import is_good
 
 
 def tree(seed: int = 0) -> dict:
@@ -129,6 +133,14 @@ def test_names_are_keys():
         named_leaves(state, {}, "state")
 
 
+def test_the_step_is_that_of_the_one_training_state(tmp_path):
+    state = pp.TrainState(torch.tensor(7), {0: torch.ones(1)}, {0: {}}, {}, {})
+    assert pp.save(tmp_path, {"state": state, "batch": 3}).name == "step-7"
+    assert pp.save(tmp_path, {"state": state, "step": 9}).name == "step-9"
+    with pytest.raises(ValueError, match="step: got None"):
+        pp.save(tmp_path, {"a": state, "b": state})
+
+
 def test_mistakes_are_named(tmp_path):
     one = torch.zeros(2)
     for state, error, match in [
@@ -160,6 +172,8 @@ def test_one_name_of_two_tensors_needs_the_same_values(tmp_path):
     assert loaded[0]["w"].data_ptr() != loaded[1]["w"].data_ptr()
     with pytest.raises(ValueError, match="'shared' has other values in two places of rank 0"):
         pp.save(tmp_path, {0: {"w": one}, 1: {"w": one + 1}}, step=1, names=names)
+    with pytest.raises(ValueError, match="'shared' has other values in two places of rank 0"):
+        pp.save(tmp_path, {0: {"w": one}, 1: {"w": torch.tensor([2.0, 3.0, 0.0, 1.0])}}, step=1, names=names)  # in another order
     with pytest.raises(ValueError, match=r"'shared' is float32\[4\] on rank 0, and float32\[3\] on rank 0"):
         pp.save(tmp_path, {0: {"w": one}, 1: {"w": one[:3]}}, step=1, names=names)
     assert os.listdir(tmp_path) == ["step-0"]
@@ -264,6 +278,53 @@ def test_what_was_not_committed_is_no_checkpoint(runs):
     assert pp.latest(runs / "x") is None and pp.latest(runs / "none") is None
     (runs / "x" / "data.pkl").touch()
     refused(runs / "x", "has neither manifest.json")
+
+
+def failing(function, path, error):
+    """A call of the operating system that fails for a file or a folder."""
+
+    def call(where, *args):
+        if str(path) in (os.readlink(f"/proc/self/fd/{where}") if isinstance(where, int) else str(where)):
+            raise error
+        return function(where, *args)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("preadv", OSError(5, "Input/output error")),
+        ("pread", OSError(5, "Input/output error")),
+        ("fstat", OSError(5, "Input/output error")),
+        ("open", PermissionError(13, "Permission denied")),
+        ("listdir", FileNotFoundError(2, "No such file or directory")),  # another save has renamed it
+    ],
+)
+def test_what_cannot_be_read_is_damaged(runs, monkeypatch, name, error):
+    monkeypatch.setattr(os, name, failing(getattr(os, name), runs / "step-2", error))
+    refused(runs / "step-2", f"cannot be read: {error.strerror}")
+    with pytest.warns(UserWarning, match=f"step-1 is the latest good checkpoint; refused: .*{error.strerror}"):
+        assert equal(pp.load(runs, like=zeros(tree())), tree(1))
+    with pytest.warns(UserWarning, match="refused"):
+        assert pp.latest(runs) == runs / "step-1"
+    assert not is_good(runs / "step-2")
+
+
+def test_a_folder_that_cannot_be_listed_is_not_empty(runs, monkeypatch):
+    monkeypatch.setattr(os, "scandir", failing(os.scandir, runs, FileNotFoundError(2, "No such file or directory")))
+    refused(runs, "cannot be read")
+    with pytest.raises(pp.CheckpointError, match="cannot be read"):
+        pp.latest(runs)
+
+
+def test_before_the_first_checkpoint_there_is_none(tmp_path):
+    (tmp_path / "step-1.writing-0a1b").mkdir()
+    assert pp.latest(tmp_path) is None
+    with pytest.raises(FileNotFoundError, match="has no checkpoint"):
+        pp.load(tmp_path, like={})
+    (tmp_path / "step-1.damaged-0a1b").mkdir()
+    refused(tmp_path, "has neither manifest.json")
 
 
 def written(folder, content) -> None:
@@ -414,6 +475,13 @@ def test_damaged_checkpoints_do_not_count(tmp_path):
     assert names_in(tmp_path) == ["step-5"]
 
 
+def test_the_one_just_written_stays(tmp_path):
+    for step in range(3):
+        pp.save(tmp_path, tree(step), step=step)
+    clean(tmp_path / "step-0", 1)
+    assert names_in(tmp_path) == ["step-0", "step-2"]
+
+
 def test_a_step_that_is_there_is_not_written_over(runs):
     for step in (0, 1, 2):
         with pytest.raises(FileExistsError, match=f"step-2 is there, and good: step-{step} cannot be saved behind it"):
@@ -488,7 +556,7 @@ def test_one_asynchronous_save_at_a_time(tmp_path, monkeypatch):
     first = pp.save_async(tmp_path, tree(1), step=1)
     assert begun.wait(20) and not first.done() and pp.latest(tmp_path) == tmp_path / "step-0"
     with pytest.raises(TimeoutError, match="has not ended within 0.01 s"):
-        first.wait(0.01)
+        first.result(0.01)
     second = threading.Thread(target=pp.save, args=(tmp_path, tree(2)), kwargs={"step": 2})
     second.start()
     second.join(0.2)
@@ -506,17 +574,27 @@ def test_errors_of_asynchronous_saves_surface_once(tmp_path, monkeypatch):
         patched.setattr(os, "pwrite", full)
         failed = pp.save_async(tmp_path, tree(), step=1)
         with pytest.raises(OSError, match="No space left"):
-            failed.wait()
+            failed.result()
         pp.save_async(tmp_path, {"n": 3}, step=1).result()  # its failure has been seen
         unseen = pp.save_async(tmp_path, tree(), step=2)
         while not unseen.done():
             pass
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.warns(UserWarning, match="step-2 was not saved: OSError: .*No space left"):
         pp.save(tmp_path, tree(), step=2)
-    pp.save(tmp_path, tree(), step=2)
     assert names_in(tmp_path) == ["step-1", "step-2"]
     with pytest.raises(ValueError, match="step: got None"):
         pp.save_async(tmp_path, tree())
+
+
+LAST_LINE = """
+import sys, torch, ppfunc as pp
+pp.save_async(sys.argv[1], {"a": torch.ones(10_000), "b": torch.ones(10_000), "c": torch.ones(10_000)}, step=1)
+"""
+
+
+def test_an_asynchronous_save_outlives_the_last_line_of_a_program(tmp_path):
+    done = subprocess.run([sys.executable, "-c", LAST_LINE, tmp_path], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stderr == "" and pp.latest(tmp_path) == tmp_path / "step-1"
 
 
 # -- boxes ---------------------------------------------------------------------------------------
@@ -594,6 +672,30 @@ def test_an_export_in_several_files_has_an_index(tmp_path):
     (folder / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(pp.CheckpointError, match="model-00002-of-00003.safetensors' is lost"):
         pp.load(folder, like=like, names=lambda stage, name: f"layers.{stage}.{name}")
+
+
+def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    params = {s: {"w": torch.full((10,), float(s))} for s in range(3)}
+    for name in ("rename", "fsync"):
+        for number in range(20):
+            seen, function = [], getattr(os, name)
+
+            def call(*args, seen=seen, function=function, number=number):
+                seen.append(args)
+                if len(seen) == number + 1:
+                    raise OSError(28, "No space left on device")
+                return function(*args)
+
+            with monkeypatch.context() as patched:
+                patched.setattr(os, name, call)
+                try:
+                    pp.export(tmp_path / "model", params, most=40)
+                except OSError:
+                    assert names_in(tmp_path / "model") == []
+                    continue
+            assert number > 3 and len(names_in(tmp_path / "model")) == 4
+            shutil.rmtree(tmp_path / "model")
+            break
 
 
 @pytest.mark.parametrize("file", ["../x.safetensors", "/x.safetensors", "x.pkl", ".safetensors", 3])

@@ -21,7 +21,7 @@ import ppfunc as pp
 from ppfunc.parallel import Partition
 from ppfunc.stage._torch import StridedShard
 from ppfunc.stage.tree import tree_leaves, tree_map
-from ppfunc.training.checkpoint import peers
+from ppfunc.training.checkpoint import loading, peers
 from ppfunc.training.checkpoint.boxes import Box, box_of
 
 SHAPES = [(5, 3), (8,), (2, 7, 3), (1,), (), (3, 0)]
@@ -279,7 +279,7 @@ def fail_on_one(rank, size, root, what):
     try:
         saving = pp.save_async(root, state)
         with pytest.raises((OSError, pp.CheckpointError), match="No space left"):
-            saving.wait()
+            saving.result()
     finally:
         patch.undo()
     dist.barrier()
@@ -334,6 +334,49 @@ def damaged_for_one(rank, size, root):
 
 def test_damage_that_one_rank_finds_is_refused_by_all(two, tmp_path):
     two(damaged_for_one, str(tmp_path))
+
+
+def unreadable_for_one(rank, size, root):
+    for step in (1, 2):
+        pp.save(root, {"step": step, "own": {rank: torch.full((50,), float(step))}})
+    like, patch, preadv = {"step": 0, "own": {rank: torch.zeros(50)}}, pytest.MonkeyPatch(), os.preadv
+
+    def fails(file, *args):
+        if rank == who and "step-2/" in os.readlink(f"/proc/self/fd/{file}"):
+            raise error
+        return preadv(file, *args)
+
+    patch.setattr(os, "preadv", fails)
+    try:
+        who, error = 1, OSError(5, "Input/output error")
+        with pytest.warns(UserWarning, match="step-1 is the latest good checkpoint; refused: .*Input/output error"):
+            assert pp.load(root, like=like)["step"] == 1
+        error = MemoryError("no memory")
+        dist.barrier()
+        if rank == 0:
+            os.truncate(f"{root}/step-2/00001-of-00002.safetensors", 10)
+        dist.barrier()
+        if rank:  # this rank finds damage, the other one runs out of memory: none falls back
+            patch.setattr(loading, "_open", lambda path: (_ for _ in ()).throw(error))
+        with pytest.raises(MemoryError if rank else pp.CheckpointError, match="no memory"):
+            pp.load(root, like=like)
+    finally:
+        patch.undo()
+    dist.barrier()
+
+
+def test_what_one_rank_cannot_read_is_refused_by_all(two, tmp_path):
+    two(unreadable_for_one, str(tmp_path))
+
+
+def export_empty(rank, size, root):
+    pp.export(root, {rank: {"w": torch.ones(2), **({"none": torch.zeros(0, 3)} if rank else {})}})
+    dist.barrier()
+    assert pp.load(root, like={1: {"none": torch.zeros(0, 3), "w": torch.zeros(2)}, 0: {"w": torch.zeros(2)}})[1]["none"].shape == (0, 3)
+
+
+def test_an_empty_tensor_of_a_later_rank_is_exported(two, tmp_path):
+    two(export_empty, str(tmp_path))
 
 
 def many_saves(rank, size, root):

@@ -20,7 +20,7 @@ from .saving import SaveWork, prepare, write
 def save(
     folder: str | Path, state: Any, keep: int | None = 3, *, step: int | None = None, names: Names = None, group: Group = None
 ) -> Path:  # fmt: skip
-    """Save a state as ``folder/step-N``: when this returns, all of it is on the disk; before, nothing of it is a checkpoint.
+    """Write a state to ``folder/step-N``. The checkpoint appears when it is complete and flushed.
 
     All ranks call it, each with what it holds: DTensors, and plain tensors, which are the same on all ranks that hold one. Each element
     is written once. It can be loaded into any state with the same names: schedule, sharding and number of ranks may be others, and
@@ -30,9 +30,10 @@ def save(
         folder: of all checkpoints of a run; all ranks share it.
         state: a tree of tensors, numbers and texts, such as a :class:`ppfunc.TrainState`, or a dictionary of one and the position in
             the data.
-        keep: how many checkpoints stay; those of the earliest steps are deleted. None keeps all.
-        step: number of the checkpoint; by default the leaf of the state that is called ``step``. That of a TrainState does not count
-            skipped updates.
+        keep: how many checkpoints stay; those of the earliest steps are deleted. None keeps all. A checkpoint counts if its files have
+            their sizes: their bytes are not read again, so 1 leaves nothing to fall back to where the disk damages the last one.
+        step: number of the checkpoint; by default the leaf of the state that is called ``step``, or else that of the one TrainState in
+            it, which does not count skipped updates.
         names: names of the parameters that do not depend on the stages: a :class:`ppfunc.Split`, ``{stage: {name of a leaf: name in the
             model}}``, or such a function of stage and name. By default a name has its stage, and is loaded into the same stages only.
         group: the ranks that save: a mesh or a process group; by default all, or this process where ``torch.distributed`` is not
@@ -44,8 +45,11 @@ def save(
     Raises:
         FileExistsError: a good checkpoint of this step, or of a later one, is there. Damaged ones are put aside.
         ValueError, TypeError: names, shapes or values that do not fit together, which are named.
-        CheckpointError: another rank is gone, or an asynchronous save before this one has failed.
-        OSError: the disk is full, or does not work.
+        CheckpointError: another rank is gone, or has failed in another way.
+        OSError: the disk of this rank is full, or does not work.
+
+    Jobs on different hosts should not save into one folder: the lock by which one tells that another still writes may be local to a host
+    on a network file system.
 
     >>> import tempfile, torch
     >>> with tempfile.TemporaryDirectory() as runs:
@@ -53,8 +57,9 @@ def save(
     ...     path.name, load(runs, like={"w": torch.zeros(2), "batch": 0})
     ('step-1', {'w': tensor([1., 1.]), 'batch': 7})
     """
+    _flight.end_last()
     with Peers(group) as peers, ExitStack() as held:
-        return write(peers, prepare(peers, folder, state, step, keep, names, group, _flight.settle, None, held))
+        return write(peers, prepare(peers, folder, state, step, keep, names, group, None, held))
 
 
 def save_async(
@@ -62,16 +67,17 @@ def save_async(
 ) -> Saving:  # fmt: skip
     """Begin to save a state, as :func:`save` does: returns when it is copied to the host's memory, so that training can go on.
 
-    The rest is done by a thread, over a process group of its own. One save is under way at a time: the next one waits for it, and raises
-    what it has raised, unless :meth:`Saving.result` has. Take the result of the last one before ``destroy_process_group``. The memory
-    of the copies is kept for the next one.
+    The rest is done by a thread, over a process group of its own. One save is under way at a time: the next one, and the end of the
+    program, wait for it, and warn if it has failed, unless :meth:`Saving.result` has raised that. Take the result of the last one before
+    ``destroy_process_group``. The memory of the copies is kept for the next one.
 
     Args:
         folder, state, keep, step, names, group: see :func:`save`.
     """
     with _flight.lock, ExitStack() as held:
+        _flight.end_last()
         peers = held.enter_context(Peers(group))
-        work = prepare(peers, folder, state, step, keep, names, group, _flight.settle, _flight.spare, held)
+        work = prepare(peers, folder, state, step, keep, names, group, _flight.spare, held)
         _flight.spare = work.mine
         _flight.last = Saving(peers, work, held.pop_all())
         return _flight.last
@@ -99,14 +105,18 @@ class Saving:
         return f"<save of {self._target}, {state}>"
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Tell whether it has ended, well or not."""
         return not self._thread.is_alive()
 
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait until it has ended, at most ``timeout`` seconds, and raise what it has raised.
+    def result(self, timeout: float | None = None) -> Path:
+        """Wait until it has ended, at most ``timeout`` seconds.
+
+        Returns:
+            The folder of the checkpoint, which is on the disk.
 
         Raises:
             TimeoutError: it has not ended.
+            Exception: what :func:`save` raises.
         """
         self._thread.join(timeout)
         if not self.done():
@@ -114,17 +124,14 @@ class Saving:
         self._seen = True
         if self._error is not None:
             raise self._error
-
-    def result(self, timeout: float | None = None) -> Path:
-        """The folder of the checkpoint, which is on the disk; see :meth:`wait`."""
-        self.wait(timeout)
         return self._target
 
-    def settle(self) -> None:
-        """Wait for the end; raise what it has raised unless someone has seen it."""
+    def end(self) -> None:
+        """Wait until it has ended; warn of a failure that nobody has seen."""
         self._thread.join()
-        if not self._seen:
-            self.wait()
+        if self._error is not None and not self._seen:
+            self._seen = True
+            warnings.warn(f"{self._target} was not saved: {type(self._error).__name__}: {self._error}", stacklevel=4)
 
 
 class _Flight:
@@ -135,23 +142,16 @@ class _Flight:
         self.last: Saving | None = None
         self.spare: dict[str, Tensor] = {}  # memory of the copies of the last one
 
-    def settle(self) -> None:
-        """Wait for the save that is under way; raise what it has raised, once."""
+    def end_last(self) -> None:
+        """Wait for the save that is under way, and warn if it has failed."""
         with self.lock:
             last, self.last = self.last, None
             if last is not None:
-                last.settle()
-
-    def tell(self) -> None:
-        """Warn, as the process ends, of a failure that nobody has asked for."""
-        try:
-            self.settle()
-        except BaseException as error:
-            warnings.warn(f"a checkpoint was not saved: {type(error).__name__}: {error}", stacklevel=1)
+                last.end()
 
 
 _flight = _Flight()
-atexit.register(_flight.tell)
+atexit.register(_flight.end_last)
 
 
 def load(folder: str | Path, like: Any, *, names: Names = None, group: Group = None) -> Any:

@@ -25,7 +25,7 @@ class Box(NamedTuple):
 
     @classmethod
     def of_whole(cls, shape: Iterable[int]) -> Box:
-        """All of a tensor."""
+        """Make the box of a whole tensor."""
         sizes = tuple(shape)
         return cls((0,) * len(sizes), sizes)
 
@@ -34,11 +34,11 @@ class Box(NamedTuple):
         return math.prod(self.shape)
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """The place of this box in a tensor that holds ``outer``."""
+        """Find the place of this box in a tensor that holds ``outer``."""
         return tuple(slice(a - b, a - b + n) for a, b, n in zip(self.offset, outer.offset, self.shape, strict=True))
 
     def __and__(self, other: Box) -> Box | None:
-        """The part that two boxes share; None where there is none.
+        """Intersect two boxes; None where there is none.
 
         >>> Box((0, 0), (2, 4)) & Box((1, 2), (5, 5)), Box((0,), (2,)) & Box((2,), (1,))
         (Box(offset=(1, 2), shape=(1, 2)), None)
@@ -50,7 +50,7 @@ class Box(NamedTuple):
 
 
 def box_of(tensor: torch.Tensor, name: str) -> Box:
-    """The part of a tensor that this rank holds; all of a plain tensor.
+    """Find the part of a tensor that this rank holds; all of a plain tensor.
 
     Raises:
         ValueError: a DTensor whose ranks hold parts of a sum, or parts that are no boxes.

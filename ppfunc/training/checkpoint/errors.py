@@ -1,8 +1,9 @@
-"""Define the error of checkpoints, and show foreign names in it."""
+"""Define the errors of checkpoints, and escape foreign names in them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 _MOST = 200  # characters
 
@@ -11,10 +12,23 @@ class CheckpointError(RuntimeError):
     """A checkpoint is damaged, incomplete, or none; or the ranks that save or load together cannot go on."""
 
 
-def shown(name: object) -> str:
-    r"""A foreign name as errors show it: control characters escaped, long ones cut.
+class RankError(CheckpointError):
+    """Another rank is gone, or has failed with an error of its own: no other checkpoint helps."""
 
-    >>> print(shown("a\x1b[2J"))
+
+@contextmanager
+def reading(name: object) -> Iterator[None]:
+    """Raise CheckpointError where the operating system cannot read this, so that an earlier checkpoint is tried."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{escaped(name)} cannot be read: {error.strerror or error}") from error
+
+
+def escaped(name: object) -> str:
+    r"""Escape the control characters of a foreign name, and cut it if it is long.
+
+    >>> print(escaped("a\x1b[2J"))
     'a\x1b[2J'
     """
     text = repr(str(name))
@@ -22,11 +36,11 @@ def shown(name: object) -> str:
 
 
 def listed(names: Iterable[str], most: int = 3) -> str:
-    """The first names of several, and how many there are more.
+    """List the first of several names, and count the rest.
 
     >>> print(listed("abcde"))
     'a', 'b', 'c' and 2 more
     """
     every = sorted(names)
     more = f" and {len(every) - most} more" if len(every) > most else ""
-    return ", ".join(map(shown, every[:most])) + more
+    return ", ".join(map(escaped, every[:most])) + more

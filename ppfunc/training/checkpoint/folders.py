@@ -15,13 +15,12 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from .errors import CheckpointError, shown
+from .errors import CheckpointError, escaped, reading
 from .manifest import MANIFEST, Contents, read_manifest
 from .tensor_file import open_plain
 
@@ -30,7 +29,7 @@ _ON_THE_WAY = re.compile(r"step-\d+\.(writing|deleting)-[0-9a-f]+", re.ASCII)
 
 
 def step_of(folder: Path) -> int | None:
-    """The step of a folder of this name; None for another name.
+    """Read the step from the name of a folder; None for another name.
 
     >>> step_of(Path("runs/step-12")), step_of(Path("runs/step-12.writing-a0"))
     (12, None)
@@ -39,14 +38,16 @@ def step_of(folder: Path) -> int | None:
     return None if found is None else int(found[1])
 
 
-def on_the_way(folder: Path) -> bool:
-    """Whether a folder is one that was being written or deleted."""
-    return _ON_THE_WAY.fullmatch(folder.name) is not None
+def on_the_way(folder: Path) -> str | None:
+    """Tell whether a folder is one that is being ``writing`` or ``deleting``; None for neither."""
+    found = _ON_THE_WAY.fullmatch(folder.name)
+    return None if found is None else found[1]
 
 
 def checkpoints(root: Path) -> list[Path]:
-    """The checkpoints in a folder, good or not, the latest first."""
-    found = [Path(entry.path) for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False)] if root.is_dir() else []
+    """List the checkpoints in a folder, good or not, the latest first."""
+    with reading(root):
+        found = [Path(entry.path) for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False)] if root.is_dir() else []
     return sorted((path for path in found if step_of(path) is not None), key=lambda path: -(step_of(path) or 0))
 
 
@@ -77,16 +78,14 @@ class Draft:
             os.mkdir(self.folder)
             self._lock = _locked(self.folder)
 
-    def commit(self, contents: Contents, text: bytes, good: Callable[[Path], bool]) -> None:
-        """Make the checkpoint appear, whole and on the disk.
+    def seal(self, contents: Contents, text: bytes) -> None:
+        """Write the manifest, and flush it.
 
         Args:
             contents: that the ranks have written.
             text: of the manifest.
-            good: whether a checkpoint that is there is good.
 
         Raises:
-            FileExistsError: there is a good checkpoint of this step or a later one.
             CheckpointError: a file that another rank has written is not here.
         """
         for name, (size, _) in contents.files.items():
@@ -101,7 +100,13 @@ class Draft:
         finally:
             os.close(file)
         flush_folder(self.folder)
-        self.clear_way(good)
+
+    def commit(self) -> None:
+        """Make the checkpoint appear, once it is sealed.
+
+        Raises:
+            FileExistsError: another has saved this step at the same time.
+        """
         try:
             os.rename(self.folder, self.target)
         except OSError as error:
@@ -110,23 +115,6 @@ class Draft:
             raise
         self._unlock()
         flush_folder(self.target.parent)
-
-    def clear_way(self, good: Callable[[Path], bool]) -> None:
-        """Put aside damaged checkpoints of this step and later ones.
-
-        Raises:
-            FileExistsError: one of them is good.
-        """
-        for path in checkpoints(self.target.parent):
-            if (step_of(path) or 0) < (step_of(self.target) or 0):
-                break
-            if good(path):
-                raise FileExistsError(
-                    f"{path} is there, and good: {self.target.name} cannot be saved behind it; "
-                    "go on from the latest, save into another folder, or delete it"
-                )
-            os.rename(path, path.with_name(f"{path.name}.damaged-{self.nonce}"))
-            flush_folder(path.parent)
 
     def _unlock(self) -> None:
         lock, self._lock = self._lock, -1
@@ -143,7 +131,7 @@ class Draft:
 
 
 def writing(target: Path, nonce: str) -> Path:
-    """Where a checkpoint is written."""
+    """Name the folder in which a checkpoint is written."""
     return target.with_name(f"{target.name}.writing-{nonce}")
 
 
@@ -175,21 +163,26 @@ def _locked(folder: Path) -> int:
     return -1
 
 
-def clean(root: Path, keep: int | None) -> None:
-    """Delete what dead writers have left, and all checkpoints but the latest ``keep`` whole ones.
+def clean(written: Path, keep: int | None) -> None:
+    """Delete what dead writers have left around a checkpoint, and all checkpoints but this one and the latest ``keep`` complete ones.
 
-    A damaged checkpoint does not count, and is deleted with those before the last that is kept.
+    Complete is told by names and sizes: bytes are not read again. One that is not complete does not count, and is deleted with those
+    before the last that is kept. Whether a writer is dead is told by its lock, which a network file system may keep to its host:
+    two jobs on different hosts should not save into one folder.
     """
+    root = written.parent
     for entry in list(os.scandir(root)):
         if on_the_way(Path(entry.path)) and entry.is_dir(follow_symlinks=False) and (lock := _locked(Path(entry.path))) >= 0:
             shutil.rmtree(entry.path, ignore_errors=True)
             os.close(lock)
+    if keep is None:
+        return
     kept = 0
-    for path in checkpoints(root) if keep is not None else ():
-        if kept == keep:
+    for path in checkpoints(root):
+        if path != written and kept >= keep:
             with suppress(FileNotFoundError):  # another save deletes it, too
                 _delete(path)
-        elif fault(path) is None:
+        elif path == written or is_complete(path):
             kept += 1
 
 
@@ -201,30 +194,31 @@ def _delete(path: Path) -> None:
     shutil.rmtree(gone, ignore_errors=True)
 
 
-def require_whole(contents: Contents) -> None:
+def require_complete(contents: Contents) -> None:
     """Check, without reading tensors, that all files of a checkpoint are there, and nothing else.
 
     Raises:
-        CheckpointError: a file is lost, cut, a link, foreign, or the checkpoint is that of another step.
+        CheckpointError: a file is lost, cut, a link, foreign, or the checkpoint is that of another step, or cannot be read.
     """
     folder = contents.folder
-    for name, (size, _) in contents.files.items():
-        file = open_plain(folder, name)
-        try:
-            if (found := os.fstat(file).st_size) != size:
-                raise CheckpointError(f"{shown(f'{folder.name}/{name}')} has {found} bytes, expected {size}")
-        finally:
-            os.close(file)
-    if foreign := sorted(set(os.listdir(folder)) - contents.files.keys() - {MANIFEST}):
-        raise CheckpointError(f"{shown(f'{folder.name}/{foreign[0]}')} is no part of the checkpoint; take it away")
+    with reading(folder):  # another save may delete it
+        for name, (size, _) in contents.files.items():
+            file = open_plain(folder, name)
+            try:
+                if (found := os.fstat(file).st_size) != size:
+                    raise CheckpointError(f"{escaped(f'{folder.name}/{name}')} has {found} bytes, expected {size}")
+            finally:
+                os.close(file)
+        if foreign := sorted(set(os.listdir(folder)) - contents.files.keys() - {MANIFEST}):
+            raise CheckpointError(f"{escaped(f'{folder.name}/{foreign[0]}')} is no part of the checkpoint; take it away")
     if step_of(folder) not in (None, contents.step):
-        raise CheckpointError(f"{shown(folder.name)} holds the checkpoint of step {contents.step}")
+        raise CheckpointError(f"{escaped(folder.name)} holds the checkpoint of step {contents.step}")
 
 
-def fault(folder: Path) -> CheckpointError | None:
-    """Find a fault of a checkpoint that can be seen without reading tensors."""
+def is_complete(folder: Path) -> bool:
+    """Tell whether a checkpoint is complete, without reading tensors."""
     try:
-        require_whole(read_manifest(folder))
-    except CheckpointError as error:
-        return error
-    return None
+        require_complete(read_manifest(folder))
+    except CheckpointError:
+        return False
+    return True

@@ -13,14 +13,14 @@ from torch import Tensor
 from ppfunc.stage.layout import distributed, layout_of, local
 
 from .boxes import Box, box_of
-from .errors import CheckpointError, listed, shown
-from .folders import checkpoints
-from .manifest import MANIFEST, Contents, Stored
+from .errors import CheckpointError, RankError, escaped, listed, reading
+from .folders import checkpoints, on_the_way
+from .manifest import MANIFEST, Contents, NamedPart
 from .model_files import holds_model_files, open_model_files
 from .naming import Leaf, Names, named_leaves
 from .peers import Peers
 from .tensor_file import TensorFile, dtype_name, in_threads
-from .verify import open_checkpoint, open_part, require_digest, require_some, require_span, tell_refused
+from .verify import open_checkpoint, open_part, require_digest, require_some, tell_refused
 
 
 def load_tree(peers: Peers, folder: Path, like: Any, names: Names) -> Any:
@@ -41,7 +41,7 @@ def load_tree(peers: Peers, folder: Path, like: Any, names: Names) -> Any:
         try:
             loaded = _read_together(peers, path, leaves, wanted)
         except CheckpointError as error:
-            if candidates == [folder]:
+            if candidates == [folder] or isinstance(error, RankError):
                 raise
             refused.append(error)
             continue
@@ -52,41 +52,44 @@ def load_tree(peers: Peers, folder: Path, like: Any, names: Names) -> Any:
 
 
 def _read_together(peers: Peers, path: Path, leaves: Sequence[tuple[str, Leaf]], wanted: Mapping[str, list[Any]]) -> list[Leaf]:
-    """The leaves of this rank, once all ranks have theirs."""
+    """Read the leaves of this rank, once all ranks have theirs."""
     loaded: list[Leaf] = []
     peers.together(lambda: loaded.extend(_read(_open(path), leaves, wanted)))
     return loaded
 
 
 def _candidates(folder: Path) -> list[Path]:
-    """The folders to try: this one, or the checkpoints in it, the latest first."""
+    """Find the folders to try: this one, or the checkpoints in it, the latest first; none where the first is still being written."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is no folder")
-    if (folder / MANIFEST).exists() or holds_model_files(folder):
-        return [folder]
-    found = checkpoints(folder)
-    if not found and any(folder.iterdir()):
+    with reading(folder):
+        if (folder / MANIFEST).exists() or holds_model_files(folder):
+            return [folder]
+        found = checkpoints(folder)
+        others = [path for path in folder.iterdir() if on_the_way(path) != "writing"]
+    if others and not found:
         raise CheckpointError(f"{folder} has neither {MANIFEST}, the sign of a checkpoint that is whole, nor checkpoints in it")
     return found
 
 
 def _open(path: Path) -> Contents:
-    return open_model_files(path) if holds_model_files(path) and not (path / MANIFEST).exists() else open_checkpoint(path)
+    with reading(path):
+        return open_model_files(path) if holds_model_files(path) and not (path / MANIFEST).exists() else open_checkpoint(path)
 
 
 def _form(named: tuple[str, Leaf]) -> tuple[str, list[Any]]:
-    """The form of a leaf, as JSON."""
+    """Describe the form of a leaf, as JSON."""
     name, leaf = named
     return name, [dtype_name(leaf.dtype), list(leaf.shape)] if isinstance(leaf, Tensor) else [type(leaf).__name__, None]
 
 
 def _wanted(told: Sequence[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
-    """The forms of the leaves of all ranks together."""
+    """Unite the forms of the leaves of all ranks."""
     wanted: dict[str, list[Any]] = {}
     for rank, forms in enumerate(told):
         for name, form in forms.items():
             if wanted.setdefault(name, form) != form:
-                raise ValueError(f"like: {shown(name)} is {_told(form)} on rank {rank}, and {_told(wanted[name])} on another")
+                raise ValueError(f"like: {escaped(name)} is {_told(form)} on rank {rank}, and {_told(wanted[name])} on another")
     return wanted
 
 
@@ -105,25 +108,26 @@ def _require_fit(contents: Contents, wanted: Mapping[str, list[Any]]) -> None:
         raise ValueError(f"like lacks {listed(more)}, which {where} has; {mend}")
     for name, form in wanted.items():
         if held[name] != form:
-            raise ValueError(f"{where}: {shown(name)} is {_told(held[name])}, like has {_told(form)}")
+            raise ValueError(f"{where}: {escaped(name)} is {_told(held[name])}, like has {_told(form)}")
 
 
 def _read(contents: Contents, leaves: Sequence[tuple[str, Leaf]], wanted: Mapping[str, list[Any]]) -> list[Leaf]:
-    """The leaves of this rank."""
+    """Read the leaves of this rank."""
     _require_fit(contents, wanted)
     loaded: list[Leaf] = [contents.values[name] if name in contents.values else _fresh(leaf) for name, leaf in leaves]  # type: ignore[arg-type]
     tasks: dict[str, list[ReadTask]] = {}
     for (name, leaf), new in zip(leaves, loaded, strict=True):
         if isinstance(leaf, Tensor) and isinstance(new, Tensor):
-            stored, box = contents.tensors[name], box_of(leaf, shown(name))
-            for number, part in enumerate(stored.parts):
+            stored, box = contents.tensors[name], box_of(leaf, escaped(name))
+            for part in stored.parts:
                 if part.box & box:
-                    tasks.setdefault(part.file, []).append(ReadTask(name, stored, number, new, box))
-    for file_name, own in tasks.items():
-        with open_part(contents, file_name) as file:
-            for task in own:
-                require_span(file, *task[:3])
-            in_threads(partial(_copy, file), own)
+                    tasks.setdefault(part.file, []).append(ReadTask(NamedPart(name, stored.dtype, part), new, box))
+
+    def read(file_name: str) -> None:
+        with open_part(contents, file_name, [task.source for task in tasks[file_name]]) as file:
+            in_threads(partial(_copy, file), tasks[file_name])
+
+    in_threads(read, list(tasks))
     return [distributed(new, layout_of(leaf)) if isinstance(new, Tensor) else new for new, (_, leaf) in zip(loaded, leaves, strict=True)]  # type: ignore[arg-type]
 
 
@@ -131,29 +135,27 @@ class ReadTask(NamedTuple):
     """A part of a tensor to read.
 
     Args:
-        name, stored, number: of the tensor, and of the part among its parts.
-        into: what this rank holds, the box ``box``.
+        source: where it is.
+        into: what this rank holds of the tensor, the box ``box``.
     """
 
-    name: str
-    stored: Stored
-    number: int
+    source: NamedPart
     into: Tensor
     box: Box
 
 
 def _fresh(leaf: Tensor) -> Tensor:
-    """Memory of its own for the part of a tensor that this rank holds, laid out as that is."""
+    """Allocate memory for the part of a tensor that this rank holds, laid out as that is."""
     own = local(leaf).detach()
     return torch.empty_like(own, device="cpu" if own.is_meta else own.device)
 
 
 def _copy(file: TensorFile, task: ReadTask) -> None:
     """Read a part of a tensor, verify it, and copy what this rank holds of it."""
-    part, into = task.stored.parts[task.number].box, task.into
-    direct = part == task.box and into.device.type == "cpu" and into.is_contiguous()
-    read = into if direct else torch.empty(part.shape, dtype=task.stored.dtype)
-    require_digest(file, *task[:3], file.read(task.name, read))
-    shared = part & task.box
+    (name, dtype, (part, _, _)), into, box = task
+    direct = part == box and into.device.type == "cpu" and into.is_contiguous()
+    read = into if direct else torch.empty(part.shape, dtype=dtype)
+    require_digest(file, task.source, file.read(name, read))
+    shared = part & box
     if shared is not None and not direct:
-        into[shared.within(task.box)] = read[shared.within(part)].to(into.device)
+        into[shared.within(box)] = read[shared.within(part)].to(into.device)

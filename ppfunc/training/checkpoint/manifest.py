@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from .boxes import Box, require_tiled
-from .errors import CheckpointError, shown
+from .errors import CheckpointError, escaped
 from .tensor_file import DTYPES_BY_NAME, dtype_name, is_sizes, read_json, read_plain
 
 MANIFEST = "manifest.json"
@@ -45,6 +45,14 @@ class Stored(NamedTuple):
     parts: tuple[StoredPart, ...]
 
 
+class NamedPart(NamedTuple):
+    """A part of a tensor with what is needed to read it: the name and the dtype of the tensor."""
+
+    name: str
+    dtype: torch.dtype
+    part: StoredPart
+
+
 class Contents(NamedTuple):
     """The tensors and values of a folder.
 
@@ -61,9 +69,13 @@ class Contents(NamedTuple):
     files: Mapping[str, tuple[int, str | None]]
     step: int | None
 
+    def parts(self) -> Iterator[NamedPart]:
+        """List all parts of all tensors."""
+        return (NamedPart(name, stored.dtype, part) for name, stored in self.tensors.items() for part in stored.parts)
+
 
 def file_name(rank: int, ranks: int) -> str:
-    """The file of a rank.
+    """Name the file of a rank.
 
     >>> file_name(0, 2)
     '00001-of-00002.safetensors'
@@ -72,7 +84,7 @@ def file_name(rank: int, ranks: int) -> str:
 
 
 def manifest_text(contents: Contents, save: str, grid: Mapping[str, int]) -> bytes:
-    """The text of the manifest.
+    """Write the text of the manifest.
 
     Args:
         save: names the save, in the manifest and in the header of every file.
@@ -108,20 +120,20 @@ def _with_digest(content: Any) -> bytes:
 
 
 def read_manifest(folder: Path) -> Contents:
-    """The manifest of a checkpoint, checked: every tensor is covered once, and no name leaves the folder.
+    """Read the manifest of a checkpoint, and check it: every tensor is covered once, and no name leaves the folder.
 
     Raises:
         CheckpointError: it is not there, damaged, or says what cannot be.
     """
     text = read_plain(folder, MANIFEST, _MOST)
     found = read_json(text, f"{folder.name}/{MANIFEST}")
-    where = f"{shown(f'{folder.name}/{MANIFEST}')}"
+    where = f"{escaped(f'{folder.name}/{MANIFEST}')}"
     try:
         content = found["content"]
         if text != _with_digest(content):
             raise ValueError("its digest is another")
         if content["format"] != _FORMAT or content["version"] != _VERSION:
-            got = f"{shown(content['format'])}, version {shown(content['version'])}"
+            got = f"{escaped(content['format'])}, version {escaped(content['version'])}"
             raise ValueError(f"got the format {got}, expected {_FORMAT!r}, version {_VERSION}")
         files = {_file(name): (_number(f["size"]), _digest(f["header_sha256"])) for name, f in content["files"].items()}
         tensors = {name: _stored(name, entry, files) for name, entry in content["tensors"].items()}
@@ -135,10 +147,10 @@ def _stored(name: str, entry: Any, files: Mapping[str, Any]) -> Stored:
     shape = _sizes(entry["shape"])
     parts = tuple(StoredPart(Box(_sizes(p["offset"]), _sizes(p["shape"])), _file(p["file"]), _digest(p["sha256"])) for p in entry["parts"])
     if lost := [part.file for part in parts if part.file not in files]:
-        raise ValueError(f"tensor {shown(name)} is in the file {lost[0]}, which is not among the files")
+        raise ValueError(f"tensor {escaped(name)} is in the file {lost[0]}, which is not among the files")
     if len({part.file for part in parts}) < len(parts):
-        raise ValueError(f"tensor {shown(name)} has two parts in one file")
-    require_tiled([part.box for part in parts], shape, f"tensor {shown(name)}")
+        raise ValueError(f"tensor {escaped(name)} has two parts in one file")
+    require_tiled([part.box for part in parts], shape, f"tensor {escaped(name)}")
     return Stored(DTYPES_BY_NAME[entry["dtype"]], shape, parts)
 
 
@@ -146,29 +158,29 @@ def _value(name: str, value: Any) -> Value:
     if type(value) is dict:
         return float.fromhex(value["float"])
     if type(value) not in (bool, int, str):
-        raise ValueError(f"{shown(name)} is {shown(value)}")
+        raise ValueError(f"{escaped(name)} is {escaped(value)}")
     return value
 
 
 def _file(name: Any) -> str:
     if type(name) is not str or not _FILE.fullmatch(name):
-        raise ValueError(f"{shown(name)} is no name of a file of a checkpoint")
+        raise ValueError(f"{escaped(name)} is no name of a file of a checkpoint")
     return name
 
 
 def _digest(text: Any) -> str:
     if type(text) is not str or not _DIGEST.fullmatch(text):
-        raise ValueError(f"{shown(text)} is no digest")
+        raise ValueError(f"{escaped(text)} is no digest")
     return text
 
 
 def _number(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError(f"{shown(value)} is no size")
+        raise ValueError(f"{escaped(value)} is no size")
     return value
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
     if not is_sizes(value):
-        raise ValueError(f"{shown(value)} is no list of sizes")
+        raise ValueError(f"{escaped(value)} is no list of sizes")
     return tuple(value)

@@ -6,22 +6,24 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ppfunc.stage.layout import whole
 
+from ..checksums import checksum
 from .boxes import Box
-from .errors import CheckpointError, listed, shown
+from .errors import CheckpointError, escaped, listed
 from .folders import flush_folder
 from .manifest import Contents, Stored, StoredPart
-from .naming import Leaf, Names, named_leaves
+from .naming import Names, named_leaves
 from .peers import Group, Peers
-from .saving import bits_of, forms_of, plan_of, require_same
+from .saving import forms_of, plan_of, require_same
 from .tensor_file import TensorFile, on_host, read_json, read_plain, write_tensors
 
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -36,7 +38,9 @@ def export(folder: str | Path, params: Any, names: Names = None, *, most: int = 
 
     Args:
         folder: may have other files, such as ``config.json``.
-        params: ``{stage: tree}`` of this process, or any other tree of tensors.
+        params: ``{stage: tree}`` of this process, or any other tree of tensors, taken as they are: take those of the state that the last
+            step returned, since a step with ``donate=True`` writes into the tensors of the state before, and where it fails leaves them
+            half updated.
         names: see :func:`ppfunc.save`; a name without them has the number of its stage.
         most: bytes of a file; a larger tensor has one of its own.
         group: see :func:`ppfunc.save`.
@@ -46,6 +50,7 @@ def export(folder: str | Path, params: Any, names: Names = None, *, most: int = 
 
     Raises:
         FileExistsError: the folder has weights.
+        OSError: the disk is full, or does not work; nothing is left of the export.
         TypeError, ValueError: a leaf that is no tensor, or tensors that do not fit together; names them.
 
     >>> import tempfile
@@ -59,54 +64,80 @@ def export(folder: str | Path, params: Any, names: Names = None, *, most: int = 
     if type(most) is not int or most < 1:
         raise ValueError(f"most: got {most!r}, expected a number of bytes")
     with Peers(group) as peers:
-        leaves: list[tuple[str, Leaf]] = []
+        leaves: list[tuple[str, Tensor]] = []
 
         def look() -> dict[str, Any]:
-            leaves.extend(named_leaves(params, names, "params")[0])
-            if bad := [name for name, leaf in leaves if not isinstance(leaf, Tensor)]:
-                raise TypeError(f"params: {listed(bad)} is no tensor")
-            root.mkdir(parents=True, exist_ok=True)
-            if there := [entry.name for entry in os.scandir(root) if entry.name == INDEX or _is_weights(entry.name)]:
-                raise FileExistsError(f"{root} has weights: {listed(there)}; give another folder, or delete them")
+            leaves.extend(_tensors(params, names))
+            _require_no_weights(root)
             return {**forms_of(leaves, whole=True), "nonce": secrets.token_hex(8)}
 
         told = peers.together(look)
-        plan, nonce = plan_of(told), told[0]["nonce"]
-        owners = {name: rank for (name, _), rank in plan.owners.items()}
         tensors: dict[str, Tensor] = {}
 
-        def put() -> dict[str, Any]:
-            sums: list[list[Any]] = []
-            with torch.no_grad():
-                for name, leaf in leaves:
-                    assert isinstance(leaf, Tensor)
-                    full = whole(leaf.detach())  # on all ranks: they gather it together
-                    if (name, Box.of_whole(leaf.shape)) in plan.shared:
-                        sums.append([name, [], bits_of(full)])
-                    if owners.get(name, 0) == peers.rank and name not in tensors:
-                        tensors[name] = on_host(full)
+        def gather() -> dict[str, Any]:
+            sums = _gather(tensors, leaves, told, peers.rank)
             return {"files": _files(tensors, most), "bytes": sum(t.nbytes for t in tensors.values()), "sums": sums}
 
-        found = peers.together(put)
+        found = peers.together(gather)
         require_same([rank["sums"] for rank in found])
-        files = [(rank, own) for rank, one in enumerate(found) for own in one["files"]]
-        titles = [ONE] if len(files) == 1 else [f"model-{n + 1:05}-of-{len(files):05}.safetensors" for n in range(len(files))]
-        temporary = [root / f".{title}.{nonce}" for title in titles]
-
-        def write() -> None:
-            for (rank, own), path in zip(files, temporary, strict=True):
-                if rank == peers.rank:
-                    write_tensors(path, {name: tensors[name] for name in own}, {"format": "pt"})
-
+        files = _titled([(rank, own) for rank, one in enumerate(found) for own in one["files"]], root, told[0]["nonce"])
         try:
-            peers.together(write)
+            peers.together(lambda: _write([file for file in files if file.rank == peers.rank], tensors))
             size = sum(one["bytes"] for one in found)
-            peers.together(lambda: _publish(root, files, titles, temporary, size) if peers.rank == 0 else None)
+            peers.together(lambda: _publish(root, files, size) if peers.rank == 0 else None)
         finally:
-            for (rank, _), path in zip(files, temporary, strict=True):
-                if rank == peers.rank:
-                    path.unlink(missing_ok=True)
+            for file in files:
+                if file.rank == peers.rank:
+                    file.draft.unlink(missing_ok=True)
     return root
+
+
+class ModelFile(NamedTuple):
+    """A file of an export: the rank that writes it, its tensors, where it is written, and where it goes."""
+
+    rank: int
+    tensors: list[str]
+    draft: Path
+    target: Path
+
+
+def _tensors(params: Any, names: Names) -> list[tuple[str, Tensor]]:
+    """Name the parameters.
+
+    Raises:
+        TypeError: a leaf is no tensor.
+    """
+    leaves = named_leaves(params, names, "params")[0]
+    if bad := [name for name, leaf in leaves if not isinstance(leaf, Tensor)]:
+        raise TypeError(f"params: {listed(bad)} is no tensor")
+    return [(name, leaf) for name, leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _require_no_weights(root: Path) -> None:
+    """Make the folder, and raise FileExistsError if it has weights."""
+    root.mkdir(parents=True, exist_ok=True)
+    if there := [entry.name for entry in os.scandir(root) if entry.name == INDEX or _is_weights(entry.name)]:
+        raise FileExistsError(f"{root} has weights: {listed(there)}; give another folder, or delete them")
+
+
+@torch.no_grad()
+def _gather(into: dict[str, Tensor], leaves: Sequence[tuple[str, Tensor]], told: Sequence[Mapping[str, Any]], rank: int) -> list[list[Any]]:
+    """Gather the tensors that this rank writes.
+
+    Returns:
+        The checksums of those that others hold, too.
+    """
+    plan = plan_of(told)
+    owners = {name: holder for holder in reversed(range(len(told))) for name, *_ in told[holder]["tensors"]}  # empty ones: the first holder
+    owners |= {name: owner for (name, _), owner in plan.owners.items()}
+    sums: list[list[Any]] = []
+    for name, leaf in leaves:
+        full = whole(leaf.detach())  # on all ranks: they gather it together
+        if (name, Box.of_whole(leaf.shape)) in plan.shared:
+            sums.append([name, [], int(checksum(full))])
+        if owners[name] == rank and name not in into:
+            into[name] = on_host(full)
+    return sums
 
 
 def _is_weights(name: str) -> bool:
@@ -114,7 +145,7 @@ def _is_weights(name: str) -> bool:
 
 
 def _files(tensors: dict[str, Tensor], most: int) -> list[list[str]]:
-    """Names in files of at most so many bytes."""
+    """Divide names into files of at most so many bytes."""
     files: list[list[str]] = []
     room = 0
     for name, tensor in tensors.items():
@@ -126,30 +157,50 @@ def _files(tensors: dict[str, Tensor], most: int) -> list[list[str]]:
     return files
 
 
-def _publish(root: Path, files: Sequence[tuple[int, Sequence[str]]], titles: Sequence[str], temporary: Sequence[Path], size: int) -> None:
-    """Give the files their names, and write the index in the end."""
-    for path, title in zip(temporary, titles, strict=True):
-        os.rename(path, root / title)
-    if len(titles) > 1:
-        weight_map = {name: title for (_, names), title in zip(files, titles, strict=True) for name in names}
-        text = json.dumps({"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}, indent=2) + "\n"
+def _titled(files: Sequence[tuple[int, list[str]]], root: Path, nonce: str) -> list[ModelFile]:
+    """Number the files of all ranks."""
+    titles = [ONE] if len(files) == 1 else [f"model-{n + 1:05}-of-{len(files):05}.safetensors" for n in range(len(files))]
+    return [ModelFile(*file, root / f".{title}.{nonce}", root / title) for file, title in zip(files, titles, strict=True)]
+
+
+def _write(files: Sequence[ModelFile], tensors: Mapping[str, Tensor]) -> None:
+    for file in files:
+        write_tensors(file.draft, {name: tensors[name] for name in file.tensors}, {"format": "pt"})
+
+
+def _publish(root: Path, files: Sequence[ModelFile], size: int) -> None:
+    """Give the files their names, and write the index in the end; where that fails, take all of them away again."""
+    with ExitStack() as made:
+        for file in files:
+            os.rename(file.draft, file.target)
+            made.callback(file.target.unlink, missing_ok=True)
         flush_folder(root)
-        draft = temporary[0].with_name(f"{temporary[0].name}.index")
-        with open(draft, "x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(draft, root / INDEX)
-    flush_folder(root)
+        if len(files) > 1:
+            draft = root / f".{INDEX}.{secrets.token_hex(8)}"
+            made.callback(draft.unlink, missing_ok=True)
+            _write_index(draft, files, size)
+            os.rename(draft, root / INDEX)
+            made.callback((root / INDEX).unlink, missing_ok=True)
+            flush_folder(root)
+        made.pop_all()
+
+
+def _write_index(path: Path, files: Sequence[ModelFile], size: int) -> None:
+    weight_map = {name: file.target.name for file in files for name in file.tensors}
+    text = json.dumps({"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}, indent=2) + "\n"
+    with open(path, "x", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def holds_model_files(folder: Path) -> bool:
-    """Whether a folder has a model's weights as Hugging Face lays them out."""
+    """Tell whether a folder has a model's weights as Hugging Face lays them out."""
     return any((folder / name).exists() for name in (INDEX, ONE))
 
 
 def open_model_files(folder: Path) -> Contents:
-    """The tensors of such a folder; nobody has noted digests.
+    """Find the tensors of such a folder; nobody has noted digests.
 
     Raises:
         CheckpointError: the index and the files do not have the same tensors, or a name leaves the folder.
@@ -158,7 +209,7 @@ def open_model_files(folder: Path) -> Contents:
     if (folder / INDEX).exists():
         weight_map = read_json(read_plain(folder, INDEX, _MOST_INDEX), f"{folder.name}/{INDEX}").get("weight_map")
         if type(weight_map) is not dict or not all(type(file) is str and _FILE.fullmatch(file) for file in weight_map.values()):
-            raise CheckpointError(f"{shown(f'{folder.name}/{INDEX}')} has no weight_map from names to files beside it")
+            raise CheckpointError(f"{escaped(f'{folder.name}/{INDEX}')} has no weight_map from names to files beside it")
     tensors: dict[str, Stored] = {}
     files: dict[str, tuple[int, str | None]] = {}
     for file_name in sorted(set(weight_map.values())) if weight_map is not None else [ONE]:
@@ -166,7 +217,7 @@ def open_model_files(folder: Path) -> Contents:
             files[file_name] = file.size, file.header
             expected = file.spans.keys() if weight_map is None else {name for name, home in weight_map.items() if home == file_name}
             if odd := file.spans.keys() ^ expected:
-                raise CheckpointError(f"{shown(file.name)} and the index do not have the same tensors: {listed(odd)}")
+                raise CheckpointError(f"{escaped(file.name)} and the index do not have the same tensors: {listed(odd)}")
             for name, span in file.spans.items():
                 tensors[name] = Stored(span.dtype, span.shape, (StoredPart(Box.of_whole(span.shape), file_name, None),))
     return Contents(folder, tensors, {}, files, None)

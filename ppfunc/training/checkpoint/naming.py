@@ -13,7 +13,7 @@ from ppfunc.splitter import Split
 from ppfunc.stage.tree import tree_flatten
 
 from ..train_state import TrainState
-from .errors import shown
+from .errors import escaped
 
 Names = Split | Mapping[int, Mapping[str, str]] | Callable[[int, str], str] | None
 """From a stage and the name of a leaf in it to the name in the model; a split has those of its model."""
@@ -24,7 +24,7 @@ Path = tuple[Any, ...]
 
 
 def named_leaves(tree: Any, names: Names, what: str) -> tuple[list[tuple[str, Leaf]], PyTreeSpec]:
-    """The leaves of a tree with their names, and its structure.
+    """Name the leaves of a tree, and give its structure.
 
     A name is the keys on the way to a leaf, joined by dots: ``params.0.w``. Where ``names`` are given, the first integer key of a
     dictionary is a stage, and it and what is behind it become the name in the model: ``params.h.3.w``, and in the state of the
@@ -51,7 +51,7 @@ def named_leaves(tree: Any, names: Names, what: str) -> tuple[list[tuple[str, Le
         if name == "__metadata__":
             raise ValueError(f"{accessor.codify(what)}: safetensors keeps the name {name!r} for itself; take another key")
         if names is None and name in seen:
-            raise ValueError(f"{seen[name].codify(what)} and {accessor.codify(what)} are both called {shown(name)}; change a key")
+            raise ValueError(f"{seen[name].codify(what)} and {accessor.codify(what)} are both called {escaped(name)}; change a key")
         seen[name] = accessor
     return found, treedef
 
@@ -71,7 +71,7 @@ def _name(accessor: PyTreeAccessor, own: Mapping[int, set[Path]], names: Names) 
 
 
 def _model_name(names: Names, stage: int, leaf: str) -> str:
-    """The name that the model has for a leaf of a stage."""
+    """Look up the name that the model has for a leaf of a stage."""
     if isinstance(names, Split):
         known: Mapping[str, Any] = {**names.params.get(stage, {}), **names.state.get(stage, {})}
         name = leaf if leaf in known else None
@@ -86,7 +86,7 @@ def _model_name(names: Names, stage: int, leaf: str) -> str:
 
 
 def _parameters(accessors: Sequence[PyTreeAccessor]) -> dict[int, set[Path]]:
-    """By stage, the paths of the parameters of training states."""
+    """Collect the paths of the parameters of training states, by stage."""
     found: dict[int, set[Path]] = {}
     for accessor in accessors:
         at = _stage_at(accessor)
@@ -97,12 +97,12 @@ def _parameters(accessors: Sequence[PyTreeAccessor]) -> dict[int, set[Path]]:
 
 
 def _stage_at(accessor: PyTreeAccessor) -> int | None:
-    """Where on its way the stage is: the first integer key of a dictionary."""
+    """Find where on its way the stage is: the first integer key of a dictionary."""
     return next((n for n, e in enumerate(accessor) if isinstance(e, optree.MappingEntry) and type(e.entry) is int), None)
 
 
 def _under(accessor: PyTreeAccessor, at: int, field: str) -> bool:
-    """Whether the dictionary of stages at a place is this field of a training state."""
+    """Tell whether the dictionary of stages at a place is this field of a training state."""
     entry = accessor[at - 1] if at else None
     return isinstance(entry, optree.NamedTupleEntry) and entry.type is TrainState and entry.field == field
 

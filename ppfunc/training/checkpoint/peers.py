@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from ppfunc.runtime._torch import ProcessGroupGloo, alive, store_of, timeout_of
 
 from .._torch import all_gather_within
-from .errors import CheckpointError
+from .errors import CheckpointError, RankError
 from .tensor_file import bytes_of
 
 Group = ProcessGroup | DeviceMesh | None
@@ -71,11 +71,9 @@ class Peers:
         end, pause = time.monotonic() + self._timeout.total_seconds(), 0.001
         while not store.check([f"here/{peer}"]):
             if pause > 0.1 and not self._alive(peer):
-                raise CheckpointError(f"rank {peer} is gone: its process has ended")
+                raise RankError(f"rank {peer} is gone: its process has ended")
             if time.monotonic() > end:
-                raise CheckpointError(
-                    f"rank {peer} has not come within {self._timeout.total_seconds():g} s; all ranks save and load together"
-                )
+                raise RankError(f"rank {peer} has not come within {self._timeout.total_seconds():g} s; all ranks save and load together")
             time.sleep(min(pause, 0.1))
             pause *= 2
 
@@ -85,18 +83,18 @@ class Peers:
 
     @contextmanager
     def _within_reach(self) -> Iterator[None]:
-        """Raise CheckpointError where another rank does not answer, with the rank where that is known."""
+        """Raise RankError where another rank does not answer, with the rank where that is known."""
         try:
             yield
-        except CheckpointError:
+        except RankError:
             raise
         except RuntimeError as error:
             gone = [str(peer) for peer in range(self.size) if not self._alive(peer)]
             told = f"rank {', '.join(gone)} is gone" if gone else "a rank is gone, or has given up"
-            raise CheckpointError(f"{told} ({str(error).splitlines()[0][:300]})") from error
+            raise RankError(f"{told} ({str(error).splitlines()[0][:300]})") from error
 
     def exchange(self, value: Any) -> list[Any]:
-        """The values of all ranks, in their order; JSON."""
+        """Gather the values of all ranks, in their order; JSON."""
         if self.size == 1:
             return [value]
         text = bytearray(json.dumps(value).encode())
@@ -107,7 +105,7 @@ class Peers:
         return [json.loads(bytes(memory[max(sizes) * rank :][:size])) for rank, size in enumerate(sizes)]
 
     def _gathered(self, own: torch.Tensor) -> torch.Tensor:
-        """The tensors of all ranks one after the other."""
+        """Gather the tensors of all ranks one after the other."""
         every = own.new_empty(self.size * own.numel())
         all_gather_within(self._timeout, self._group, every, own).wait()
         return every
@@ -115,8 +113,13 @@ class Peers:
     def together(self, work: Callable[[], Any]) -> list[Any]:
         """Run ``work`` on every rank; where it raises on one, all raise, with its kind and the rank.
 
+        An error that is no plain CheckpointError goes before those that are: on all ranks, or on none, another checkpoint is worth a try.
+
         Returns:
             What every rank has found; JSON.
+
+        Raises:
+            RankError: ``work`` has raised on another rank, of a kind that is only known there.
         """
         found, failure = None, None
         try:
@@ -124,12 +127,12 @@ class Peers:
         except BaseException as error:
             failure = error
         told = self.exchange([found, failure and [type(failure).__name__, str(failure)[:2000]]])
-        if failure is not None:
-            raise failure
-        for rank, (_, raised) in enumerate(told):
-            if raised:
-                kind = _KINDS.get(raised[0])
-                raise (kind or CheckpointError)(f"rank {rank}: {'' if kind else raised[0] + ': '}{raised[1]}")
+        failures = [(rank, *raised) for rank, (_, raised) in enumerate(told) if raised]
+        for rank, name, text in sorted(failures, key=lambda raised: raised[1] == CheckpointError.__name__):
+            if failure is not None and (name == CheckpointError.__name__ or type(failure) is not CheckpointError):
+                raise failure
+            kind = _KINDS.get(name)
+            raise (kind or RankError)(f"rank {rank}: {'' if kind else name + ': '}{text}") from failure
         return [found for found, _ in told]
 
     def close(self) -> None:
@@ -144,7 +147,7 @@ class Peers:
 
 
 def _ranks(group: Group) -> tuple[list[int], int]:
-    """The ranks of a group, and this one, as the world numbers them."""
+    """Number the ranks of a group, and this one, as the world numbers them."""
     if isinstance(group, DeviceMesh):
         return group.mesh.flatten().tolist(), dist.get_rank()
     if group is not None and not isinstance(group, ProcessGroup):

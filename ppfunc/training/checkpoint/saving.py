@@ -13,7 +13,7 @@ the first rank        writes the manifest, flushes it, renames the folder, flush
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,15 +26,16 @@ from torch.distributed.tensor import DTensor
 
 from ppfunc.stage.layout import local
 
+from ..checksums import checksum
 from ..train_state import TrainState, require_whole
 from .boxes import Box, box_of, require_tiled
-from .errors import shown
+from .errors import CheckpointError, escaped
 from .folders import Draft, clean, flush_folder, writing
 from .manifest import Contents, Stored, StoredPart, Value, file_name, manifest_text
 from .naming import Leaf, Names, named_leaves
 from .peers import Group, Peers
 from .tensor_file import DTYPES_BY_NAME, copied, dtype_name, require_storable, write_tensors
-from .verify import is_good
+from .verify import clear_way
 
 Key = tuple[str, Box]
 
@@ -63,23 +64,23 @@ class WritePlan(NamedTuple):
 
 
 def forms_of(leaves: Sequence[tuple[str, Leaf]], whole: bool = False) -> dict[str, Any]:
-    """The forms of a rank's leaves, as JSON; with ``whole``, of all tensors as if it held them whole."""
+    """Describe the forms of a rank's leaves, as JSON; with ``whole``, of all tensors as if it held them whole."""
     tensors: list[list[Any]] = []
     values: dict[str, list[Any]] = {}
     for name, leaf in leaves:
         if isinstance(leaf, Tensor):
-            require_storable(local(leaf), shown(name))
-            box = Box.of_whole(leaf.shape) if whole else box_of(leaf, shown(name))
+            require_storable(local(leaf), escaped(name))
+            box = Box.of_whole(leaf.shape) if whole else box_of(leaf, escaped(name))
             tensors.append([name, dtype_name(leaf.dtype), list(leaf.shape), *map(list, box)])
         else:
             value = leaf.hex() if type(leaf) is float else leaf
             if values.setdefault(name, [type(leaf).__name__, value]) != [type(leaf).__name__, value]:
-                raise ValueError(f"{shown(name)} is {leaf!r} in one place, and {values[name][1]!r} in another")
+                raise ValueError(f"{escaped(name)} is {leaf!r} in one place, and {values[name][1]!r} in another")
     return {"tensors": tensors, "values": values}
 
 
 def plan_of(told: Sequence[Mapping[str, Any]]) -> WritePlan:
-    """The plan of what all ranks have told, the same on every rank.
+    """Plan who writes what, from what all ranks have told; the same on every rank.
 
     Raises:
         ValueError: ranks hold one name with other shapes, dtypes or values, or their parts leave a gap or overlap.
@@ -92,19 +93,19 @@ def plan_of(told: Sequence[Mapping[str, Any]]) -> WritePlan:
             form = TensorForm(DTYPES_BY_NAME[dtype], tuple(shape))
             known, other = forms.setdefault(name, (form, rank))
             if form != known:
-                raise ValueError(f"{shown(name)} is {_told(known)} on rank {other}, and {_told(form)} on rank {rank}")
+                raise ValueError(f"{escaped(name)} is {_told(known)} on rank {other}, and {_told(form)} on rank {rank}")
             holders.setdefault((name, Box(tuple(offset), tuple(part))), []).append(rank)
         for name, value in found["values"].items():
             known_value, other = values.setdefault(name, (value, rank))
             if value != known_value:
-                raise ValueError(f"{shown(name)} is {known_value[1]} on rank {other}, and {value[1]} on rank {rank}; expected the same")
+                raise ValueError(f"{escaped(name)} is {known_value[1]} on rank {other}, and {value[1]} on rank {rank}; expected the same")
     if both := sorted(values.keys() & forms.keys()):
-        raise ValueError(f"{shown(both[0])} is a tensor in one place, and a number or a text in another")
+        raise ValueError(f"{escaped(both[0])} is a tensor in one place, and a number or a text in another")
     boxes: dict[str, list[Box]] = {}
     for name, box in holders:
         boxes.setdefault(name, []).append(box)
     for name, (form, _) in forms.items():
-        require_tiled(boxes[name], form.shape, shown(name))
+        require_tiled(boxes[name], form.shape, escaped(name))
     owners, load = {}, [0] * len(told)
     for key in sorted((key for key in holders if key[1].numel), key=lambda key: (-key[1].numel * forms[key[0]][0].dtype.itemsize, key)):
         owners[key] = min(holders[key], key=lambda rank: (load[rank], rank))
@@ -119,23 +120,14 @@ def _told(form: TensorForm) -> str:
 
 
 def sums_of(leaves: Sequence[tuple[str, Leaf]], plan: WritePlan) -> list[list[Any]]:
-    """Of the boxes of this rank that others hold, too, the sum of their bits, as a 64 bit integer."""
+    """Compute the checksums of the boxes of this rank that others hold, too."""
     found = []
     for name, leaf in leaves:
         if isinstance(leaf, Tensor):
             key = name, box_of(leaf, name)
             if key in plan.shared:
-                found.append([name, list(key[1].offset), bits_of(local(leaf))])
+                found.append([name, list(key[1].offset), int(checksum(local(leaf)))])
     return found
-
-
-@torch.no_grad()
-def bits_of(tensor: Tensor) -> int:
-    """The sum of the bits of a tensor."""
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-    if flat.numel() % 8 == 0:
-        flat = (flat if flat.storage_offset() % 8 == 0 else flat.clone()).view(torch.int64)
-    return int(flat.sum(dtype=torch.int64))
 
 
 def require_same(told: Sequence[Sequence[Sequence[Any]]]) -> None:
@@ -147,7 +139,7 @@ def require_same(told: Sequence[Sequence[Sequence[Any]]]) -> None:
             if bits != known:
                 where = f"on rank {other} and on rank {rank}" if rank != other else f"in two places of rank {rank}"
                 mend = "parts of one tensor have to be DTensors, and different tensors need different names"
-                raise ValueError(f"{shown(name)} has other values {where}; {mend}")
+                raise ValueError(f"{escaped(name)} has other values {where}; {mend}")
 
 
 class SaveWork(NamedTuple):
@@ -175,13 +167,12 @@ class SaveWork(NamedTuple):
 
 
 def prepare(
-    peers: Peers, folder: str | Path, state: Any, step: int | None, keep: int | None, names: Names, group: Group, begin: Callable[[], None],
+    peers: Peers, folder: str | Path, state: Any, step: int | None, keep: int | None, names: Names, group: Group,
     spare: Mapping[str, Tensor] | None, held: ExitStack,
 ) -> SaveWork:  # fmt: skip
-    """The first part of a save: agree on a plan.
+    """Agree on a plan: the first part of a save.
 
     Args:
-        begin: is called first, and may raise.
         spare: memory for copies, which the work is to have of its tensors; None where it needs none.
         held: of the draft.
     """
@@ -189,17 +180,16 @@ def prepare(
     leaves: list[tuple[str, Leaf]] = []
 
     def look() -> dict[str, Any]:
-        begin()
         if keep is not None and (type(keep) is not int or keep < 1):
             raise ValueError(f"keep: got {keep!r}, expected a number of checkpoints, at least 1, or None for all")
-        for part in optree.tree_leaves(state, is_leaf=lambda part: isinstance(part, TrainState)):
-            if isinstance(part, TrainState):
-                require_whole(part)
+        states = _train_states(state)
+        for one in states:
+            require_whole(one)
         leaves.extend(named_leaves(state, names, "state")[0])
-        found: dict[str, Any] = {"step": _step(leaves, step), **forms_of(leaves)}
+        found: dict[str, Any] = {"step": _step(leaves, states, step), **forms_of(leaves)}
         if peers.rank == 0:
             draft.append(held.enter_context(Draft(root, found["step"])))
-            draft[0].clear_way(is_good)
+            clear_way(draft[0].target, draft[0].nonce)
             found["nonce"] = draft[0].nonce
         return found
 
@@ -218,13 +208,19 @@ def prepare(
     )  # fmt: skip
 
 
-def _step(leaves: Sequence[tuple[str, Leaf]], step: int | None) -> int:
-    """The step that is given, or that of the state."""
+def _train_states(tree: Any) -> list[TrainState]:
+    """Find the training states in a tree."""
+    parts = optree.tree_leaves(tree, is_leaf=lambda part: isinstance(part, TrainState))
+    return [part for part in parts if isinstance(part, TrainState)]
+
+
+def _step(leaves: Sequence[tuple[str, Leaf]], states: Sequence[TrainState], step: int | None) -> int:
+    """Take the step that is given, or the leaf called ``step``, or that of the one training state."""
     if step is None:
-        found = dict(leaves).get("step")
+        found = dict(leaves).get("step", states[0].step if len(states) == 1 else None)
         step = int(found) if isinstance(found, Tensor) and found.numel() == 1 and not found.dtype.is_floating_point else found  # type: ignore[assignment]
     if type(step) is not int or step < 0:
-        raise ValueError(f"step: got {step!r}, expected a number; give step=, or a state with a leaf called step, as a TrainState has")
+        raise ValueError(f"step: got {step!r}, expected a number; give step=, or a state with a leaf called step, or with one TrainState")
     return step
 
 
@@ -235,7 +231,7 @@ def _grid(leaves: Sequence[tuple[str, Leaf]], group: Group, peers: Peers) -> dic
 
 
 def write(peers: Peers, work: SaveWork) -> Path:
-    """The second part of a save: write, commit, delete old checkpoints."""
+    """Write, commit, delete old checkpoints: the second part of a save."""
     file, temporary = file_name(peers.rank, peers.size), writing(work.target, work.nonce)
 
     def put() -> dict[str, Any]:
@@ -251,10 +247,12 @@ def write(peers: Peers, work: SaveWork) -> Path:
         if work.draft is not None:
             require_same([found["sums"] for found in told])
             contents = _contents(work, [found["file"] for found in told])
-            work.draft.commit(contents, manifest_text(contents, work.nonce, work.grid), is_good)
+            work.draft.seal(contents, manifest_text(contents, work.nonce, work.grid))
+            clear_way(work.target, work.nonce)
+            work.draft.commit()
             try:
-                clean(work.target.parent, work.keep)
-            except OSError as error:  # the checkpoint is there
+                clean(work.target, work.keep)
+            except (OSError, CheckpointError) as error:  # the checkpoint is there
                 warnings.warn(f"{work.target} is saved, but old checkpoints could not be deleted: {error}", stacklevel=2)
 
     peers.together(commit)
@@ -262,7 +260,7 @@ def write(peers: Peers, work: SaveWork) -> Path:
 
 
 def _contents(work: SaveWork, records: Sequence[Any]) -> Contents:
-    """The contents of the files that the ranks have written."""
+    """Describe the files that the ranks have written."""
     parts: dict[str, list[StoredPart]] = {name: [] for name in work.plan.forms}
     for (name, box), rank in work.plan.owners.items():
         parts[name].append(StoredPart(box, file_name(rank, len(records)), records[rank][2][name]))

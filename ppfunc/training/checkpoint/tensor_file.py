@@ -12,22 +12,23 @@ import math
 import os
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
+from threading import Thread
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from .errors import CheckpointError, shown
+from .errors import CheckpointError, escaped, reading
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """A dtype without the name of its package.
+    """Name a dtype without the name of its package.
 
     >>> dtype_name(torch.float32)
     'float32'
@@ -79,29 +80,49 @@ def require_storable(tensor: Tensor, name: str) -> None:
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """A tensor on the CPU, in row-major memory, without history."""
+    """Bring a tensor to the CPU, in row-major memory, without history."""
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
 def copied(tensor: Tensor, into: Tensor | None) -> Tensor:
-    """A copy on the CPU, in row-major memory: in that of ``into``, if it is for such a tensor."""
+    """Copy to the CPU, in row-major memory: in that of ``into``, if it is for such a tensor."""
     if into is None or (into.dtype, into.shape) != (tensor.dtype, tensor.shape):
         into = torch.empty(tensor.shape, dtype=tensor.dtype)
     return into.copy_(tensor.detach())
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a row-major tensor on the CPU, which the caller keeps alive."""
+    """View the memory of a row-major tensor on the CPU, which the caller keeps alive."""
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr() if tensor.numel() else 1)).cast("B")
 
 
 def in_threads(work: Callable[[T], R], tasks: Sequence[T]) -> list[R]:
-    """``work`` of every task, several at a time: hashing and reading leave Python to others."""
-    workers = min(len(tasks), os.cpu_count() or 1, 8)
-    if workers < 2:
-        return list(map(work, tasks))
-    with ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(work, tasks))
+    """Do ``work`` for every task, several at a time: hashing and reading leave Python to others.
+
+    Threads are its own: those of ``concurrent.futures`` end before an asynchronous save that the process still waits for.
+    """
+    found: dict[int, R] = {}
+    left = iter(list(enumerate(tasks)))
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            for n, task in left:
+                if failures:
+                    return
+                found[n] = work(task)
+        except BaseException as error:
+            failures.append(error)
+
+    with ExitStack() as joined:
+        for _ in range(min(len(tasks), os.cpu_count() or 1, 8) - 1):
+            thread = Thread(target=run)
+            thread.start()
+            joined.callback(thread.join)
+        run()
+    if failures:
+        raise failures[0]
+    return [found[n] for n in range(len(tasks))]
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileRecord:
@@ -175,31 +196,35 @@ class TensorFile:
         self._read(memoryview(length), 0)
         size = int.from_bytes(length, "little")
         if size > min(_MOST_HEADER, self.size - 8):
-            raise CheckpointError(f"{shown(self.name)} claims a header of {size} bytes, in a file of {self.size}")
+            raise CheckpointError(f"{escaped(self.name)} claims a header of {size} bytes, in a file of {self.size}")
         text = bytearray(size)
         self._read(memoryview(text), 8)
         entries = read_json(bytes(text), self.name)
         metadata = entries.pop("__metadata__", {})
         if type(metadata) is not dict or any(type(value) is not str for value in metadata.values()):
-            raise CheckpointError(f"{shown(self.name)}: the metadata in the header is no dictionary of texts")
+            raise CheckpointError(f"{escaped(self.name)}: the metadata in the header is no dictionary of texts")
         spans = {name: self._span(name, entry, 8 + size) for name, entry in entries.items()}
         end = 8 + size
         for name, span in sorted(spans.items(), key=lambda item: item[1][2:]):
             if span.begin != end:
-                raise CheckpointError(f"{shown(self.name)}: tensor {shown(name)} begins at byte {span.begin}, the one before ends at {end}")
+                raise CheckpointError(
+                    f"{escaped(self.name)}: tensor {escaped(name)} begins at byte {span.begin}, the one before ends at {end}"
+                )
             end = span.end
         if end != self.size:
-            raise CheckpointError(f"{shown(self.name)} has {self.size} bytes, expected {end}: it is cut, or something was added")
+            raise CheckpointError(f"{escaped(self.name)} has {self.size} bytes, expected {end}: it is cut, or something was added")
         return spans, hashlib.sha256(length + text).hexdigest()
 
     def _span(self, name: str, entry: Any, base: int) -> Span:
-        """An entry of the header, checked."""
+        """Check an entry of the header."""
         if type(entry) is not dict or entry.keys() != {"dtype", "shape", "data_offsets"} or str(entry["dtype"]) not in DTYPES:
-            raise CheckpointError(f"{shown(self.name)}: tensor {shown(name)} has the entry {shown(entry)} in the header")
+            raise CheckpointError(f"{escaped(self.name)}: tensor {escaped(name)} has the entry {escaped(entry)} in the header")
         dtype, shape, offsets = DTYPES[str(entry["dtype"])], entry["shape"], entry["data_offsets"]
         fits = is_sizes(shape) and is_sizes(offsets) and len(offsets) == 2
         if not fits or math.prod(shape) * dtype.itemsize != offsets[1] - offsets[0]:
-            raise CheckpointError(f"{shown(self.name)}: tensor {shown(name)} has the shape {shown(shape)} at the bytes {shown(offsets)}")
+            raise CheckpointError(
+                f"{escaped(self.name)}: tensor {escaped(name)} has the shape {escaped(shape)} at the bytes {escaped(offsets)}"
+            )
         return Span(dtype, tuple(shape), base + offsets[0], base + offsets[1])
 
     def read(self, name: str, into: Tensor | None = None) -> str:
@@ -215,9 +240,10 @@ class TensorFile:
 
     def _read(self, memory: memoryview, at: int) -> None:
         while len(memory):
-            done = os.preadv(self._file, [memory], at)
+            with reading(self.name):
+                done = os.preadv(self._file, [memory], at)
             if not done:
-                raise CheckpointError(f"{shown(self.name)} is cut: it ends at byte {at}")
+                raise CheckpointError(f"{escaped(self.name)} is cut: it ends at byte {at}")
             memory, at = memory[done:], at + done
 
     def close(self) -> None:
@@ -239,28 +265,29 @@ def open_plain(folder: Path, name: str) -> int:
     try:
         file = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
-        raise CheckpointError(f"{shown(f'{folder.name}/{name}')} is lost") from None
+        raise CheckpointError(f"{escaped(f'{folder.name}/{name}')} is lost") from None
     except OSError as error:
-        raise CheckpointError(f"{shown(f'{folder.name}/{name}')} is a link, or cannot be read: {error.strerror}") from error
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
-        raise CheckpointError(f"{shown(f'{folder.name}/{name}')} is no plain file")
+        raise CheckpointError(f"{escaped(f'{folder.name}/{name}')} is a link, or cannot be read: {error.strerror}") from error
+    with ExitStack() as opened, reading(f"{folder.name}/{name}"):
+        opened.callback(os.close, file)
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise CheckpointError(f"{escaped(f'{folder.name}/{name}')} is no plain file")
+        opened.pop_all()
     return file
 
 
 def read_plain(folder: Path, name: str, most: int) -> bytes:
-    """A small file of a folder."""
+    """Read a small file of a folder."""
     file = open_plain(folder, name)
-    try:
+    with ExitStack() as opened, reading(f"{folder.name}/{name}"):
+        opened.callback(os.close, file)
         size = os.fstat(file).st_size
         if size > most:
-            raise CheckpointError(f"{shown(f'{folder.name}/{name}')} has {size} bytes, expected at most {most}")
+            raise CheckpointError(f"{escaped(f'{folder.name}/{name}')} has {size} bytes, expected at most {most}")
         text = bytearray()
         while len(text) < size and (piece := os.pread(file, size - len(text), len(text))):
             text += piece
-        return bytes(text)
-    finally:
-        os.close(file)
+    return bytes(text)
 
 
 def read_json(text: bytes, name: str) -> dict[str, Any]:
@@ -272,14 +299,14 @@ def read_json(text: bytes, name: str) -> dict[str, Any]:
     try:
         found = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{shown(name)} has no JSON that can be read: {shown(error)}") from None
+        raise CheckpointError(f"{escaped(name)} has no JSON that can be read: {escaped(error)}") from None
     if type(found) is not dict:
-        raise CheckpointError(f"{shown(name)} has JSON that is no dictionary")
+        raise CheckpointError(f"{escaped(name)} has JSON that is no dictionary")
     return found
 
 
 def is_sizes(value: Any) -> bool:
-    """Whether this is a list of sizes."""
+    """Tell whether this is a list of sizes."""
     return type(value) is list and len(value) <= 64 and all(type(n) is int and 0 <= n < 2**63 for n in value)
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import warnings
+from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 
-from .errors import CheckpointError, shown
-from .folders import checkpoints, on_the_way, require_whole
-from .manifest import Contents, Stored, read_manifest
+from .errors import CheckpointError, escaped, reading
+from .folders import checkpoints, flush_folder, on_the_way, require_complete, step_of
+from .manifest import Contents, NamedPart, read_manifest
 from .tensor_file import TensorFile, in_threads
 
 
 def latest(folder: str | Path) -> Path | None:
-    """The latest good checkpoint in a folder: the first, from the last step on, whose bytes are all as they were written.
+    """Find the latest good checkpoint in a folder: the first, from the last step on, whose bytes are all as they were written.
 
     One process reads and verifies it, without others; :func:`ppfunc.load` does so by itself, and every rank reads what it needs.
 
@@ -23,7 +26,7 @@ def latest(folder: str | Path) -> Path | None:
         The folder of the checkpoint; None where there is none.
 
     Raises:
-        CheckpointError: there are checkpoints, and all are damaged.
+        CheckpointError: there are checkpoints, and all are damaged, or cannot be read.
     """
     refused: list[CheckpointError] = []
     for path in checkpoints(Path(folder)):
@@ -41,68 +44,79 @@ def latest(folder: str | Path) -> Path | None:
 def verify(folder: Path) -> None:
     """Read a checkpoint, and raise CheckpointError unless every byte is as it was written."""
     contents = open_checkpoint(folder)
-    parts: dict[str, list[tuple[str, Stored, int]]] = {name: [] for name in contents.files}
-    for name, stored in contents.tensors.items():
-        for number, part in enumerate(stored.parts):
-            parts[part.file].append((name, stored, number))
+    parts: dict[str, list[NamedPart]] = {name: [] for name in contents.files}
+    for part in contents.parts():
+        parts[part.part.file].append(part)
 
-    def read(task: tuple[str, Stored, int]) -> None:
-        name, stored, number = task
-        file = files[stored.parts[number].file]
-        require_digest(file, name, stored, number, file.read(name))
+    def check(file_name: str) -> None:
+        with open_part(contents, file_name, parts[file_name]) as file:
+            if extra := file.spans.keys() - {part.name for part in parts[file_name]}:
+                raise CheckpointError(f"{escaped(file.name)} has the tensor {escaped(min(extra))}, which the manifest does not have there")
+            in_threads(lambda part: require_digest(file, part, file.read(part.name)), parts[file_name])
 
-    for file_name, tasks in parts.items():
-        with open_part(contents, file_name) as file:
-            files = {file_name: file}
-            for name, stored, number in tasks:
-                require_span(file, name, stored, number)
-            if extra := file.spans.keys() - {name for name, _, _ in tasks}:
-                raise CheckpointError(f"{shown(file.name)} has the tensor {shown(min(extra))}, which the manifest does not have there")
-            in_threads(read, tasks)
+    in_threads(check, list(parts))
 
 
 def open_checkpoint(folder: Path) -> Contents:
-    """The manifest of a checkpoint whose files are there."""
-    if not folder.is_dir() or folder.is_symlink():
-        raise CheckpointError(f"{shown(folder)} is no folder, or a link")
+    """Read the manifest of a checkpoint, and check that its files are there."""
+    with reading(folder):
+        if not folder.is_dir() or folder.is_symlink():
+            raise CheckpointError(f"{escaped(folder)} is no folder, or a link")
     if on_the_way(folder):
-        raise CheckpointError(f"{shown(folder.name)} was not committed")
+        raise CheckpointError(f"{escaped(folder.name)} was not committed")
     contents = read_manifest(folder)
-    require_whole(contents)
+    require_complete(contents)
     return contents
 
 
-def open_part(contents: Contents, name: str) -> TensorFile:
-    """A file of a checkpoint, whose header is as it was written."""
-    file = TensorFile(contents.folder, name)
-    header = contents.files[name][1]
-    if header not in (None, file.header):
-        file.close()
-        raise CheckpointError(f"{shown(file.name)} has another header than the one that was written: damaged, or of another checkpoint")
+def open_part(contents: Contents, name: str, parts: Iterable[NamedPart]) -> TensorFile:
+    """Open a file of a checkpoint whose header is as it was written, and which has these parts."""
+    with ExitStack() as opened, reading(f"{contents.folder.name}/{name}"):
+        file = opened.enter_context(TensorFile(contents.folder, name))
+        if contents.files[name][1] not in (None, file.header):
+            raise CheckpointError(
+                f"{escaped(file.name)} has another header than the one that was written: damaged, or of another checkpoint"
+            )
+        for part, dtype, (box, _, _) in parts:
+            span = file.spans.get(part)
+            if span is None or (span.dtype, span.shape) != (dtype, box.shape):
+                got = "nothing" if span is None else f"{span.dtype}{list(span.shape)}"
+                raise CheckpointError(f"{escaped(file.name)} has {got} as tensor {escaped(part)}, expected {dtype}{list(box.shape)}")
+        opened.pop_all()
     return file
 
 
-def require_span(file: TensorFile, name: str, stored: Stored, number: int) -> None:
-    """Raise CheckpointError unless a file has this part of a tensor."""
-    span, box = file.spans.get(name), stored.parts[number].box
-    if span is None or (span.dtype, span.shape) != (stored.dtype, box.shape):
-        got = "nothing" if span is None else f"{span.dtype}{list(span.shape)}"
-        raise CheckpointError(f"{shown(file.name)} has {got} as tensor {shown(name)}, expected {stored.dtype}{list(box.shape)}")
-
-
-def require_digest(file: TensorFile, name: str, stored: Stored, number: int, digest: str) -> None:
+def require_digest(file: TensorFile, part: NamedPart, digest: str) -> None:
     """Raise CheckpointError where the bytes of a part are not those that were written."""
-    if stored.parts[number].digest not in (None, digest):
-        raise CheckpointError(f"tensor {shown(name)} in {shown(file.name)} has other bytes than were written: its digest differs")
+    if part.part.digest not in (None, digest):
+        raise CheckpointError(f"tensor {escaped(part.name)} in {escaped(file.name)} has other bytes than were written: its digest differs")
 
 
 def is_good(folder: Path) -> bool:
-    """Whether a checkpoint is good."""
+    """Tell whether a checkpoint is good, to the last byte."""
     try:
         verify(folder)
     except CheckpointError:
         return False
     return True
+
+
+def clear_way(target: Path, nonce: str) -> None:
+    """Put aside the damaged checkpoints of the step of ``target`` and of later ones.
+
+    Raises:
+        FileExistsError: one of them is good.
+    """
+    for path in checkpoints(target.parent):
+        if (step_of(path) or 0) < (step_of(target) or 0):
+            break
+        if is_good(path):
+            raise FileExistsError(
+                f"{path} is there, and good: {target.name} cannot be saved behind it; "
+                "go on from the latest, save into another folder, or delete it"
+            )
+        os.rename(path, path.with_name(f"{path.name}.damaged-{nonce}"))
+        flush_folder(path.parent)
 
 
 def tell_refused(refused: list[CheckpointError], taken: Path) -> None:
