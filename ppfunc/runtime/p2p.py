@@ -155,9 +155,12 @@ class P2P(Control):
         return Answer(None, self._running.locked(), self.ended, peers, self._stage_collectives() if peers else 0)
 
     def _stage_collectives(self) -> int:
-        """How many collectives of stages this rank has begun."""
+        """How many collectives of stages this rank has begun; 0 where their group has ended, after a failure or by its owner."""
         assert self.mesh is not None and self.axes.model is not None
-        return _torch.begun_in(self.mesh.get_group(self.axes.model))
+        try:
+            return _torch.begun_in(self.mesh.get_group(self.axes.model))
+        except (RuntimeError, ValueError):  # the mesh, or torch.distributed, knows the group no more
+            return 0
 
     def _unblock(self, committed: int) -> None:
         """End the communicators of a step that has failed, which under NCCL hold up the GPU until then.

@@ -41,11 +41,11 @@ class Precision:
                 raise ValueError(f"{field.name} is {dtype}, expected a floating dtype such as torch.bfloat16, or None")
 
     def to_compute(self, tree: Tree) -> Tree:
-        """Floating leaves in ``compute``; complex, integer and boolean ones are returned as they are."""
+        """Cast floating leaves to ``compute``; complex, integer and boolean ones are returned as they are."""
         return cast(tree, self.compute)
 
     def to_master(self, tree: Tree) -> Tree:
-        """Likewise in ``master``."""
+        """Cast floating leaves to ``master``."""
         return cast(tree, self.master)
 
 

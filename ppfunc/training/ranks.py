@@ -69,7 +69,7 @@ class TrainingRanks(NamedTuple):
 
     @classmethod
     def of(cls, shard: Shard, schedule: Schedule, tied: Tied, transport: Transport) -> TrainingRanks:
-        """Those of a transport."""
+        """Describe the ranks of a transport."""
         data, model, world = (transport.collective(among) for among in ("data", "model", "world"))
         mesh, axes = (transport.mesh, transport.axes) if isinstance(transport, P2P) else (None, Axes())
         if mesh is not None:
