@@ -66,6 +66,7 @@ class P2P(Control):
 
     Raises:
         RuntimeError: torch.distributed has not been initialised, or this process is not in the group.
+        TypeError: something else than a mesh, or its axes.
         ValueError: the group has another backend than gloo or NCCL for the device that computes, or the axes do not fit the mesh.
         PipelineError: the store of the group does not answer.
     """
@@ -78,10 +79,15 @@ class P2P(Control):
         mesh: DeviceMesh | None = None,
         axes: Axes | None = None,
     ) -> None:
+        for name, value, kind, mend in (("mesh", mesh, DeviceMesh, "init_device_mesh(...)"), ("axes", axes, Axes, "Axes('pp', data='dp')")):
+            if value is not None and not isinstance(value, kind):
+                raise TypeError(f"{name}: got {value!r} of type {type(value).__name__}, expected a {kind.__name__}, such as {mend}")
+        if group is not None and mesh is not None:
+            raise ValueError("P2P got a process group and a mesh; expected P2P(group), or P2P(mesh=mesh, axes=axes)")
+        if axes is not None and mesh is None:
+            raise ValueError(f"axes: got {axes}, and no mesh that has them; give the mesh, too")
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError("P2P got no process group; call torch.distributed.init_process_group first, or use InProcess()")
-        if (group is not None and mesh is not None) or (axes is not None and mesh is None):
-            raise ValueError("P2P got a process group and a mesh or its axes; expected P2P(group), or P2P(mesh=mesh, axes=axes)")
         group = group if group is not None else dist.group.WORLD
         outside: Any = dist.GroupMember.NON_GROUP_MEMBER  # a number, or a group
         if group is None or group is outside:

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from ppfunc.stage.layout import local
 
-from ..train_state import TrainState, require_whole
+from ..train_state import TrainState, require_not_given_up
 from .boxes import Box, box_of, require_tiled
 from .errors import shown
 from .folders import Draft, clean, flush_folder, writing
@@ -194,7 +194,7 @@ def prepare(
             raise ValueError(f"keep: got {keep!r}, expected a number of checkpoints, at least 1, or None for all")
         for part in optree.tree_leaves(state, is_leaf=lambda part: isinstance(part, TrainState)):
             if isinstance(part, TrainState):
-                require_whole(part)
+                require_not_given_up(part)
         leaves.extend(named_leaves(state, names, "state")[0])
         found: dict[str, Any] = {"step": _step(leaves, step), **forms_of(leaves)}
         if peers.rank == 0:
