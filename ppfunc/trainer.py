@@ -22,9 +22,11 @@ from ppfunc.stage.layout import local
 from ppfunc.stage.signature import flatten
 from ppfunc.stage.tree import tree_leaves, tree_map
 
-from .training.parameter_update import Progress, UpdateRule, parameter_update
+from .training.parameter_update import parameter_update
+from .training.progress import Progress
 from .training.ranks import TrainingRanks
 from .training.train_state import Metrics as Metrics, TrainState as TrainState, give_up, require_not_given_up
+from .training.update_rule import UpdateRule
 
 
 class Trainer:

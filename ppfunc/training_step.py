@@ -18,8 +18,8 @@ from .trainer import Trainer
 from .training import Clip, LossScale, Optimizer, Precision, Transform, accepting_scale
 from .training.checks import require_count
 from .training.norms import require_max_norm, require_norm_type
-from .training.parameter_update import OnNonfinite, UpdateRule
 from .training.ranks import ShardWhat
+from .training.update_rule import OnNonfinite, UpdateRule
 
 
 def train_step(
@@ -57,7 +57,7 @@ def train_step(
         axes: the names of its axes.
         transport: in the place of a mesh, carries the messages of one pipeline; ``InProcess()`` where neither is given.
         clip: largest norm of all gradients together, which are made shorter where it is more.
-        norm_type: p of the norm, ``math.inf`` for the largest element; 2 where none is given.
+        norm_type: p of the norm, ``math.inf`` for the largest element; by default 2, or that of an optimizer that clips.
         scale: of the loss: :func:`dynamic_scale`, of a step that skips updates, or :func:`static_scale`.
         accumulate: how many times the schedule runs in a step, each with a part of the batch; the gradients are those of
             one schedule with as many times the microbatches, bit by bit.
@@ -107,8 +107,8 @@ def _rule(
     require_one_of("shard", shard, get_args(ShardWhat))
     if scale is not None and scale.changes and on_nonfinite != "skip":
         raise ValueError(
-            f"on_nonfinite: got {on_nonfinite!r} with the scale {scale.text}, which falls at steps that are skipped; take 'skip', or a "
-            "static_scale"
+            f"on_nonfinite: got {on_nonfinite!r} with the scale {scale.text}, which changes where an update is skipped; take 'skip', or "
+            "a scale that never changes, such as ppfunc.static_scale(1024.0)"
         )
     if (clipped := getattr(optimizer, "clipped", None)) is not None:
         for name, number in (("clip", clip), ("norm_type", norm_type)):

@@ -1,116 +1,35 @@
-"""Update parameters within a step: sums of gradients over data ranks, their norm, clipping, and the optimizer."""
+"""Update parameters within a step: sum gradients over data ranks, and run the optimizer on them."""
 
 from __future__ import annotations
 
 import reprlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from math import inf, isinf, nan
-from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..runtime.arguments import StepArguments
-from ..runtime.buffers import Buffers, Leaves
-from ..runtime.collective import Wait
+from ..runtime.buffers import Buffers
 from ..runtime.gradients import Gradients
-from ..runtime.nonfinite import NotFinite
 from ..runtime.ownership import Owned
 from ..runtime.spec import ParameterUpdate
-from ..runtime.ties import leaf_number
-from ..stage import LeafSignature, Signature
+from ..stage import LeafSignature
 from ..stage._torch import versions
 from ..stage.layout import distributed, layout_of, local
 from ..stage.tree import tree_flatten, tree_leaves, tree_map, tree_paths
 from ._torch import multiply_each, multiply_into_each
-from .norms import clip_coefficient, leaf_sums, norm_of
-from .precision import LossScale, Precision, overflow
-from .protocols import Optimizer, ShardOf, Tree, selected, text_of
-from .ranks import Cut, ShardWhat, TrainingRanks
+from .conclusion import join, receive
+from .progress import Progress, dims_of
+from .protocols import ShardOf, Tree
+from .ranks import TrainingRanks
 from .reducer import Reducer
-from .sharding import Dims, gather
+from .sharding import gather
 from .start import start_facts
-from .train_state import Metrics, TrainState
+from .update_rule import UpdateRule
 
-OnNonfinite = Literal["skip", "raise", "ignore"]
 Idle = dict[int, list[Reducer]]
 """By stage, reducers that no step uses."""
-
-
-class UpdateRule(NamedTuple):
-    """How gradients become new parameters.
-
-    Args:
-        optimizer: runs stage by stage.
-        clip: largest norm of all gradients together.
-        norm_type: p of the norm.
-        scale: of the loss.
-        precision: the dtypes.
-        on_nonfinite: what to do where loss or norm are not finite.
-        shard: whether each data rank keeps, and updates, a part of the optimizer's state, or also of the parameters.
-    """
-
-    optimizer: Optimizer
-    clip: float
-    norm_type: float
-    scale: LossScale | None
-    precision: Precision
-    on_nonfinite: OnNonfinite
-    shard: ShardWhat
-
-    @property
-    def options_text(self) -> str:
-        """The options that all ranks have to agree on."""
-        dtypes = "/".join(str(dtype) for dtype in (self.precision.compute, self.precision.reduce, self.precision.master))
-        scaled = "a scaled loss" if self.scale else "no scale"
-        return f"clip {self.clip} of norm {self.norm_type}, {scaled}, {dtypes}, {self.on_nonfinite} what is not finite, shard {self.shard}"
-
-    @property
-    def numbers_text(self) -> tuple[str, str]:
-        """The numbers of the optimizer and of the scale."""
-        return f"optimizer {text_of(self.optimizer)}", f"scale {'none' if self.scale is None else self.scale.text}"
-
-    @property
-    def needs_all(self) -> bool:
-        """Whether an update needs the gradients of all stages."""
-        return not (self.clip == inf and self.scale is None and self.on_nonfinite == "ignore")
-
-
-@dataclass
-class Progress:
-    """Hold the findings of a step so far.
-
-    Args:
-        state: from which it began; after each update, the new one.
-        weighted: whether the caller gave weights of the losses, whose sum over the data ranks is not 1 yet.
-        stage_state: leaves of the states of stages before this update.
-        reducers: by stage, where gradients are added up over microbatches and data ranks, and the numbers of the leaves.
-        cuts: by stage, how its parameters lie.
-        gradients: by stage and number of the leaf.
-        divisor: of the gradients, None for 1.
-        found: 1 where loss or gradients are not finite, float32[].
-        shares: parts of this rank in the norm.
-        totals: of every update whose sums over all ranks are under way, what waits for them.
-        metrics: of every update.
-        written: leaves of the state that were updated in place.
-        left: by stage, how many updates are to come.
-    """
-
-    state: TrainState
-    weighted: bool
-    stage_state: dict[int, Leaves] = field(default_factory=dict)
-    reducers: dict[int, tuple[Reducer, Sequence[int]]] = field(default_factory=dict)
-    cuts: dict[int, list[Cut]] = field(default_factory=dict)
-    gradients: dict[int, dict[int, Tensor]] = field(default_factory=dict)
-    divisor: Tensor | None = None
-    found: Tensor | None = None
-    shares: list[Tensor] = field(default_factory=list)
-    totals: list[Wait] = field(default_factory=list)
-    metrics: list[Metrics] = field(default_factory=list)
-    written: list[Tensor] = field(default_factory=list)
-    left: dict[int, int] = field(default_factory=dict)
 
 
 def parameter_update(rule: UpdateRule, ranks: TrainingRanks) -> ParameterUpdate:
@@ -120,7 +39,7 @@ def parameter_update(rule: UpdateRule, ranks: TrainingRanks) -> ParameterUpdate:
         begin=partial(_begin, ranks),
         sums=partial(_sums, rule, ranks, idle) if ranks.data.size > 1 else None,
         reduce=_reduce,
-        join=partial(_join, rule, ranks),
+        join=partial(join, rule, ranks),
         step=partial(_step, rule, ranks, idle),
         finish=_finish,
         together=rule.needs_all,
@@ -145,18 +64,6 @@ def _begin(ranks: TrainingRanks, passes: Sequence[StepArguments]) -> Sequence[St
     return [part._replace(loss_weights=own) for part, own in zip(passes, weights, strict=True)]
 
 
-def _cuts(ranks: TrainingRanks, progress: Progress, stage: int) -> list[Cut]:
-    """How the parameters of a stage lie, worked out once in a step."""
-    if stage not in progress.cuts:
-        progress.cuts[stage] = ranks.cuts(tree_leaves(progress.state.params[stage]))
-    return progress.cuts[stage]
-
-
-def _dims(ranks: TrainingRanks, progress: Progress, stage: int) -> Dims:
-    """The dimension of every parameter of a stage that is cut over the data ranks."""
-    return tuple(cut.dim for cut in _cuts(ranks, progress, stage))
-
-
 def _sums(rule: UpdateRule, ranks: TrainingRanks, idle: Idle, buffers: Buffers, stage: int, leaves: dict[int, LeafSignature]) -> Reducer:
     """Find buckets for the gradients of a stage: those of an earlier step that nobody uses, else new ones.
 
@@ -164,7 +71,7 @@ def _sums(rule: UpdateRule, ranks: TrainingRanks, idle: Idle, buffers: Buffers, 
     may still be written there.
     """
     progress: Progress = buffers.carry
-    dims, free = _dims(ranks, progress, stage), idle.setdefault(stage, [])
+    dims, free = dims_of(ranks, progress, stage), idle.setdefault(stage, [])
     form = tuple(leaves.values()), tuple(dims[n] for n in leaves)
     while free:
         reducer = free.pop()
@@ -185,93 +92,14 @@ def _reduce(buffers: Buffers, stage: int, sums: Gradients, numbers: Sequence[int
         progress.gradients[stage] = dict(zip(numbers, sums.take(like, Owned()), strict=True))
 
 
-def _receive(rule: UpdateRule, ranks: TrainingRanks, progress: Progress, stage: int) -> None:
-    """Wait for the sums of a stage over data ranks, and note this rank's part in the norm."""
-    if stage in progress.reducers:
-        reducer, numbers = progress.reducers[stage]
-        progress.gradients[stage] = dict(zip(numbers, reducer.wait(), strict=True))
-    cuts, again = _cuts(ranks, progress, stage), _further_places(ranks, progress, stage)
-    counted = [(n, g) for n, g in sorted(progress.gradients[stage].items()) if n not in again and _counts(ranks, cuts[n])]
-    dims = tuple(cuts[n].part if cuts[n].dim is None else None for n, _ in counted)
-    parts = [
-        g if dim is None else g.tensor_split(ranks.data.size, dim)[ranks.data.place].contiguous()
-        for (_, g), dim in zip(counted, dims, strict=True)
-    ]
-    progress.shares.append(leaf_sums(parts, rule.norm_type).to(progress.state.step.device))
-
-
-def _counts(ranks: TrainingRanks, cut: Cut) -> bool:
-    """Whether this rank adds a leaf to the norm: the first of those that hold the same."""
-    whole = cut.layout is None or not cut.layout.sharded
-    return not (ranks.data.place and cut.part is None) and not (ranks.model.place and whole)
-
-
-def _further_places(ranks: TrainingRanks, progress: Progress, stage: int) -> set[int]:
-    """The leaves of a stage that are counted elsewhere: at the first place of a tied parameter, in the first replica."""
-    signature = Signature.of(progress.state.params[stage]) if ranks.tied else None
-    group = next((g for g in ranks.schedule.replicas if ranks.schedule.model_stages[g[0]] == stage), None)
-    if group is not None and ranks.schedule.placement[group[0]] not in ranks.ranks:
-        return set(progress.gradients[stage])
-    names = (name for _, places in ranks.tied for place, name in places[1:] if place == stage)
-    return {leaf_number(signature, name, "params") for name in names if signature is not None}
-
-
-def _join(rule: UpdateRule, ranks: TrainingRanks, buffers: Buffers, losses: dict[int, Tensor]) -> None:
-    """Sum the norm and the loss over all ranks; conclude from them where the updates are to come."""
-    progress, p = buffers.carry, rule.norm_type
-    for stage in sorted({*progress.gradients, *progress.reducers}) if rule.needs_all else ():
-        _receive(rule, ranks, progress, stage)
-    shares = torch.cat([torch.zeros(1, dtype=torch.float64, device=progress.state.step.device), *progress.shares])
-    progress.shares.clear()
-    own = [part.sum().to(shares) for part in losses.values()] if ranks.model.place == 0 else []
-    loss = torch.stack([shares[0], *own]).sum()
-    bad = shares.isnan().any().to(shares)  # the largest of several numbers need not be NaN where one is
-    total = torch.stack([shares[0] if isinf(p) else shares.sum(), loss, bad])
-    largest = shares.amax() if isinf(p) else None
-    waits = [ranks.world.all_reduce(total), *([] if largest is None else [ranks.world.all_reduce(largest, "max")])]
-
-    def conclude() -> None:
-        for wait in waits:
-            wait()
-        _conclude(rule, progress, total if largest is None else torch.stack([largest, *total[1:]]), scale)
-
-    scale = buffers.scale
-    if not rule.needs_all:
-        progress.totals.append(conclude)
-        return
-    conclude()
-    if rule.on_nonfinite == "skip":
-        buffers.state.update(selected(progress.found, progress.stage_state, buffers.state))
-    progress.stage_state = dict(buffers.state)
-    if rule.scale is not None:
-        progress.state = progress.state._replace(scale=rule.scale.update(progress.state.scale, progress.found))
-        buffers.scale = progress.state.scale["scale"]
-
-
-def _conclude(rule: UpdateRule, progress: Progress, total: Tensor, loss_scale: Tensor | None) -> None:
-    """Conclude from the sums over all ranks whether the update is made, and by what gradients are divided."""
-    norm, loss = norm_of(total[0], rule.norm_type), total[1]
-    norm = torch.where(total[2] > 0, torch.full_like(norm, nan), norm)
-    scale = norm.new_ones(()) if loss_scale is None else loss_scale.to(norm)
-    norm = norm / scale
-    progress.found = overflow(loss, norm)
-    if rule.on_nonfinite == "raise" and bool(progress.found):
-        raise NotFinite(f"the loss is {loss.item():g}, the norm of the gradients {norm.item():g}")
-    clipped = clip_coefficient(norm, rule.clip)
-    progress.divisor = None if loss_scale is None and clipped is None else scale if clipped is None else scale / clipped
-    skipped = progress.found if rule.on_nonfinite == "skip" else torch.zeros_like(progress.found)
-    progress.metrics.append(Metrics(loss, norm, scale, skipped, {}))
-    progress.state = progress.state._replace(step=progress.state.step + (1 - skipped).to(progress.state.step))
-
-
 def _step(rule: UpdateRule, ranks: TrainingRanks, idle: Idle, buffers: Buffers, stage: int) -> None:
     """Make the new parameters and optimizer state of a stage."""
     progress: Progress = buffers.carry
     progress.left[stage] -= 1
     if not rule.needs_all:
-        _receive(rule, ranks, progress, stage)
+        receive(rule, ranks, progress, stage)
     leaves, treedef = tree_flatten(progress.state.params[stage])
-    dims, gradients, optimizer = _dims(ranks, progress, stage), progress.gradients.pop(stage), progress.state.optimizer[stage]
+    dims, gradients, optimizer = dims_of(ranks, progress, stage), progress.gradients.pop(stage), progress.state.optimizer[stage]
     own = ranks.own(leaves, dims)
     gradients = {n: g.to(own[n].dtype) for n, g in gradients.items()}  # before they are divided, which would lose small ones
     if progress.divisor is not None:  # not by the fused kernels, which divide by a float32
@@ -347,4 +175,4 @@ def _unshard(rule: UpdateRule, ranks: TrainingRanks, buffers: Buffers, stage: in
     progress: Progress = buffers.carry
     shards = tuple(rule.precision.to_compute(list(map(local, tree_leaves(progress.state.params[stage])))))
     buffers.shards[stage] = shards
-    buffers.params[stage] = gather(shards, _dims(ranks, progress, stage), ranks.data).wait()
+    buffers.params[stage] = gather(shards, dims_of(ranks, progress, stage), ranks.data).wait()
