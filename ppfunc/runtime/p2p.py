@@ -79,9 +79,13 @@ class P2P(Control):
         mesh: DeviceMesh | None = None,
         axes: Axes | None = None,
     ) -> None:
-        for name, value, kind, mend in (("mesh", mesh, DeviceMesh, "init_device_mesh(...)"), ("axes", axes, Axes, "Axes('pp', data='dp')")):
+        wanted = (
+            ("mesh", mesh, DeviceMesh, "a DeviceMesh, such as torch's init_device_mesh makes"),
+            ("axes", axes, Axes, "ppfunc.Axes('pp', data='dp')"),
+        )
+        for name, value, kind, expected in wanted:
             if value is not None and not isinstance(value, kind):
-                raise TypeError(f"{name}: got {value!r} of type {type(value).__name__}, expected a {kind.__name__}, such as {mend}")
+                raise TypeError(f"{name}: got {value!r} of type {type(value).__name__}, expected {expected}")
         if group is not None and mesh is not None:
             raise ValueError("P2P got a process group and a mesh; expected P2P(group), or P2P(mesh=mesh, axes=axes)")
         if axes is not None and mesh is None:

@@ -108,7 +108,7 @@ def test_arguments_of_a_trainer_are_named(options, error, text):
         (lambda: pp.warmup_cosine(-0.1, 2, 4), ValueError, "peak is -0.1"),
         (lambda: pp.static_scale("2"), TypeError, "scale is '2'"),
         (lambda: pp.dynamic_scale(interval=0), ValueError, "interval is 0, expected at least 1"),
-        (lambda: pp.clip_by_global_norm(math.nan), ValueError, "max_norm: got nan"),
+        (lambda: pp.clip_by_global_norm(math.nan), ValueError, "max_norm is nan"),
         (lambda: pp.clip_by_global_norm(1.0, "inf"), TypeError, "norm_type is 'inf'"),
     ],
 )
