@@ -265,7 +265,7 @@ class SocketLinks:
             return find_culprit(self.rank, dict(self._answers))
 
     def _answer(self, awaits: int | None) -> Answer:
-        """Describe this rank to one that waits. Whatever ``status`` raises, a question must not end the watch, nor hide why it was asked."""
+        """Describe this rank to one that waits. Whatever ``status`` raises, a question must not end the watch."""
         try:
             return self.status()._replace(awaits=awaits)
         except Exception:
