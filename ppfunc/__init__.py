@@ -57,7 +57,6 @@ if TYPE_CHECKING:
         testing as testing,
         training as training,
     )
-    from .making_trainers import train_step as train_step
     from .measurement import measure as measure
     from .pipeline import evaluate as evaluate, value_and_grad as value_and_grad
     from .runtime import (
@@ -159,6 +158,7 @@ if TYPE_CHECKING:
         save as save,
         save_async as save_async,
     )
+    from .training_step import train_step as train_step
     from .transforms import gnvp as gnvp, hvp as hvp, jvp as jvp, per_sample_grad as per_sample_grad
 else:
     __getattr__, __dir__, __all__ = attach(__name__)

@@ -1,10 +1,10 @@
 """Make step functions: read what the caller gives, prove the schedule, and tell the peers of a mistake."""
 
 import reprlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 
@@ -16,30 +16,25 @@ from ppfunc.schedule import Op, Schedule, append_tail, check, forward_only, plac
 from ppfunc.splitter import Split
 from ppfunc.stage import Engine, Loss, ModuleStage, Stage
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
 Stages = Sequence[Stage | None] | Split
 """One function per stage of the model, None for those of other processes; or a model that was split, with its skips and ties."""
 
 
-def told_to_peers(make: Callable[P, R]) -> Callable[P, R]:
-    """The same function, which makes a step function of its fourth argument, the transport; a mistake that it raises is
-    told to the other ranks, whose next step fails, and the transport can be used no more."""
+@contextmanager
+def mistakes_told(transport: Transport | None) -> Iterator[None]:
+    """Tell the other ranks of a mistake in the body: their next step fails, and the transport can be used no more.
 
-    @wraps(make)
-    def making(*args: P.args, **kwargs: P.kwargs) -> R:
-        transport = kwargs.get("transport", args[3] if len(args) > 3 else None)
-        if transport is not None and (isinstance(transport, type) or not hasattr(transport, "local_ranks")):
-            raise TypeError(f"transport: got {shown(transport)}, expected one such as ppfunc.InProcess() or ppfunc.P2P(group)")
-        try:
-            return make(*args, **kwargs)
-        except Exception as cause:
-            if transport is not None:
-                transport.abandon_step(cause)  # type: ignore[attr-defined]
-            raise
-
-    return making
+    Raises:
+        TypeError: something else than a transport.
+    """
+    if transport is not None and (isinstance(transport, type) or not hasattr(transport, "local_ranks")):
+        raise TypeError(f"transport: got {shown(transport)}, expected one such as ppfunc.InProcess() or ppfunc.P2P(group)")
+    try:
+        yield
+    except Exception as cause:
+        if transport is not None:
+            transport.abandon_step(cause)
+        raise
 
 
 def unpacked(

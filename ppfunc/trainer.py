@@ -22,9 +22,11 @@ from ppfunc.stage.layout import local
 from ppfunc.stage.signature import flatten
 from ppfunc.stage.tree import tree_leaves, tree_map
 
-from .training.parameter_update import Progress, UpdateRule, parameter_update
+from .training.parameter_update import parameter_update
+from .training.progress import Progress
 from .training.ranks import TrainingRanks
-from .training.train_state import Metrics as Metrics, TrainState as TrainState, give_up, require_whole
+from .training.train_state import Metrics as Metrics, TrainState as TrainState, give_up, require_not_given_up
+from .training.update_rule import UpdateRule
 
 
 class Trainer:
@@ -50,7 +52,7 @@ class Trainer:
         self._scale_keys = set() if rule.scale is None else set(rule.scale.init("cpu"))
         reduce = rule.precision.reduce
         sum_dtype = reduce if reduce in (torch.float32, torch.float64) else None
-        name = f"train_step {rule.text}, {accumulate} passes"
+        name = f"train_step {rule.options_text}, {accumulate} passes"
         wants, update = frozenset({"loss", "aux"}), parameter_update(rule, self._ranks)
         spec = StepSpec(name, wants, tied=tied, sum_dtype=sum_dtype, update=update, finite=rule.on_nonfinite == "raise")
         self._step = make_step(stages, loss_fn, schedule, transport, engine, spec, self._steps, self._updated)
@@ -58,7 +60,7 @@ class Trainer:
         spec = StepSpec(f"evaluation of {name}", wants, tied=tied, update=looking)
         ahead = forward_only(remove_unshards(remove_tail(schedule)))
         ahead = insert_unshards(ahead) if rule.shard == "params" else ahead
-        self._evaluate = make_step(stages, loss_fn, ahead, transport, engine, spec, self._passes, self._loss, training=False)
+        self._evaluate = make_step(stages, loss_fn, ahead, transport, engine, spec, self._evaluation, self._loss, training=False)
 
     def __repr__(self) -> str:
         return f"<trainer of {self._step!r}>"
@@ -76,7 +78,7 @@ class Trainer:
         """
         stages = self._ranks.stages
         _require_trees("params", params, stages)
-        _require_trees("state", state or {}, [s for s in stages if s in (state or {})])
+        _require_trees("state", state or {}, stages, some=True)
         for name, trees in (("params", params), ("state", state or {})):
             for s, tree in trees.items():
                 flatten(tree, f"{name}[{s}]")  # raises for leaves that are no tensors
@@ -186,30 +188,43 @@ class Trainer:
             raise TypeError(f"batches: got {shown(batches)}, expected a list of (inputs, targets), one for every step")
         if not batches:
             raise ValueError("batches: got none, expected inputs and targets of at least one step")
+        given: Sequence[LossWeights] = [None] * len(batches) if weights is None else weights
+        common = self._common(state, given[0] is not None, written)
         made: list[RawArguments] = []
         for n, (inputs, targets) in enumerate(batches):
             later = (seed[0], seed[1] + n) if n and isinstance(seed, tuple | list) else seed  # the first is checked where it is read
-            made += self._passes(state, inputs, targets, None if weights is None else weights[n], later, extras)
-        made[0].carry.written = written
+            made += self._passes(common, inputs, targets, given[n], later, extras)
         made[0] = made[0]._replace(common=f"{len(batches)} steps, {made[0].common}")
         return made
 
-    def _passes(
+    def _evaluation(
         self, state: TrainState, inputs: Any, targets: Any, loss_weights: LossWeights, seed: Seed, extras: Mapping[int, Any] | None
     ) -> list[RawArguments]:
-        """The passes of one step."""
+        """The passes of an evaluation."""
+        return self._passes(self._common(state, loss_weights is not None, []), inputs, targets, loss_weights, seed, extras)
+
+    def _common(self, state: TrainState, weighted: bool, written: list[torch.Tensor]) -> RawArguments:
+        """The arguments that all passes share: parameters are cast once."""
         self._require_fit(state)
-        count, precision, data = self._accumulate, self._rule.precision, self._ranks.data
-        microbatches = count * self.schedule.microbatches
-        weights = [1 / (data.size * microbatches)] * microbatches if loss_weights is None else _read_weights(loss_weights, microbatches)
-        params = {s: self._ranks.given(tree, precision) for s, tree in state.params.items()}
-        cast = inputs.map(precision.to_compute) if isinstance(inputs, Microbatches) else precision.to_compute(inputs)
-        progress = Progress(state._replace(params=dict(state.params), optimizer=dict(state.optimizer)), weighted=loss_weights is not None)
-        raw = RawArguments(
-            params, cast, targets, extras, state.stage_state, weights, seed, first=data.place * microbatches,
-            scale=state.scale.get("scale"), carry=progress, common="equal weights" if loss_weights is None else "own weights",
+        params = {s: self._ranks.given(tree, self._rule.precision) for s, tree in state.params.items()}
+        begun = state._replace(params=dict(state.params), optimizer=dict(state.optimizer))
+        return RawArguments(
+            params, None, state=state.stage_state, scale=state.scale.get("scale"), carry=Progress(begun, weighted, written=written),
+            common="own weights" if weighted else "equal weights",
         )  # fmt: skip
-        return raw.passes(count, self.schedule.microbatches)
+
+    def _passes(
+        self, common: RawArguments, inputs: Any, targets: Any, loss_weights: LossWeights, seed: Seed, extras: Mapping[int, Any] | None
+    ) -> list[RawArguments]:
+        """The passes of one step."""
+        data, cast = self._ranks.data, self._rule.precision.to_compute
+        microbatches = self._accumulate * self.schedule.microbatches
+        weights = [1 / (data.size * microbatches)] * microbatches if loss_weights is None else _read_weights(loss_weights, microbatches)
+        raw = common._replace(
+            inputs=inputs.map(cast) if isinstance(inputs, Microbatches) else cast(inputs), targets=targets, extras=extras,
+            loss_weights=weights, seed=seed, first=data.place * microbatches,
+        )  # fmt: skip
+        return raw.passes(self._accumulate, self.schedule.microbatches)
 
     def _require_fit(self, state: TrainState) -> None:
         """Raise for something else than a state of this trainer."""
@@ -227,7 +242,7 @@ class Trainer:
                 f"state: got that of the stages {sorted(state.stage_state)}, of which each of the {self._ranks.data.size} data ranks would "
                 "have another; use stages without one, such as stage_from_module(module, constants=True) where buffers are only read"
             )
-        require_whole(state)
+        require_not_given_up(state)
 
     def _updated(self, result: StepResult, raw: list[RawArguments]) -> tuple[TrainState, list[Metrics]]:
         progress: Progress = result.carry
@@ -240,11 +255,11 @@ class Trainer:
         return result.carry.metrics[0].loss
 
 
-def _require_trees(name: str, trees: Any, stages: Sequence[int]) -> None:
-    """Raise for something else than trees of these stages of the model."""
+def _require_trees(name: str, trees: Any, stages: Sequence[int], *, some: bool = False) -> None:
+    """Raise for something else than trees of these stages of the model, or of some of them."""
     if not isinstance(trees, Mapping):
         raise TypeError(f"{name}: got {shown(trees)}, expected {{stage: tree}} of the stages {list(stages)}, which this process runs")
-    if set(trees) != set(stages):
+    if not set(trees) <= set(stages) or (len(trees) < len(stages) and not some):
         raise ValueError(f"{name}: got the stages {list(trees)}, this process runs {list(stages)}; give those, as {{stage: tree}}")
 
 

@@ -47,7 +47,13 @@ class Links(Protocol):
     def generation(self) -> int: ...
 
     def send(self, peer: int, channel: str, data: bytes) -> None:
-        """Send a message of any length without waiting for the peer; one that is gone does not get it."""
+        """Send a message of any length, without waiting until the peer receives it; one that is gone does not get it.
+
+        The first message to a peer may wait until the two are connected.
+
+        Raises:
+            LinkError: the peer is gone, or has not come in time, or a failure has been published, while they were being connected.
+        """
         ...
 
     def recv(self, peer: int, channel: str) -> bytes:

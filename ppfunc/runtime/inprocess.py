@@ -18,7 +18,7 @@ class InProcess:
     """The transport of a pipeline whose ranks all live in this process and this thread.
 
     The calls of all ranks run in one order in which everything that a call consumes has been produced before, so none
-    ever waits: a message is an entry of ``buffers.values``, moved to the consumer's device where that differs. It holds
+    ever waits: a message is an entry of ``buffers.values``, moved to the consumer's device where that differs. It owns
     nothing, so steps may share it, also between threads.
     """
 
@@ -63,6 +63,7 @@ class InProcess:
         return torch.cat([losses[stage] for stage in sorted(parts)]).sum(0) if parts else None
 
     def hold_interrupts(self, later: bool = False) -> AbstractContextManager[object]:
+        """Hold nothing back: interrupts act at once, since a step that they end leaves no peer behind."""
         return nullcontext()
 
     def lose_step(self) -> None:

@@ -31,7 +31,7 @@ class Signals(Protocol):
 
 
 class ProcessSignals:
-    """Those of the process. Only its main thread runs handlers, so elsewhere there is nothing to hold."""
+    """Signals of this process. Only the main thread runs handlers; in other threads nothing is held."""
 
     def handlers(self) -> dict[int, Handler]:
         if threading.get_ident() != threading.main_thread().ident:
@@ -45,7 +45,8 @@ class ProcessSignals:
         _set(number, handler)
 
     def send_later(self, number: int) -> None:
-        timer = threading.Timer(_LATER, signal.raise_signal, (number,))
+        # To the main thread itself, which a signal that the timer's thread receives would not wake from its sleep.
+        timer = threading.Timer(_LATER, signal.pthread_kill, (threading.main_thread().ident, number))
         timer.daemon = True
         timer.start()
 
@@ -57,8 +58,13 @@ class _Held:
     """The handlers of a thread while signals are held back.
 
     Args:
+        signals: of this thread.
+
+    Attributes:
         acting: whether signals act at once.
         kept: whether they are held until the exit, whatever lies between.
+        handlers: those that were set before, by number.
+        pending: numbers of the signals that came meanwhile, in order.
     """
 
     __slots__ = ("acting", "handlers", "kept", "pending", "signals")
@@ -105,9 +111,9 @@ _thread = _Thread()
 
 
 class hold_interrupts:
-    """Hold back signals whose handlers are Python functions, which may raise, but where :class:`let_interrupts` lets them act.
+    """Delay signals until exit, except inside :class:`let_interrupts`. Only signals with Python handlers are delayed.
 
-    Those that are held act at the exit. The first that raises an exception holds back those that follow.
+    The first that raises an exception holds back those that follow.
 
     Args:
         later: where the body has not raised, they act a moment after the exit instead, when its result has reached the caller.

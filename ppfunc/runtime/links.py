@@ -257,12 +257,19 @@ class SocketLinks:
     def suspect(self, peer: int) -> tuple[int, str]:
         with self._changed:
             self._questions += 1
-            self._answers = {self.rank: self.status()._replace(awaits=peer)}
+            self._answers = {self.rank: self._answer(peer)}
             for neighbour in self._neighbours:
                 self._tell(neighbour, "whom", f"{self.rank}.{self._questions}")
             self._changed.wait_for(lambda: len(self._answers) == self.size or self.generation in self._decided, _ANSWERS)
             self._cut_off = self._parent is not None and self._parent not in self._answers
             return find_culprit(self.rank, dict(self._answers))
+
+    def _answer(self, awaits: int | None) -> Answer:
+        """Describe this rank to one that waits. Whatever ``status`` raises, a question must not end the watch."""
+        try:
+            return self.status()._replace(awaits=awaits)
+        except Exception:
+            return Answer(awaits)
 
     # -- the thread that watches -----------------------------------------------------------
 
@@ -278,7 +285,7 @@ class SocketLinks:
         elif kind == "whom" and message[0] not in self._asked:
             (question,) = message
             self._asked[question] = peer
-            self._tell(peer, "for", question, self.rank, self.status()._replace(awaits=self.waiting_on))
+            self._tell(peer, "for", question, self.rank, self._answer(self.waiting_on))
             for neighbour in self._neighbours:
                 if neighbour != peer:
                     self._tell(neighbour, "whom", question)

@@ -66,6 +66,7 @@ class P2P(Control):
 
     Raises:
         RuntimeError: torch.distributed has not been initialised, or this process is not in the group.
+        TypeError: something else than a mesh, or its axes.
         ValueError: the group has another backend than gloo or NCCL for the device that computes, or the axes do not fit the mesh.
         PipelineError: the store of the group does not answer.
     """
@@ -78,10 +79,19 @@ class P2P(Control):
         mesh: DeviceMesh | None = None,
         axes: Axes | None = None,
     ) -> None:
+        wanted = (
+            ("mesh", mesh, DeviceMesh, "a DeviceMesh, such as torch's init_device_mesh makes"),
+            ("axes", axes, Axes, "ppfunc.Axes('pp', data='dp')"),
+        )
+        for name, value, kind, expected in wanted:
+            if value is not None and not isinstance(value, kind):
+                raise TypeError(f"{name}: got {value!r} of type {type(value).__name__}, expected {expected}")
+        if group is not None and mesh is not None:
+            raise ValueError("P2P got a process group and a mesh; expected P2P(group), or P2P(mesh=mesh, axes=axes)")
+        if axes is not None and mesh is None:
+            raise ValueError(f"axes: got {axes}, and no mesh that has them; give the mesh, too")
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError("P2P got no process group; call torch.distributed.init_process_group first, or use InProcess()")
-        if (group is not None and mesh is not None) or (axes is not None and mesh is None):
-            raise ValueError("P2P got a process group and a mesh or its axes; expected P2P(group), or P2P(mesh=mesh, axes=axes)")
         group = group if group is not None else dist.group.WORLD
         outside: Any = dist.GroupMember.NON_GROUP_MEMBER  # a number, or a group
         if group is None or group is outside:
@@ -155,9 +165,12 @@ class P2P(Control):
         return Answer(None, self._running.locked(), self.ended, peers, self._stage_collectives() if peers else 0)
 
     def _stage_collectives(self) -> int:
-        """How many collectives of stages this rank has begun."""
+        """How many collectives of stages this rank has begun; 0 where their group has ended, after a failure or by its owner."""
         assert self.mesh is not None and self.axes.model is not None
-        return _torch.begun_in(self.mesh.get_group(self.axes.model))
+        try:
+            return _torch.begun_in(self.mesh.get_group(self.axes.model))
+        except (RuntimeError, ValueError):  # the mesh, or torch.distributed, knows the group no more
+            return 0
 
     def _unblock(self, committed: int) -> None:
         """End the communicators of a step that has failed, which under NCCL hold up the GPU until then.

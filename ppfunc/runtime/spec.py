@@ -31,8 +31,8 @@ class ParameterUpdate(NamedTuple):
         unshard: at UNSHARD, ``unshard(buffers, stage of the model)`` puts whole parameters into ``buffers.params``, and this rank's
             shards of them into ``buffers.shards``; None where parameters are whole.
         together: whether every STEP comes after ``join``; else each comes where the schedule has it, and ``join`` in the end.
-        facts: where ranks meet, ``facts(carry)`` gives terms that all ranks have to agree on, and those that the ranks have to that
-            hold the same parameters, for other batches.
+        facts: ``facts(carry)`` gives two texts of terms, which ranks compare where they meet. All ranks agree on the first. On the
+            second agree those that hold the same parameters, for other batches.
     """
 
     begin: Callable[[Sequence[StepArguments]], Sequence[StepArguments]]

@@ -120,7 +120,8 @@ class StepFunction(Generic[P, R]):
     ) -> tuple[R, Timeline | None]:
         """Run one step, measured where there is a recorder; ``ready`` gives the compiled step, by default that of the cache.
 
-        Interrupts act while stages are traced or run, and while this rank waits for peers that have not come to the end.
+        Over a transport between processes, interrupts act while stages are traced or run, and while this rank waits for peers that
+        have not come to the end. With :class:`InProcess` they act anywhere.
         """
         ended = False
         try:

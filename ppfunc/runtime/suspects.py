@@ -50,7 +50,7 @@ def find_culprit(rank: int, answers: Mapping[int, Answer]) -> tuple[int, str]:
 
 
 def _awaited(rank: int, answers: Mapping[int, Answer]) -> int | None:
-    """Whom a rank waits for: in a collective of a stage, one that has not come to it, if there is one."""
+    """Find the rank that this one waits for: in a collective of a stage, one that has not come to it, if there is one."""
     mine = answers[rank]
     if mine.awaits is not None or not mine.stepping:
         return mine.awaits

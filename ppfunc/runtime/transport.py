@@ -134,7 +134,7 @@ class ControlTransport(Protocol):
         ...
 
     def send_text(self, peer: int, text: str) -> None:
-        """Send a text of any length, without waiting for the peer."""
+        """Send a text of any length, without waiting until the peer receives it."""
         ...
 
     def recv_text(self, peer: int) -> str:
@@ -192,7 +192,10 @@ class ControlTransport(Protocol):
         ...
 
     def hold_interrupts(self, later: bool = False) -> AbstractContextManager[object]:
-        """Hold back interrupts of this thread, as :class:`~ppfunc.runtime.interrupts.hold_interrupts`: around every step."""
+        """Hold back interrupts of this thread, as :class:`~ppfunc.runtime.interrupts.hold_interrupts`: around every step.
+
+        Where no rank is in another process, nothing has to be held back.
+        """
         ...
 
     def lose_step(self) -> None:

@@ -108,7 +108,7 @@ def version(tensor: torch.Tensor) -> int | None:
 
 
 def versions(tensors: Sequence[torch.Tensor]) -> list[int | None]:
-    """Those of many tensors, sooner."""
+    """Return the version of every tensor."""
     try:
         return [t._version for t in tensors]
     except RuntimeError:  # of an inference tensor

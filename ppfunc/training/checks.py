@@ -8,6 +8,12 @@ from numbers import Real
 from typing import Any
 
 
+def require_real(name: str, number: Any, mend: str = "") -> None:
+    """Raise TypeError for something else than a number, finite or not."""
+    if isinstance(number, bool) or not isinstance(number, Real):
+        raise TypeError(f"{name} is {reprlib.repr(number)} of type {type(number).__name__}, expected a number{mend}")
+
+
 def require_number(name: str, number: Any, least: float = 0.0, below: float = inf, mend: str = "") -> None:
     """Raise for something else than a finite number from ``least`` on, less than ``below``.
 
@@ -19,8 +25,7 @@ def require_number(name: str, number: Any, least: float = 0.0, below: float = in
     Traceback (most recent call last):
     ValueError: betas[0] is 1.0, expected a number of at least 0 and less than 1
     """
-    if isinstance(number, bool) or not isinstance(number, Real):
-        raise TypeError(f"{name} is {reprlib.repr(number)} of type {type(number).__name__}, expected a number{mend}")
+    require_real(name, number, mend)
     if not least <= float(number) < below:
         wanted = "a finite number" if below == inf else "a number"
         limit = "" if below == inf else f" and less than {below:g}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf, isinf
-from numbers import Real
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from ..stage.signature import differentiable
 from ..stage.tree import tree_leaves
 from ._torch import norms_of_each
+from .checks import require_real
 from .protocols import Tree
 
 
@@ -89,16 +89,13 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor | None:
 
 def require_norm_type(norm_type: Any) -> None:
     """Raise ValueError or TypeError for a p of which there is no norm."""
-    if isinstance(norm_type, bool) or not isinstance(norm_type, Real):
-        mend = ", such as math.inf" if norm_type == "inf" else ""
-        raise TypeError(f"norm_type is {norm_type!r} of type {type(norm_type).__name__}, expected a number{mend}")
+    require_real("norm_type", norm_type, ", such as math.inf" if norm_type == "inf" else "")
     if not float(norm_type) > 0:
         raise ValueError(f"norm_type is {norm_type}, expected a number of more than 0, or math.inf")
 
 
 def require_max_norm(name: str, max_norm: Any) -> None:
     """Raise ValueError or TypeError for a norm to clip by that is none."""
-    if isinstance(max_norm, bool) or not isinstance(max_norm, Real):
-        raise TypeError(f"{name}: got {max_norm!r} of type {type(max_norm).__name__}, expected a number")
+    require_real(name, max_norm)
     if not float(max_norm) >= 0:
-        raise ValueError(f"{name}: got {max_norm}, expected a norm, at least 0, or math.inf for none")
+        raise ValueError(f"{name} is {max_norm}, expected a norm, at least 0, or math.inf for none")

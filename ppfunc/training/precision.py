@@ -41,11 +41,11 @@ class Precision:
                 raise ValueError(f"{field.name} is {dtype}, expected a floating dtype such as torch.bfloat16, or None")
 
     def to_compute(self, tree: Tree) -> Tree:
-        """Floating leaves in ``compute``; complex, integer and boolean ones are returned as they are."""
+        """Cast floating leaves to ``compute``; complex, integer and boolean ones are returned as they are."""
         return cast(tree, self.compute)
 
     def to_master(self, tree: Tree) -> Tree:
-        """Likewise in ``master``."""
+        """Cast floating leaves to ``master``."""
         return cast(tree, self.master)
 
 
@@ -65,11 +65,13 @@ class LossScale:
         update: ``update(state, found_inf) -> state``, after a step whose gradients have overflowed where ``found_inf``,
             float32[], is 1. The state that it is given stays as it is, and no value is read by the host.
         text: its name and numbers, which ranks that train together compare.
+        changes: whether ``update`` ever changes the state, so that it needs a step that skips updates which overflow.
     """
 
     init: Callable[[torch.device | str | None], dict[str, Tensor]]
     update: Callable[[dict[str, Tensor], Tensor], dict[str, Tensor]]
     text: str = "of functions of your own"
+    changes: bool = True
 
 
 def static_scale(scale: float = 1.0) -> LossScale:
@@ -83,7 +85,7 @@ def static_scale(scale: float = 1.0) -> LossScale:
     def first(device: torch.device | str | None) -> dict[str, Tensor]:
         return {"scale": torch.full((), scale, dtype=torch.float32, device=device)}
 
-    return LossScale(first, lambda state, found_inf: state, f"static_scale({scale})")
+    return LossScale(first, lambda state, found_inf: state, f"static_scale({scale})", changes=False)
 
 
 def dynamic_scale(init: float = 2.0**16, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000) -> LossScale:

@@ -24,15 +24,15 @@ from .precision import Precision
 from .protocols import Optimizer, ShardOf, Tree
 from .sharding import Dims, parts_of, shard, shard_dim, whole_shape
 
-Shard = Literal["none", "optimizer", "params"]
+ShardWhat = Literal["none", "optimizer", "params"]
 
 
 class Cut(NamedTuple):
     """How a parameter lies.
 
     Args:
-        part: the dimension of which each data rank adds its part to the norm, None where the first adds the whole: the same for
-            every way to shard, so that the norm has the same bits.
+        part: the dimension of which each data rank adds its part to the norm. None where the first data rank adds the whole. It does
+            not depend on what is sharded, so that the norm always has the same bits.
         dim: the dimension that is cut over the data ranks, None where each has the whole.
         layout: as stages are given it: over the ranks of the model axis; None for a plain tensor.
         kept: as each data rank keeps its part.
@@ -57,7 +57,7 @@ class TrainingRanks(NamedTuple):
         axes: the names of the axes.
     """
 
-    shard: Shard
+    shard: ShardWhat
     schedule: Schedule
     ranks: tuple[int, ...]
     tied: Tied
@@ -68,8 +68,8 @@ class TrainingRanks(NamedTuple):
     axes: Axes
 
     @classmethod
-    def of(cls, shard: Shard, schedule: Schedule, tied: Tied, transport: Transport) -> TrainingRanks:
-        """Those of a transport."""
+    def of(cls, shard: ShardWhat, schedule: Schedule, tied: Tied, transport: Transport) -> TrainingRanks:
+        """Describe the ranks of a transport."""
         data, model, world = (transport.collective(among) for among in ("data", "model", "world"))
         mesh, axes = (transport.mesh, transport.axes) if isinstance(transport, P2P) else (None, Axes())
         if mesh is not None:

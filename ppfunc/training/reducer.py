@@ -108,8 +108,10 @@ class Reducer:
         self._begun = True
 
     def merge(self, gradients: Leaves) -> None:
-        """Take sums over the places of the leaves, instead of those that ``take`` gave. They are copied by ``launch``: what
-        ``take`` gave may still be on its way to other places."""
+        """Replace the sums that ``take`` gave by those over all places of the leaves.
+
+        ``launch`` copies them, not this: what ``take`` gave may still be on its way to other places.
+        """
         self._merged = gradients
 
     def signature(self, leaf: LeafSignature) -> LeafSignature:

@@ -61,7 +61,7 @@ def give_up(state: TrainState, written: Iterable[Tensor], reason: str) -> None:
         vars(state.step)[_GIVEN_UP] = reason
 
 
-def require_whole(state: TrainState) -> None:
+def require_not_given_up(state: TrainState) -> None:
     """Raise ValueError for a state that was given up: its leaves are no longer all of one step."""
     reason = vars(state.step).get(_GIVEN_UP)
     if reason is not None and any(_GIVEN_UP in vars(local(leaf)) for leaf in tree_leaves((state.params, state.optimizer))):

@@ -12,14 +12,17 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from ppfunc.runtime import _torch
 from ppfunc.runtime.buffers import Buffers, Tag
 from ppfunc.runtime.control import Control, StepRunning
 from ppfunc.runtime.errors import AgreementError, Failure, LinkError, PipelineError, gone
+from ppfunc.runtime.grid import Axes
 from ppfunc.runtime.inprocess import InProcess
 from ppfunc.runtime.links import SocketLinks
 from ppfunc.runtime.p2p import P2P
+from ppfunc.runtime.suspects import Answer
 from ppfunc.runtime.transport import Link, LossPart, Transfer
 from ppfunc.schedule.formats.text import parse_instruction
 from ppfunc.stage import LeafSignature
@@ -496,6 +499,41 @@ def test_a_rank_that_holds_up_others_is_named_not_those_that_wait_for_it(four):
     """Rank 1 waits for rank 0, which waits for rank 3, which waits for rank 2."""
     for _, text, named, _ in four(slow):
         assert named == 2, text
+
+
+def asked_without_a_group(rank, ranks):
+    """Rank 1 is asked whom it waits for when the group that its stages share has ended there."""
+    mesh = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("pp", "tp"))
+    with P2P(timeout=20, mesh=mesh, axes=Axes("pp", model="tp")) as transport:
+        transport.require_same("met")
+        if rank == 1:
+            dist.destroy_process_group()
+        transport.require_same("ended")
+        suspected, own = transport.links.suspect(1 - rank), transport._status()
+        return suspected, own, transport.require_same("again")
+
+
+def test_a_rank_whose_group_has_ended_answers(fresh):
+    processes = fresh(2)
+    processes.start(asked_without_a_group)
+    for rank, (suspected, own, met) in enumerate(processes.answers(60)):
+        assert suspected == (1 - rank, f"rank {1 - rank} is at work")
+        assert own == Answer(None, False, 0, (0, 1), 0)
+        assert met
+
+
+def test_a_question_that_a_rank_cannot_answer_leaves_its_connections():
+    def work(rank, control):
+        control.links.status = raising if rank == 1 else Answer
+        control.all_gather("met")
+        if rank == 2:
+            control.links.suspect(1)
+        return control.all_gather("again")
+
+    def raising():
+        raise LookupError("no answer")
+
+    assert in_threads(over_sockets, 3, work) == [["again"] * 3] * 3
 
 
 def test_what_is_left_behind_by_failures_does_not_grow(two):

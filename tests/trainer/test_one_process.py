@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -193,6 +194,34 @@ def test_masters_are_wide_and_stages_compute_narrow():
     assert found[-1][0] < found[0][0]
 
 
+def test_parameters_are_cast_once_for_every_update(monkeypatch):
+    """And those of earlier updates are let go: a pass computes with the first copies or with those of the last update."""
+    stages, params, x, y = problem()
+    made, alive = [], []
+
+    def casting(precision, tree):
+        cast = to_compute(precision, tree)
+        if isinstance(tree, dict):
+            made.append(weakref.ref(cast["w"]))
+        return cast
+
+    def loss_fn(out, target):
+        return squared(out.float(), target.float())
+
+    def update(grads, state, params, **given):
+        alive.append(sum(ref() is not None for ref in made))
+        return plain.update(grads, state, params, **given)
+
+    to_compute, plain, batches = pp.Precision.to_compute, pp.sgd(0.1), 10
+    options = {"precision": pp.Precision(compute=torch.float32), "engine": pp.functional}
+    with pp.train_step(stages, loss_fn, pp.one_f_one_b(4, 4), plain._replace(update=update), **options) as trainer:
+        state = trainer.init(params)
+        monkeypatch.setattr(pp.Precision, "to_compute", casting)
+        trainer.steps(state, [(x, y)] * batches)
+    assert len(made) == 4 * batches  # once before the first, and after each but the last
+    assert max(alive) <= 3 * 4
+
+
 def test_leaves_without_gradients_and_of_odd_shapes_stay_or_train():
     def stage(p, x):
         return (x @ p["w"]) * p["s"] + p["row"] + p["z"].real.sum() + p["empty"].sum() + p["n"]
@@ -213,8 +242,8 @@ def test_leaves_without_gradients_and_of_odd_shapes_stay_or_train():
 @pytest.mark.parametrize(
     "options, text",
     [
-        ({"accumulate": 0}, "accumulate: got 0, expected a number of passes, at least 1"),
-        ({"clip": -1.0}, "clip: got -1.0, expected a norm, at least 0"),
+        ({"accumulate": 0}, "accumulate is 0, expected at least 1"),
+        ({"clip": -1.0}, "clip is -1.0, expected a norm, at least 0"),
         ({"on_nonfinite": "stop"}, "on_nonfinite: got 'stop', expected 'skip' or 'raise' or 'ignore'"),
         ({"shard": "all"}, "shard: got 'all', expected 'none' or 'optimizer' or 'params'"),
         ({"norm_type": 0.0}, "norm_type is 0.0"),
@@ -229,8 +258,10 @@ def test_wrong_arguments_are_named(options, text):
 def test_two_clippings_and_a_strange_state_are_refused():
     stages, params, x, y = problem()
     clipping = pp.chain(pp.clip_by_global_norm(0.1), pp.adamw(1e-2))
-    with pytest.raises(ValueError, match="the optimizer clips, too"):
-        pp.train_step(stages, squared, pp.one_f_one_b(4, 4), clipping, clip=1.0)
+    for options in ({"clip": 1.0}, {"norm_type": 2.0}, {"norm_type": math.inf}):
+        (name,) = options
+        with pytest.raises(ValueError, match=f"{name}: got one, and the optimizer clips, too"):
+            pp.train_step(stages, squared, pp.one_f_one_b(4, 4), clipping, **options)
     with pp.train_step(stages, squared, pp.one_f_one_b(4, 4), clipping) as trainer:
         state, found = train(trainer, params, x, y)
         with pytest.raises(TypeError, match="state: got .*, expected what init or step of this trainer has returned"):

@@ -70,7 +70,7 @@ def test_what_is_not_finite_shows_in_the_norm(bad):
 
 def test_arguments_that_make_no_sense():
     for max_norm in (-1.0, float("nan")):
-        with pytest.raises(ValueError, match="max_norm: got .*, expected a norm, at least 0"):
+        with pytest.raises(ValueError, match="max_norm is .*, expected a norm, at least 0"):
             clip_by_global_norm(max_norm)
     for p in (0, -1, float("nan")):
         with pytest.raises(ValueError, match="norm_type is .*, expected a number of more than 0"):

@@ -46,27 +46,30 @@ def same_bits(one, other):
     "options, error, text",
     [
         ({"norm_type": "inf"}, TypeError, r"norm_type is 'inf' of type str, expected a number, such as math.inf"),
-        ({"norm_type": None}, TypeError, "norm_type is None"),
         ({"norm_type": True}, TypeError, "norm_type is True"),
         ({"norm_type": 0}, ValueError, "norm_type is 0, expected a number of more than 0"),
         ({"norm_type": math.nan}, ValueError, "norm_type is nan"),
         ({"norm_type": -2.0}, ValueError, "norm_type is -2.0"),
-        ({"clip": -1.0}, ValueError, "clip: got -1.0, expected a norm, at least 0"),
-        ({"clip": math.nan}, ValueError, "clip: got nan"),
-        ({"clip": "1"}, TypeError, "clip: got '1' of type str, expected a number"),
-        ({"clip": True}, TypeError, "clip: got True"),
-        ({"accumulate": 0}, ValueError, "accumulate: got 0, expected a number of passes"),
-        ({"accumulate": True}, ValueError, "accumulate: got True"),
-        ({"accumulate": 2.5}, ValueError, "accumulate: got 2.5"),
-        ({"accumulate": "2"}, ValueError, "accumulate: got '2'"),
+        ({"clip": -1.0}, ValueError, "clip is -1.0, expected a norm, at least 0"),
+        ({"clip": math.nan}, ValueError, "clip is nan"),
+        ({"clip": "1"}, TypeError, "clip is '1' of type str, expected a number"),
+        ({"clip": True}, TypeError, "clip is True"),
+        ({"accumulate": 0}, ValueError, "accumulate is 0, expected at least 1"),
+        ({"accumulate": True}, TypeError, "accumulate is True of type bool"),
+        ({"accumulate": 2.5}, TypeError, "accumulate is 2.5"),
+        ({"accumulate": "2"}, TypeError, "accumulate is '2'"),
         ({"shard": "optimiser"}, ValueError, "expected 'none' or 'optimizer' or 'params'; 'optimizer' is near"),
         ({"shard": None}, ValueError, "shard: got None"),
         ({"on_nonfinite": "rise"}, ValueError, "on_nonfinite: got 'rise', expected 'skip' or 'raise' or 'ignore'; 'raise' is near"),
         ({"on_nonfinite": True}, ValueError, "on_nonfinite: got True"),
         ({"scale": 1024.0}, TypeError, "scale: got 1024.0 of type float, expected LossScale"),
         ({"precision": torch.bfloat16}, TypeError, "precision: got torch.bfloat16 .*, expected Precision"),
+        ({"scale": pp.dynamic_scale(), "on_nonfinite": "raise"}, ValueError, "got 'raise' with the scale dynamic_scale.*; take 'skip'"),
+        ({"scale": pp.dynamic_scale(), "on_nonfinite": "ignore"}, ValueError, "got 'ignore' with the scale dynamic_scale"),
         ({"mesh": "x"}, TypeError, "mesh: got 'x' of type str, expected a DeviceMesh"),
         ({"axes": "dp"}, TypeError, "axes: got 'dp' of type str, expected ppfunc.Axes"),
+        ({"axes": pp.Axes("pp")}, ValueError, "axes: got .*, and no mesh that has them; give the mesh, too"),
+        ({"transport": pp.InProcess(), "axes": pp.Axes("pp")}, ValueError, "got a transport and a mesh or its axes"),
         ({"transport": "gloo"}, TypeError, "transport: got 'gloo' of type str"),
         ({"optimizer": torch.optim.Adam}, TypeError, "optimizer: got .*, expected init and update, such as ppfunc.adamw"),
         ({"optimizer": 1e-3}, TypeError, "optimizer: got 0.001"),
@@ -105,7 +108,7 @@ def test_arguments_of_a_trainer_are_named(options, error, text):
         (lambda: pp.warmup_cosine(-0.1, 2, 4), ValueError, "peak is -0.1"),
         (lambda: pp.static_scale("2"), TypeError, "scale is '2'"),
         (lambda: pp.dynamic_scale(interval=0), ValueError, "interval is 0, expected at least 1"),
-        (lambda: pp.clip_by_global_norm(math.nan), ValueError, "max_norm: got nan"),
+        (lambda: pp.clip_by_global_norm(math.nan), ValueError, "max_norm is nan"),
         (lambda: pp.clip_by_global_norm(1.0, "inf"), TypeError, "norm_type is 'inf'"),
     ],
 )
@@ -126,6 +129,8 @@ def test_parameters_that_are_none_are_named():
     ):
         with pytest.raises(error, match=text):
             trainer.init(given)
+    with pytest.raises(ValueError, match=r"state: got the stages \[5\], this process runs \[0, 1\]; give those"):
+        trainer.init(params, {5: params[0]})
 
 
 class Running(NamedTuple):

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from ppfunc.stage.layout import local
 
 from ..checksums import checksum
-from ..train_state import TrainState, require_whole
+from ..train_state import TrainState, require_not_given_up
 from .boxes import Box, box_of, require_tiled
 from .errors import CheckpointError, escaped
 from .folders import Draft, clean, flush_folder, writing
@@ -184,7 +184,7 @@ def prepare(
             raise ValueError(f"keep: got {keep!r}, expected a number of checkpoints, at least 1, or None for all")
         states = _train_states(state)
         for one in states:
-            require_whole(one)
+            require_not_given_up(one)
         leaves.extend(named_leaves(state, names, "state")[0])
         found: dict[str, Any] = {"step": _step(leaves, states, step), **forms_of(leaves)}
         if peers.rank == 0:

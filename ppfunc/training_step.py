@@ -8,7 +8,7 @@ from typing import get_args
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from ppfunc.making import Stages, require_one_of, shown, told_to_peers, unpacked
+from ppfunc.making import Stages, mistakes_told, require_one_of, shown, unpacked
 from ppfunc.runtime import P2P, Axes, InProcess, Transport
 from ppfunc.runtime.ties import TiedPlaces
 from ppfunc.schedule import Schedule, append_tail, insert_unshards, reduce_early, remove_tail, remove_unshards
@@ -16,9 +16,10 @@ from ppfunc.stage import Engine, Loss, graph
 
 from .trainer import Trainer
 from .training import Clip, LossScale, Optimizer, Precision, Transform, accepting_scale
+from .training.checks import require_count
 from .training.norms import require_max_norm, require_norm_type
-from .training.parameter_update import OnNonfinite, UpdateRule
-from .training.ranks import Shard
+from .training.ranks import ShardWhat
+from .training.update_rule import OnNonfinite, UpdateRule
 
 
 def train_step(
@@ -33,10 +34,10 @@ def train_step(
     engine: Engine = graph,
     tied: TiedPlaces = None,
     clip: float | None = None,
-    norm_type: float = 2.0,
+    norm_type: float | None = None,
     scale: LossScale | None = None,
     accumulate: int = 1,
-    shard: Shard = "none",
+    shard: ShardWhat = "none",
     precision: Precision | None = None,
     on_nonfinite: OnNonfinite = "skip",
 ) -> Trainer:
@@ -56,8 +57,8 @@ def train_step(
         axes: the names of its axes.
         transport: in the place of a mesh, carries the messages of one pipeline; ``InProcess()`` where neither is given.
         clip: largest norm of all gradients together, which are made shorter where it is more.
-        norm_type: p of the norm, ``math.inf`` for the largest element.
-        scale: of the loss: :func:`dynamic_scale` or :func:`static_scale`.
+        norm_type: p of the norm, ``math.inf`` for the largest element; by default 2, or that of an optimizer that clips.
+        scale: of the loss: :func:`dynamic_scale`, of a step that skips updates, or :func:`static_scale`.
         accumulate: how many times the schedule runs in a step, each with a part of the batch; the gradients are those of
             one schedule with as many times the microbatches, bit by bit.
         shard: ``"optimizer"`` keeps, on each data rank, a part of the state of the optimizer, and updates that part of the
@@ -75,66 +76,47 @@ def train_step(
     Raises:
         ScheduleError, ValueError, TypeError: as :func:`value_and_grad`; arguments that do not fit together.
     """
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh: got {shown(mesh)}, expected a DeviceMesh, such as torch's init_device_mesh makes")
-    if axes is not None and not isinstance(axes, Axes):
-        raise TypeError(f"axes: got {shown(axes)}, expected ppfunc.Axes('pp', data='dp')")
-    if mesh is not None and transport is not None:
-        raise ValueError("got a mesh and a transport, expected one of the two; ppfunc.P2P(mesh=mesh, axes=axes) is a transport over a mesh")
-    if axes is not None and mesh is None:
-        raise ValueError(f"axes: got {axes}, and no mesh that has them; give the mesh, too")
+    if transport is not None and (mesh is not None or axes is not None):
+        raise ValueError("got a transport and a mesh or its axes, expected one of the two; ppfunc.P2P(mesh=mesh, axes=axes) is a transport")
     owned = transport is None
     if transport is None:
-        transport = InProcess() if mesh is None else P2P(mesh=mesh, axes=axes)
-    return _trainer(
-        stages,
-        loss_fn,
-        schedule,
-        transport,
-        optimizer,
-        engine,
-        tied,
-        clip,
-        norm_type,
-        scale,
-        accumulate,
-        shard,
-        precision,
-        on_nonfinite,
-        owned,
-    )
+        transport = InProcess() if mesh is None and axes is None else P2P(mesh=mesh, axes=axes)
+    with mistakes_told(transport):
+        stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied)
+        rule = _rule(optimizer, clip, norm_type, scale, precision, on_nonfinite, shard)
+        require_count("accumulate", accumulate)
+        schedule = remove_unshards(remove_tail(schedule))
+        schedule = insert_unshards(schedule) if shard == "params" else schedule
+        schedule = reduce_early(append_tail(schedule, tied=bool(ties) or bool(schedule.replicas)))
+        return Trainer(stages, loss_fn, schedule, transport, engine, ties, rule, accumulate, owned)
 
 
-@told_to_peers
-def _trainer(
-    stages: Stages, loss_fn: Loss, schedule: Schedule, transport: Transport, optimizer: Optimizer, engine: Engine, tied: TiedPlaces,
-    clip: float | None, norm_type: float, scale: LossScale | None, accumulate: int, shard: Shard, precision: Precision | None,
-    on_nonfinite: OnNonfinite, owned: bool,
-) -> Trainer:  # fmt: skip
-    """The trainer of these arguments; a mistake among them is told to the other ranks."""
-    stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied)
+def _rule(
+    optimizer: Optimizer, clip: float | None, norm_type: float | None, scale: LossScale | None, precision: Precision | None,
+    on_nonfinite: OnNonfinite, shard: ShardWhat,
+) -> UpdateRule:  # fmt: skip
+    """How parameters are updated, of arguments that fit together."""
     if isinstance(optimizer, Transform | Clip):
         raise TypeError("optimizer: got a transform of gradients, expected an optimizer, such as ppfunc.from_updates(transform)")
+    if not callable(getattr(optimizer, "init", None)) or not callable(getattr(optimizer, "update", None)):
+        raise TypeError(f"optimizer: got {reprlib.repr(optimizer)}, expected init and update, such as ppfunc.adamw(1e-3)")
     for name, value, kind in (("scale", scale, LossScale), ("precision", precision, Precision)):
         if value is not None and not isinstance(value, kind):
             raise TypeError(f"{name}: got {shown(value)}, expected {kind.__name__}")
-    if not callable(getattr(optimizer, "init", None)) or not callable(getattr(optimizer, "update", None)):
-        raise TypeError(f"optimizer: got {reprlib.repr(optimizer)}, expected init and update, such as ppfunc.adamw(1e-3)")
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-        raise ValueError(f"accumulate: got {accumulate!r}, expected a number of passes, at least 1")
     require_one_of("on_nonfinite", on_nonfinite, get_args(OnNonfinite))
-    require_one_of("shard", shard, get_args(Shard))
-    if clip is not None:
-        require_max_norm("clip", clip)
-    require_norm_type(norm_type)
+    require_one_of("shard", shard, get_args(ShardWhat))
+    if scale is not None and scale.changes and on_nonfinite != "skip":
+        raise ValueError(
+            f"on_nonfinite: got {on_nonfinite!r} with the scale {scale.text}, which changes where an update is skipped; take 'skip', or "
+            "a scale that never changes, such as ppfunc.static_scale(1024.0)"
+        )
     if (clipped := getattr(optimizer, "clipped", None)) is not None:
-        if clip is not None:
-            raise ValueError("clip: got one, and the optimizer clips, too; leave one of them out")
+        for name, number in (("clip", clip), ("norm_type", norm_type)):
+            if number is not None:
+                raise ValueError(f"{name}: got one, and the optimizer clips, too; leave one of them out")
         first, optimizer = clipped
         clip, norm_type = first.max_norm, first.norm_type
-    limit = math.inf if clip is None else clip
-    rule = UpdateRule(accepting_scale(optimizer), limit, norm_type, scale, precision or Precision(), on_nonfinite, shard)
-    schedule = remove_unshards(remove_tail(schedule))
-    schedule = insert_unshards(schedule) if shard == "params" else schedule
-    schedule = reduce_early(append_tail(schedule, tied=bool(ties) or bool(schedule.replicas)))
-    return Trainer(stages, loss_fn, schedule, transport, engine, ties, rule, accumulate, owned)
+    clip, norm_type = math.inf if clip is None else clip, 2.0 if norm_type is None else norm_type
+    require_max_norm("clip", clip)
+    require_norm_type(norm_type)
+    return UpdateRule(accepting_scale(optimizer), clip, norm_type, scale, precision or Precision(), on_nonfinite, shard)
