@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 _GOLDEN, _MIX, _LOW = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 2**32 - 1
-_PIECE = 2**20  # words that are mixed at a time, to bound the memory
+_PIECE = 2**17  # words that are mixed at a time, while they are in the cache
 
 
 @torch.no_grad()
