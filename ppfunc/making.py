@@ -4,7 +4,8 @@ import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -15,6 +16,9 @@ from ppfunc.runtime.ties import Tied, TiedPlaces, read_tied
 from ppfunc.schedule import Op, Schedule, append_tail, check, forward_only, place_communication, with_skips
 from ppfunc.splitter import Split
 from ppfunc.stage import Engine, Loss, ModuleStage, Stage
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 Stages = Sequence[Stage | None] | Split
 """One function per stage of the model, None for those of other processes; or a model that was split, with its skips and ties."""
@@ -35,6 +39,17 @@ def mistakes_told(transport: Transport | None) -> Iterator[None]:
         if transport is not None:
             transport.abandon_step(cause)
         raise
+
+
+def told_to_peers(make: Callable[P, R]) -> Callable[P, R]:
+    """Tell the other ranks of a mistake in a call of ``make``, in the names of its arguments too; the fourth is the transport."""
+
+    @wraps(make)
+    def making(*args: P.args, **kwargs: P.kwargs) -> R:
+        with mistakes_told(kwargs.get("transport", args[3] if len(args) > 3 else None)):  # type: ignore[arg-type]
+            return make(*args, **kwargs)
+
+    return making
 
 
 def unpacked(

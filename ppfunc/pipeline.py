@@ -5,7 +5,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from ppfunc.making import Stages, make_step, mistakes_told, named_step, require_one_of, shown, unpacked
+from ppfunc.making import Stages, make_step, named_step, require_one_of, shown, told_to_peers, unpacked
 from ppfunc.runtime import StepFunction, StepResult, StepSpec, Transport
 from ppfunc.runtime.arguments import LossWeights, RawArguments, Seed
 from ppfunc.runtime.overlap import Overlapped
@@ -18,6 +18,7 @@ __all__ = ["evaluate", "value_and_grad"]
 _OnNonfinite = Literal["raise", "ignore"]
 
 
+@told_to_peers
 def value_and_grad(
     stages: Stages,
     loss_fn: Loss,
@@ -124,36 +125,36 @@ def value_and_grad(
     >>> loss, grads[0], grads[1]
     (tensor(2.5000), tensor(15.), tensor(10.))
     """
-    with mistakes_told(transport):
-        stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied)
-        wanted = argnums if isinstance(argnums, tuple) else (argnums,)
-        if wanted not in ((0,), (1,), (0, 1), (1, 0)):
-            raise ValueError(f"argnums: got {argnums!r}, expected 0 (parameters), 1 (inputs), or a tuple of both, each once")
-        wants = {"loss", *("input_grads" if n else "grads" for n in wanted), *(["aux"] if has_aux else [])}
-        if per_microbatch and 0 not in wanted:
-            raise ValueError(
-                "per_microbatch=True keeps gradients of parameters apart, and argnums asks for none; leave it out, or take argnums=(0, 1)"
-            )
-        if sum_dtype not in (None, torch.float32, torch.float64):
-            raise TypeError(f"sum_dtype: got {shown(sum_dtype)}, expected torch.float32 or torch.float64")
-        if sum_dtype is not None and (per_microbatch or 0 not in wanted):
-            raise ValueError("sum_dtype: got one, and no gradients of parameters are added up over microbatches; leave it out")
-        require_one_of("on_nonfinite", on_nonfinite, get_args(_OnNonfinite))
-        changes = f"{' of each microbatch' if per_microbatch else ''}{' and inputs' if 1 in wanted else ''}{_of_shape(loss_shape)}"
-        changes += f" summed in {sum_dtype}" if sum_dtype else ""
-        changes += " all finite" if on_nonfinite == "raise" else ""
-        spec = StepSpec(
-            f"value_and_grad{changes}", frozenset(wants), per_microbatch, loss_shape, overlapped, ties, sum_dtype,
-            finite=on_nonfinite == "raise",
-        )  # fmt: skip
+    stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied)
+    wanted = argnums if isinstance(argnums, tuple) else (argnums,)
+    if wanted not in ((0,), (1,), (0, 1), (1, 0)):
+        raise ValueError(f"argnums: got {argnums!r}, expected 0 (parameters), 1 (inputs), or a tuple of both, each once")
+    wants = {"loss", *("input_grads" if n else "grads" for n in wanted), *(["aux"] if has_aux else [])}
+    if per_microbatch and 0 not in wanted:
+        raise ValueError(
+            "per_microbatch=True keeps gradients of parameters apart, and argnums asks for none; leave it out, or take argnums=(0, 1)"
+        )
+    if sum_dtype not in (None, torch.float32, torch.float64):
+        raise TypeError(f"sum_dtype: got {shown(sum_dtype)}, expected torch.float32 or torch.float64")
+    if sum_dtype is not None and (per_microbatch or 0 not in wanted):
+        raise ValueError("sum_dtype: got one, and no gradients of parameters are added up over microbatches; leave it out")
+    require_one_of("on_nonfinite", on_nonfinite, get_args(_OnNonfinite))
+    changes = f"{' of each microbatch' if per_microbatch else ''}{' and inputs' if 1 in wanted else ''}{_of_shape(loss_shape)}"
+    changes += f" summed in {sum_dtype}" if sum_dtype else ""
+    changes += " all finite" if on_nonfinite == "raise" else ""
+    spec = StepSpec(
+        f"value_and_grad{changes}", frozenset(wants), per_microbatch, loss_shape, overlapped, ties, sum_dtype,
+        finite=on_nonfinite == "raise",
+    )  # fmt: skip
 
-        def finish(result: StepResult, raw: RawArguments) -> tuple[Any, Any]:
-            made = tuple(result.input_grads if n else result.grads for n in wanted)
-            return (result.loss, result.aux) if has_aux else result.loss, made if isinstance(argnums, tuple) else made[0]
+    def finish(result: StepResult, raw: RawArguments) -> tuple[Any, Any]:
+        made = tuple(result.input_grads if n else result.grads for n in wanted)
+        return (result.loss, result.aux) if has_aux else result.loss, made if isinstance(argnums, tuple) else made[0]
 
-        return make_step(stages, loss_fn, schedule, transport, engine, spec, _arguments(loss_weights), finish, loss_weights)
+    return make_step(stages, loss_fn, schedule, transport, engine, spec, _arguments(loss_weights), finish, loss_weights)
 
 
+@told_to_peers
 def evaluate(
     stages: Stages,
     loss_fn: Loss | None,
@@ -191,23 +192,22 @@ def evaluate(
     >>> step({0: torch.tensor(2.0), 1: torch.tensor(3.0)}, torch.tensor([1.0, 2.0]))
     tensor([ 6., 12.])
     """
-    with mistakes_told(transport):
-        stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied, loss_wanted=False)
-        if loss_fn is None and not return_outputs and not has_aux:
-            raise ValueError("evaluate got neither a loss function nor return_outputs=True; it would return nothing")
-        if loss_fn is None and loss_shape:
-            raise ValueError(f"loss_shape: got {loss_shape}, and no loss function; leave it out")
-        chosen = {"loss": loss_fn is not None, "outputs": return_outputs, "aux": has_aux}
-        wants = [name for name, wanted in chosen.items() if wanted]
-        name = f"evaluate{' without a loss' if loss_fn is None else ''}{' with outputs' if return_outputs else ''}{_of_shape(loss_shape)}"
+    stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied, loss_wanted=False)
+    if loss_fn is None and not return_outputs and not has_aux:
+        raise ValueError("evaluate got neither a loss function nor return_outputs=True; it would return nothing")
+    if loss_fn is None and loss_shape:
+        raise ValueError(f"loss_shape: got {loss_shape}, and no loss function; leave it out")
+    chosen = {"loss": loss_fn is not None, "outputs": return_outputs, "aux": has_aux}
+    wants = [name for name, wanted in chosen.items() if wanted]
+    name = f"evaluate{' without a loss' if loss_fn is None else ''}{' with outputs' if return_outputs else ''}{_of_shape(loss_shape)}"
 
-        def finish(result: StepResult, raw: RawArguments) -> Any:
-            made = tuple(getattr(result, name) for name in wants)
-            return made if len(made) > 1 else made[0]
+    def finish(result: StepResult, raw: RawArguments) -> Any:
+        made = tuple(getattr(result, name) for name in wants)
+        return made if len(made) > 1 else made[0]
 
-        spec = StepSpec(name, frozenset(wants), loss_shape=loss_shape, tied=ties)
-        prepare = _arguments(loss_weights)
-        return make_step(stages, loss_fn, schedule, transport, engine, spec, prepare, finish, loss_weights, training=False)
+    spec = StepSpec(name, frozenset(wants), loss_shape=loss_shape, tied=ties)
+    prepare = _arguments(loss_weights)
+    return make_step(stages, loss_fn, schedule, transport, engine, spec, prepare, finish, loss_weights, training=False)
 
 
 def _arguments(default: LossWeights) -> Callable[..., RawArguments]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ppfunc.making import Stages, make_step, mistakes_told, named_step, unpacked
+from ppfunc.making import Stages, make_step, named_step, told_to_peers, unpacked
 from ppfunc.runtime import Microbatches, StepFunction, StepResult, StepSpec, Transport
 from ppfunc.runtime.arguments import LossWeights, RawArguments, Seed
 from ppfunc.runtime.ties import TiedPlaces
@@ -35,6 +35,7 @@ Transform = Callable[[Stage], Stage]
 _PAIR = ("0", "1")  # the parameters of a transformed stage: a tree, and its tangents
 
 
+@told_to_peers
 def jvp(
     stages: Stages,
     loss_fn: Loss | None,
@@ -70,43 +71,42 @@ def jvp(
     >>> step(params, tangents, torch.tensor([5.0]))
     (tensor([30.]), tensor([15.]))
     """
-    with mistakes_told(transport):
-        stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied, _PAIR, loss_wanted=False)
-        default = loss_weights
 
-        def step(
-            params: Mapping[int, Any],
-            tangents: Mapping[int, Any],
-            inputs: Any,
-            targets: Any = None,
-            *,
-            input_tangents: Any = None,
-            loss_weights: LossWeights = None,
-            seed: Seed = None,
-            extras: Mapping[int, Any] | None = None,
-            state: Mapping[int, Any] | None = None,
-        ) -> RawArguments:
-            weights = default if loss_weights is None else loss_weights
-            return RawArguments(paired(params, tangents), moving(inputs, input_tangents), targets, extras, state, weights, seed)
+    stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied, _PAIR, loss_wanted=False)
+    default = loss_weights
 
-        def finish(result: StepResult, raw: RawArguments) -> Any:
-            made = result.outputs
-            if loss_fn is not None:
-                made = tuple(result.loss.unbind())
-            elif isinstance(made, Microbatches):
-                made = made.map(lambda pair: pair[0]), made.map(lambda pair: pair[1])
-            elif made is None:
-                made = None, None
-            return (made, result.aux) if has_aux else made
+    def step(
+        params: Mapping[int, Any],
+        tangents: Mapping[int, Any],
+        inputs: Any,
+        targets: Any = None,
+        *,
+        input_tangents: Any = None,
+        loss_weights: LossWeights = None,
+        seed: Seed = None,
+        extras: Mapping[int, Any] | None = None,
+        state: Mapping[int, Any] | None = None,
+    ) -> RawArguments:
+        weights = default if loss_weights is None else loss_weights
+        return RawArguments(paired(params, tangents), moving(inputs, input_tangents), targets, extras, state, weights, seed)
 
-        wants = {"outputs" if loss_fn is None else "loss", *(["aux"] if has_aux else [])}
-        spec = StepSpec("jvp", frozenset(wants), loss_shape=(2,), tied=ties, primal="0")
-        losses = None if loss_fn is None else dual_loss(loss_fn)
-        return make_step(
-            _each(stages, dual), losses, schedule, transport, engine, spec, named_step(step), finish, loss_weights, training=False
-        )
+    def finish(result: StepResult, raw: RawArguments) -> Any:
+        made = result.outputs
+        if loss_fn is not None:
+            made = tuple(result.loss.unbind())
+        elif isinstance(made, Microbatches):
+            made = made.map(lambda pair: pair[0]), made.map(lambda pair: pair[1])
+        elif made is None:
+            made = None, None
+        return (made, result.aux) if has_aux else made
+
+    wants = {"outputs" if loss_fn is None else "loss", *(["aux"] if has_aux else [])}
+    spec = StepSpec("jvp", frozenset(wants), loss_shape=(2,), tied=ties, primal="0")
+    losses = None if loss_fn is None else dual_loss(loss_fn)
+    return make_step(_each(stages, dual), losses, schedule, transport, engine, spec, named_step(step), finish, loss_weights, training=False)
 
 
+@told_to_peers
 def hvp(
     stages: Stages,
     loss_fn: Loss,
@@ -144,21 +144,22 @@ def hvp(
     >>> grads, products
     ({0: tensor(36.), 1: tensor(24.)}, {0: tensor(18.), 1: tensor(24.)})
     """
-    with mistakes_told(transport):
-        stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied, _PAIR)
 
-        def finish(result: StepResult, raw: RawArguments) -> Any:
-            grads = {stage: completed(gradient, raw.params[stage][0]) for stage, (_, gradient) in result.grads.items()}
-            products = {stage: product for stage, (product, _) in result.grads.items()}
-            values = (*result.loss.unbind(), grads)
-            return (values, result.aux) if has_aux else values, products
+    stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied, _PAIR)
 
-        wants = frozenset({"loss", "grads", *(["aux"] if has_aux else [])})
-        spec = StepSpec("hvp", wants, loss_shape=(2,), tied=ties, primal="0")
-        prepare = _along_tangents(loss_weights)
-        return make_step(_each(stages, sloping), hessian_loss(loss_fn), schedule, transport, engine, spec, prepare, finish, loss_weights)
+    def finish(result: StepResult, raw: RawArguments) -> Any:
+        grads = {stage: completed(gradient, raw.params[stage][0]) for stage, (_, gradient) in result.grads.items()}
+        products = {stage: product for stage, (product, _) in result.grads.items()}
+        values = (*result.loss.unbind(), grads)
+        return (values, result.aux) if has_aux else values, products
+
+    wants = frozenset({"loss", "grads", *(["aux"] if has_aux else [])})
+    spec = StepSpec("hvp", wants, loss_shape=(2,), tied=ties, primal="0")
+    prepare = _along_tangents(loss_weights)
+    return make_step(_each(stages, sloping), hessian_loss(loss_fn), schedule, transport, engine, spec, prepare, finish, loss_weights)
 
 
+@told_to_peers
 def gnvp(
     stages: Stages,
     loss_fn: Loss,
@@ -196,21 +197,20 @@ def gnvp(
     >>> step(params, tangents, torch.ones(1), torch.ones(1))[1]
     {0: tensor(18.), 1: tensor(12.)}
     """
-    with mistakes_told(transport):
-        stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied, _PAIR)
 
-        def finish(result: StepResult, raw: RawArguments) -> Any:
-            values = tuple(result.loss.unbind())
-            return (values, result.aux) if has_aux else values, {stage: product for stage, (product, _) in result.grads.items()}
+    stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied, _PAIR)
 
-        wants = frozenset({"loss", "grads", *(["aux"] if has_aux else [])})
-        spec = StepSpec("gnvp", wants, loss_shape=(2,), tied=ties, primal="0")
-        prepare = _along_tangents(loss_weights)
-        return make_step(
-            _each(stages, held_dual), gauss_newton_loss(loss_fn), schedule, transport, engine, spec, prepare, finish, loss_weights
-        )
+    def finish(result: StepResult, raw: RawArguments) -> Any:
+        values = tuple(result.loss.unbind())
+        return (values, result.aux) if has_aux else values, {stage: product for stage, (product, _) in result.grads.items()}
+
+    wants = frozenset({"loss", "grads", *(["aux"] if has_aux else [])})
+    spec = StepSpec("gnvp", wants, loss_shape=(2,), tied=ties, primal="0")
+    prepare = _along_tangents(loss_weights)
+    return make_step(_each(stages, held_dual), gauss_newton_loss(loss_fn), schedule, transport, engine, spec, prepare, finish, loss_weights)
 
 
+@told_to_peers
 def per_sample_grad(
     stages: Stages,
     loss_fn: Loss,
@@ -247,47 +247,46 @@ def per_sample_grad(
     >>> step(params, torch.tensor([1.0, 2.0, 3.0]), torch.zeros(3))
     (tensor(12.), {0: tensor([[3., 6., 9.]]), 1: tensor([[2., 4., 6.]])})
     """
-    with mistakes_told(transport):
-        whole = isinstance(stages, Split)  # what its stages pass on need not have a batch axis
-        if isinstance(stages, Split) and stages.state:
-            (name, *_) = next(iter(stages.state.values()))
-            raise ValueError(f"stages: got a split that writes into the buffer {name}, and there is none per sample; split in evaluation")
-        if not isinstance(samples, int) or samples < 1:
-            raise ValueError(f"samples: got {samples!r}, expected the number of samples in a microbatch, an integer of at least 1")
-        stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied)
-        losses = per_sample_loss(loss_fn, joined=not whole)
-        m = schedule.microbatches
+    whole = isinstance(stages, Split)  # what its stages pass on need not have a batch axis
+    if isinstance(stages, Split) and stages.state:
+        (name, *_) = next(iter(stages.state.values()))
+        raise ValueError(f"stages: got a split that writes into the buffer {name}, and there is none per sample; split in evaluation")
+    if not isinstance(samples, int) or samples < 1:
+        raise ValueError(f"samples: got {samples!r}, expected the number of samples in a microbatch, an integer of at least 1")
+    stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied)
+    losses = per_sample_loss(loss_fn, joined=not whole)
+    m = schedule.microbatches
 
-        def step(
-            params: Mapping[int, Any],
-            inputs: Any,
-            targets: Any = None,
-            *,
-            seed: Seed = None,
-            extras: Mapping[int, Any] | None = None,
-        ) -> RawArguments:
-            for name, batch in {
-                "inputs": inputs,
-                "targets": targets,
-                **{f"extras[{s}]": b for s, b in by_stage(extras or {}, "extras").items()},
-            }.items():
-                _require_samples(batch, samples, m, name)
-            for stage, tree in by_stage(params, "params").items():
-                flatten(tree, f"params[{stage}]")  # refuses other leaves than tensors
-            copies = {stage: for_samples(tree, samples) for stage, tree in params.items()}
-            return RawArguments(copies, inputs, targets, extras, None, [1.0] * m, seed)
+    def step(
+        params: Mapping[int, Any],
+        inputs: Any,
+        targets: Any = None,
+        *,
+        seed: Seed = None,
+        extras: Mapping[int, Any] | None = None,
+    ) -> RawArguments:
+        for name, batch in {
+            "inputs": inputs,
+            "targets": targets,
+            **{f"extras[{s}]": b for s, b in by_stage(extras or {}, "extras").items()},
+        }.items():
+            _require_samples(batch, samples, m, name)
+        for stage, tree in by_stage(params, "params").items():
+            flatten(tree, f"params[{stage}]")  # refuses other leaves than tensors
+        copies = {stage: for_samples(tree, samples) for stage, tree in params.items()}
+        return RawArguments(copies, inputs, targets, extras, None, [1.0] * m, seed)
 
-        def finish(result: StepResult, raw: RawArguments) -> tuple[torch.Tensor, dict[int, Any]]:
-            return result.loss / (samples * m), result.grads
+    def finish(result: StepResult, raw: RawArguments) -> tuple[torch.Tensor, dict[int, Any]]:
+        return result.loss / (samples * m), result.grads
 
-        def loss(y: Any, target: Any) -> torch.Tensor:
-            return losses(y, target).sum()
+    def loss(y: Any, target: Any) -> torch.Tensor:
+        return losses(y, target).sum()
 
-        name = f"per_sample_grad of {samples} samples"
-        spec = StepSpec(name, frozenset({"loss", "grads"}), per_microbatch=True, tied=ties)
-        transform = partial(per_sample, randomness=randomness, joined=not whole)
-        each = _each(stages[:1], transform) + _each(stages[1:], partial(transform, alone=not whole)) if whole else _each(stages, transform)
-        return make_step(each, loss, schedule, transport, engine, spec, named_step(step), finish)
+    name = f"per_sample_grad of {samples} samples"
+    spec = StepSpec(name, frozenset({"loss", "grads"}), per_microbatch=True, tied=ties)
+    transform = partial(per_sample, randomness=randomness, joined=not whole)
+    each = _each(stages[:1], transform) + _each(stages[1:], partial(transform, alone=not whole)) if whole else _each(stages, transform)
+    return make_step(each, loss, schedule, transport, engine, spec, named_step(step), finish)
 
 
 def _each(stages: Sequence[Stage | None], transform: Transform) -> list[Stage | None]:

@@ -797,3 +797,13 @@ def test_a_batch_norm_of_a_transposed_tensor_may_be_viewed(engine):
     _, grads = pp.value_and_grad([stage], squared, pp.gpipe(1, 1), engine=engine)({0: params}, x, target)
     for name, gradient in want.items():
         torch.testing.assert_close(grads[0][name], gradient)
+
+
+@pytest.mark.parametrize("options", [{"clip": 0.5}, {"scale": pp.dynamic_scale(8.0)}], ids=["clip", "scale"])
+def test_a_parameter_without_axes_keeps_its_dtype_where_gradients_are_divided(options):
+    """The product of two scalars has the wider dtype: the factor made the gradient float64, which no optimizer takes."""
+    params = {0: {"s": torch.tensor(2.0)}, 1: {"s": torch.tensor(3.0)}}
+    with pp.train_step([lambda p, x: x * p["s"]] * 2, squared, pp.gpipe(2, 2), pp.sgd(0.1), **options) as trainer:
+        state, _ = trainer.step(trainer.init(params), torch.ones(4, 3), torch.zeros(4, 3))
+    assert [state.params[s]["s"].dtype for s in (0, 1)] == [torch.float32] * 2
+    assert state.params[0]["s"] < 2 and state.params[1]["s"] < 3

@@ -157,9 +157,11 @@ def _divided(gradients: dict[int, Tensor], divisor: Tensor, *, into: bool) -> di
     for device in {g.device for g in gradients.values()}:
         own = {n: g for n, g in gradients.items() if g.device == device}
         factor, given = divisor.reciprocal().to(device), list(own.values())
-        made |= own if into else zip(own, multiply_each(given, factor), strict=True)
-        if into:
+        if not into:  # a product of two scalars has the wider dtype
+            made |= {n: product.to(g.dtype) for (n, g), product in zip(own.items(), multiply_each(given, factor), strict=True)}
+        else:
             multiply_into_each(given, factor)
+            made |= own
     return made
 
 
