@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -73,7 +74,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="(default: %(default)s)")
     add("--in-process", action="store_true", help="all ranks in this process")
     add("--save", type=Path, help="folder for checkpoints (default: none are saved)")
-    add("--every", type=int, default=50, help="steps from one checkpoint to the next (default: %(default)s)")
+    add("--every", type=int, default=50, help="steps from one checkpoint to the next; the last is saved, too (default: %(default)s)")
     add("--resume", action="store_true", help="go on from the latest checkpoint, if there is one")
     add("--out", type=Path, default=Path("out"), help="folder for the loss and the pictures (default: %(default)s)")
     options = parser.parse_args(arguments)
@@ -225,19 +226,18 @@ def train(options: argparse.Namespace, place: launch.Place) -> Result:
 
     def run(losses: list[float]) -> dict[str, Any]:
         """All that training goes on from."""
-        rest = [math.nan] * (options.steps - len(losses))
-        return {"state": state, "step": len(losses), "losses": torch.tensor(losses + rest, dtype=torch.float64)}
+        return {"state": state, "step": len(losses), "losses": json.dumps(losses)}
 
     losses: list[float] = []
     if options.resume:
         with suppress(FileNotFoundError):  # before the first checkpoint
             last = pp.load(options.save, like=run(losses), names=todo.name)
-            state, losses = last["state"], last["losses"][: last["step"]].tolist()
+            state, losses = last["state"], json.loads(last["losses"])
     progress = Progress(options, losses, shown=place.rank == 0)
     for n in progress:
         state, metrics = trainer.step(state, *batch(n))
         progress.note(metrics.loss.item())
-        if options.save and (n + 1) % options.every == 0:
+        if options.save and ((n + 1) % options.every == 0 or n + 1 == options.steps):
             pp.save(options.save, run(progress.losses), names=todo.name)
 
     pieces = (corpus.validation_batch(text.validation, options.batch, options.context, n) for n in range(VALIDATION_BATCHES))

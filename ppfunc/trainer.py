@@ -266,7 +266,7 @@ def _require_trees(name: str, trees: Any, stages: Sequence[int], *, some: bool =
 def _read_weights(given: LossWeights, microbatches: int) -> torch.Tensor:
     weights = read_loss_weights(given, microbatches)
     assert weights is not None
-    if weights.device.type == "cpu" and not weights.isfinite().all():
+    if weights.device.type == "cpu" and not all(map(math.isfinite, weights.tolist())):
         raise ValueError(f"loss_weights: got {weights.tolist()}, expected finite numbers")
     return weights
 

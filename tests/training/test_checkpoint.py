@@ -75,6 +75,12 @@ def test_a_state_that_was_given_up_is_not_saved(tmp_path):
     assert pp.load(pp.save(tmp_path, after), like=after).step == 1
 
 
+def test_a_checkpoint_is_no_folder_of_checkpoints(runs):
+    with pytest.raises(ValueError, match=r"folder: .*step-2 is a checkpoint itself; give the folder in which there is one for each step"):
+        pp.save(pp.latest(runs), tree(3), step=3)
+    assert equal(pp.load(runs, like=zeros(tree())), tree(2))
+
+
 def test_what_is_saved_comes_back(tmp_path):
     saved = tree()
     path = pp.save(tmp_path / "new" / "runs", saved, step=3)

@@ -69,6 +69,8 @@ class Draft:
     """
 
     def __init__(self, root: Path, step: int) -> None:
+        if (root / MANIFEST).exists():
+            raise ValueError(f"folder: {root} is a checkpoint itself; give the folder in which there is one for each step")
         self.target = root / f"step-{step}"
         _make(root)
         self._lock = -1

@@ -101,7 +101,8 @@ def _require_fit(contents: Contents, wanted: Mapping[str, list[Any]]) -> None:
     """Raise ValueError unless names, shapes and dtypes are the same on both sides."""
     held: dict[str, list[Any]] = {name: [dtype_name(t.dtype), list(t.shape)] for name, t in contents.tensors.items()}
     held |= {name: [type(value).__name__, None] for name, value in contents.values.items()}
-    where, mend = contents.folder.name, "load what was saved, with the same names="
+    where = contents.folder.name
+    mend = "load what was saved: of the same optimizer, scale and stages, with the same names=; pp.export writes parameters alone"
     if lost := wanted.keys() - held.keys():
         raise ValueError(f"{where} lacks {listed(lost)}, which like has; {mend}")
     if more := held.keys() - wanted.keys():
