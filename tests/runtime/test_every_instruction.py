@@ -256,7 +256,7 @@ def single_faults(name, make, large):
         for ranks in (found if large else [random.choice(found)]) for rank, count in enumerate(operations(name, ranks, make))
         for at in range(count) for kind, seconds in KINDS
     ]  # fmt: skip
-    return cases if large else random.sample(cases, 8)
+    return cases if large else random.sample(cases, 5)
 
 
 def is_large(request):
@@ -303,7 +303,7 @@ def require_outcome(network, outcomes, fault):
 def test_faults_while_the_first_is_handled(name, request):
     random, large = Random(name), is_large(request)
     found = sizes(name) if large else [Random(name).choice(sizes(name))]
-    for _ in range(400 if large else 5):
+    for _ in range(400 if large else 3):
         ranks = random.choice(found)
         counts = operations(name, ranks)
         rank = random.randrange(ranks)
@@ -401,7 +401,7 @@ def test_an_interrupt_at_every_point(name, ranks, victim, first, request):
     faults = [Fault("raise", struck[who], operations(name, ranks)[struck[who]] * 3 // 4) for who in FIRST[first]]
     check(setting, 0, [*faults, Fault("delay", victim, 0, 0.0)], around=interrupted(setting, victim, -1, counted))
     points = range(len(counted))
-    for number in points if is_large(request) else Random(name).sample(points, 5):
+    for number in points if is_large(request) else Random(name).sample(points, 3):
         around = interrupted(setting, victim, number)
         network, outcomes = train(setting, number, faults, around=around)
         blamed = [*faults, Fault("interrupt", victim, 0)]
