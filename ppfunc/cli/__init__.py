@@ -61,7 +61,8 @@ def _run(arguments: argparse.Namespace) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (ValueError, OSError) as error:
-        print(printable(f"ppfunc {arguments.command}: error: {error}"), file=sys.stderr)
+        told = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+        print(printable(f"ppfunc {arguments.command}: error: {told}"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -64,7 +64,7 @@ class _Held:
         acting: whether signals act at once.
         kept: whether they are held until the exit, whatever lies between.
         handlers: those that were set before, by number.
-        pending: numbers of the signals that came meanwhile, in order.
+        pending: numbers of the signals that came meanwhile, each once; the last acts first.
     """
 
     __slots__ = ("acting", "handlers", "kept", "pending", "signals")

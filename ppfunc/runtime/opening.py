@@ -66,7 +66,7 @@ class _Addresses(Store):
 
 
 def open_gloo(links: _Links, name: str, members: Sequence[int], timeout: float) -> Any:
-    """A gloo communicator of some ranks, in the order given, which all come to the same call.
+    """Open a gloo communicator of some ranks, in the order given, which all come to the same call.
 
     gloo cannot be interrupted while it connects, and asks an address for minutes whose process has ended. A thread does it,
     and is left alone where a rank fails.
@@ -78,6 +78,7 @@ def open_gloo(links: _Links, name: str, members: Sequence[int], timeout: float) 
 
     Raises:
         LinkError: a rank has failed, is gone or late.
+        RuntimeError: gloo has failed to connect.
     """
     place, others = members.index(links.rank), [member for member in members if member != links.rank]
     told: SimpleQueue[tuple[str, Any]] = SimpleQueue()
