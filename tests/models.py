@@ -7,10 +7,14 @@ from typing import Any
 
 import optree
 import torch
+import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 Params = dict[str, Tensor]
+
+# torch's functional all-gather; it has another name since torch 2.12
+all_gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:

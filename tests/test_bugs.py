@@ -18,7 +18,7 @@ from ppfunc.runtime.ties import digest
 from ppfunc.schedule import Instruction, Op, append_tail, remove_tail
 from ppfunc.stage import Signature
 from ppfunc.stage.tree import tree_leaves
-from tests.models import normal, reference, squared
+from tests.models import all_gather, normal, reference, squared
 
 D = 3
 ENGINES = {"graph": pp.graph, "functional": pp.functional, "eager": pp.eager}
@@ -533,10 +533,9 @@ def test_collectives_that_are_not_traced_are_refused_with_the_users_line(alone):
 @pytest.mark.parametrize("engine", [pp.graph, pp.eager], ids=["graph", "eager"])
 def test_a_stage_may_end_in_a_functional_collective(alone, engine):
     """Its result was sent before it had come: memory that is not there."""
-    from torch.distributed import _functional_collectives as functional
 
     def gathered(p, x):
-        return functional.all_gather_single(dense(p, x), 0, alone.group.WORLD)
+        return all_gather(dense(p, x), 0, alone.group.WORLD)
 
     given = problem()
     got = pp.value_and_grad([gathered, dense], squared, pp.gpipe(2, 2), engine=engine)(*given)

@@ -24,6 +24,9 @@ class InProcess:
 
     generation = 0
 
+    def __repr__(self) -> str:
+        return "InProcess()"
+
     def local_ranks(self, ranks: int) -> tuple[int, ...]:
         return tuple(range(ranks))
 

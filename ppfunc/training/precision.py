@@ -73,6 +73,9 @@ class LossScale:
     text: str = "of functions of your own"
     changes: bool = True
 
+    def __repr__(self) -> str:
+        return f"<LossScale {self.text}>"
+
 
 def static_scale(scale: float = 1.0) -> LossScale:
     """Make a scale that never changes.

@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import ppfunc as pp
 from ppfunc.stage import StageError
+from tests.models import all_gather
 from tests.sharded_models import MODELS, B, D, T, W, full, largest_difference, random
 
 M = 4
@@ -367,7 +368,7 @@ def asynchronous(rank, size):
     tp, stage = mesh["tp"], mesh.get_local_rank("pp")
 
     def gathered(w, x):
-        return collectives.all_gather_single(x * w, 0, tp)
+        return all_gather(x * w, 0, tp)
 
     x, target, w = random((4, D), 1), random((8, D), 2), random((D,), 3)
     with pp.P2P(mesh["pp"].get_group(), timeout=60) as transport:
