@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple
@@ -101,17 +101,21 @@ class Generators(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[weakref.ref[torch.Generator]] = []
+        self.seen: dict[int, torch.Generator] = {}  # torch 2.11 has no weak references to them
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.seen += [weakref.ref(g) for g in (*args, *kwargs.values()) if isinstance(g, torch.Generator)]
+        self.seen |= {id(g): g for g in (*args, *kwargs.values()) if isinstance(g, torch.Generator)}
         return func(*args, **kwargs)
 
     def foreign(self) -> bool:
         """Whether one has outlived the call, and is not one that a step seeds; or none was seen."""
-        alive = {g for r in self.seen if (g := r()) is not None}
-        return not self.seen or not alive <= {torch.default_generator, *torch.cuda.default_generators}
+        foreign = not self.seen
+        while self.seen:
+            _, generator = self.seen.popitem()
+            outlived = sys.getrefcount(generator) > 2  # by this name, and by the argument here
+            foreign |= outlived and generator not in (torch.default_generator, *torch.cuda.default_generators)
+        return foreign
 
 
 class Evaluation(FakeTensorMode):

@@ -98,6 +98,7 @@ def test_the_mode_of_the_model_is_followed_by_step_functions_that_are_there_alre
     assert torch.equal(step(parts.params, ids, targets)[0], judged)
 
 
+@pytest.mark.xfail(torch.__version__ < "2.12", reason="views tangents as their primals lie, and raises")
 def test_evaluation_and_second_derivatives():
     model, parts, ids, targets = problem()
     outputs = pp.evaluate(parts, None, pp.gpipe(4, M), return_outputs=True)(parts.params, ids)

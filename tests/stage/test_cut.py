@@ -89,6 +89,7 @@ def storages(tensors):
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
 
 
+@pytest.mark.xfail(torch.__version__ < "2.12", reason="abstractly, attention of float64 keeps float32 there")
 @pytest.mark.parametrize("remat", ["none", "full", lambda op: "gelu" in str(op), 9_000])
 def test_residual_bytes_are_those_of_the_storages_kept(transformer, parts, remat):
     case = transformer(2)

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
 from ppfunc.stage import Signature, StageError, abstract, eager, functional, graph
+from tests.models import all_gather
 
 ENGINES = [graph, functional, eager]
 
@@ -524,7 +525,7 @@ def test_the_result_of_a_functional_collective_is_waited_for(kept, tmp_path):
     try:
 
         def fn(w, x):
-            y = collectives.all_gather_single(x @ w, 0, dist.group.WORLD)
+            y = all_gather(x @ w, 0, dist.group.WORLD)
             return (y if kept == "as it is" else y.view(-1)), {"aux": collectives.all_reduce(x.detach(), "sum", dist.group.WORLD)}
 
         args = torch.ones(2, 2), torch.ones(3, 2)
