@@ -1,13 +1,14 @@
 """Run instructions as early as possible: each starts once its rank is free and its inputs are there."""
 
-from collections.abc import Callable, Mapping, Set
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from .dataflow import PRODUCT, Dataflow, dataflow, products
 from .errors import ScheduleError, cycle_text, schedule_error, text_of
-from .instruction import COMPUTE, Instruction, Op
+from .instruction import COMPUTE, Instruction, Op, microbatch_of
 from .proof.structure import check_structure
-from .schedule import Schedule
+from .schedule import Program, Schedule
 
 Time = Any  # int, float or Fraction: whatever the durations are, nothing is converted
 Duration = Callable[[Op, int], Time]
@@ -21,7 +22,24 @@ class EarliestTimes(NamedTuple):
 
     starts: tuple[list[Time], ...]  # per rank, one time per instruction
     ends: tuple[list[Time], ...]  # likewise
-    done: dict[int, Time]  # end of the instruction that produced each value of the data flow
+    done: dict[int, dict[int, Time]]  # per line, by microbatch, end of the instruction that produced the value
+
+
+Line = tuple[dict[int, Time], dict[int, list[int]]]
+"""The values of one stage and kind: by microbatch, when each is there, and the ranks that wait for it. The number of a line is that of
+its value for microbatch 0."""
+Work = tuple[Any, "Kind"]
+"""The microbatch of an instruction, None for those of a whole stage, and its kind."""
+
+
+class Kind(NamedTuple):
+    """What instructions of one op and stage take, need and make, or pairs of them; distances are from the microbatch of the first."""
+
+    op: Op
+    stages: tuple[int, ...]
+    length: Time
+    inputs: tuple[tuple[Line, int, Time], ...]  # line, distance of the microbatch, delay
+    products: tuple[tuple[Line, int], ...]  # line, distance of the microbatch
 
 
 class _Lane:
@@ -32,12 +50,14 @@ class _Lane:
         self.unsharded: dict[int, Time] = {}  # by stage, when its parameters are there
         self.reduced: dict[int, Time] = {}  # by stage, when its gradients are
 
-    def run(self, op: Op, stage: int, free: Time, length: Time) -> Time:
-        """The start of an instruction of a whole stage on a rank that is free from ``free`` on."""
+    def start(self, op: Op, stages: tuple[int, ...], free: Time, length: Time) -> Time:
+        """The start of an instruction on a rank that is free from ``free`` on, as far as the lane lets it."""
+        if op in COMPUTE:
+            return max(free, *(self.unsharded.get(stage, 0) for stage in stages))
         if op is Op.STEP:
-            return max(free, self.reduced.get(stage, 0))
+            return max(free, self.reduced.get(stages[0], 0))
         start: Time = max(free, self.free)
-        self.free = (self.unsharded if op is Op.UNSHARD else self.reduced)[stage] = start + length
+        self.free = (self.unsharded if op is Op.UNSHARD else self.reduced)[stages[0]] = start + length
         return start
 
 
@@ -62,7 +82,7 @@ def earliest(
     Args:
         schedule: compute only or lowered.
         duration: time of an instruction, from its op and stage.
-        pair: time of an overlapped pair, from its forward and its backward.
+        pair: time of an overlapped pair, from its forward and its backward, whatever their microbatches.
         delay: time of a message, from its stage of origin and the stage that consumes it.
         whole: time of UNSHARD, REDUCE_TIED, REDUCE_GRAD or STEP, from the stage; by default they are skipped.
 
@@ -74,76 +94,84 @@ def earliest(
     flow = dataflow(schedule)
     whole = whole or {}
     timed = COMPUTE.union(whole)
-    sequences = [[i for step in p for i in step if i[0] in timed] for p in schedule.programs]
-    lanes = [_Lane() for _ in sequences]
-    free_at: list[Time] = [0] * len(sequences)
-    rows, microbatches = _rows(schedule, flow, duration, delay), flow.microbatches
-    done: dict[int, Time] = {}
-    times = EarliestTimes(tuple([] for _ in sequences), tuple([] for _ in sequences), done)
-    ready = list(range(len(sequences) - 1, -1, -1))
-    waiting: dict[int, list[int]] = {}
-
-    def missing(rank: int) -> int | None:
-        """Run one rank until it ends, or return the value that it waits for."""
-        sequence, starts, ends, free = sequences[rank], times.starts[rank], times.ends[rank], free_at[rank]
-        unsharded = lanes[rank].unsharded
-        for at in range(len(ends), len(sequence)):
-            instruction = sequence[at]
-            parts = instruction[5]
-            start: Time = free
-            if instruction[0] in whole:
-                op, stage, *_ = instruction
-                length = whole[op](stage)
-                start = lanes[rank].run(op, stage, free, length)
-                starts.append(start)
-                ends.append(start + length)
-                if op not in BESIDE:
-                    free_at[rank] = free = start + length
-                continue
-            made = []
-            for op, stage, microbatch, _, _, _ in parts or (instruction,):
-                length, product, inputs = rows[op][stage]
-                output = 2 * (stage * microbatches + microbatch)  # type: ignore[operator]  # computes have one
-                for distance, late in inputs:
-                    arrival = done.get(output + distance)
-                    if arrival is None:
-                        return output + distance
-                    if late:
-                        arrival += late
-                    if arrival > start:
-                        start = arrival
-                if stage in unsharded and unsharded[stage] > start:
-                    start = unsharded[stage]
-                if product is not None:
-                    made.append(output + product)
-            free_at[rank] = free = start + (pair(*parts) if parts else length)
-            starts.append(start)
-            ends.append(free)
-            for value in made:
-                done[value] = free
-                if value in waiting:
-                    ready.extend(waiting.pop(value))
-        return None
-
+    lines: dict[int, Line] = defaultdict(lambda: ({}, {}))
+    kinds = _kinds(schedule, flow, lines, duration, delay, whole)
+    times = EarliestTimes(tuple([] for _ in schedule.programs), tuple([] for _ in schedule.programs), {})
+    ready = list(range(schedule.ranks - 1, -1, -1))
+    runs = [
+        _run(rank, _work(program, timed, kinds, pair), times.starts[rank], times.ends[rank], ready)
+        for rank, program in enumerate(schedule.programs)
+    ]
     while ready:
-        rank = ready.pop()
-        value = missing(rank)
-        if value is not None:
-            waiting.setdefault(value, []).append(rank)
-    if waiting:
-        raise _stuck(schedule, flow, times, timed, {rank: value for value, ranks in waiting.items() for rank in ranks})
+        next(runs[ready.pop()], None)
+    times.done.update((first, done) for first, (done, _) in lines.items())
+    if missing := {rank: first + 2 * m for first, (_, waiting) in lines.items() for m, ranks in waiting.items() for rank in ranks}:
+        raise _stuck(schedule, flow, times, timed, missing)
     return times
 
 
-def _rows(schedule: Schedule, flow: Dataflow, duration: Duration, delay: Callable[[int, int], Time]) -> dict[Op, list[tuple]]:
-    """``rows[op][stage]``: duration, distance of the product, and the inputs with their delays."""
-    home = schedule.placement
+def _run(rank: int, work: Sequence[Work], starts: list[Time], ends: list[Time], ready: list[int]) -> Iterator[None]:
+    """Run the instructions of one rank; it pauses at each value that is not there, and is put into ``ready`` once that is."""
+    lane, free = _Lane(), 0
+    for microbatch, (op, stages, length, inputs, outputs) in work:
+        start: Time = free
+        if microbatch is None or lane.unsharded:
+            start = lane.start(op, stages, free, length)
+        for (done, waiting), distance, late in inputs:
+            while (arrival := done.get(microbatch + distance)) is None:
+                waiting.setdefault(microbatch + distance, []).append(rank)
+                yield
+            if late:
+                arrival += late
+            if arrival > start:
+                start = arrival
+        end = start + length
+        starts.append(start)
+        ends.append(end)
+        if op not in BESIDE:
+            free = end
+        for (done, waiting), distance in outputs:
+            done[microbatch + distance] = end
+            if microbatch + distance in waiting:
+                ready += waiting.pop(microbatch + distance)
 
-    def inputs(op: Op, stage: int) -> tuple:
-        return tuple((distance, delay(origin, stage) if home[origin] != home[stage] else 0) for distance, origin in flow.needs[op][stage])
 
-    used = schedule.ops
-    return {op: [(duration(op, s), PRODUCT[op], inputs(op, s)) for s in range(schedule.stages)] for op in flow.needs if op in used}
+def _kinds(
+    schedule: Schedule,
+    flow: Dataflow,
+    lines: Mapping[int, Line],
+    duration: Duration,
+    delay: Callable[[int, int], Time],
+    whole: Mapping[Op, Callable[[int], Time]],
+) -> dict[tuple[Any, ...], Kind]:
+    """The kinds of instruction that occur, by op and stage; without those of pairs."""
+    home, found = schedule.placement, {}
+    for stage in range(schedule.stages):
+        first = flow.output(stage, 0)
+        for op in whole:
+            found[op, stage] = Kind(op, (stage,), whole[op](stage), (), ())
+        for op in flow.needs.keys() & schedule.ops:
+            inputs = ((first + d, delay(origin, stage) if home[origin] != home[stage] else 0) for d, origin in flow.needs[op][stage])
+            product = PRODUCT[op]
+            products = () if product is None else ((lines[first + product], 0),)
+            found[op, stage] = Kind(op, (stage,), duration(op, stage), tuple((lines[n], 0, late) for n, late in inputs), products)
+    return found
+
+
+def _work(program: Program, timed: Set[Op], kinds: dict[tuple[Any, ...], Kind], pair: PairDuration) -> list[Work]:
+    """The instructions of a rank that have a cost. Kinds of pairs are added where they are met first."""
+
+    def of_pair(forward: Instruction, backward: Instruction) -> Kind:
+        distance = microbatch_of(backward) - microbatch_of(forward)
+        key = (*forward[:2], *backward[:2], distance)
+        if key not in kinds:
+            one, other = kinds[forward[:2]], kinds[backward[:2]]
+            inputs = (*one.inputs, *((line, distance, late) for line, _, late in other.inputs))
+            products = (*one.products, *((line, distance) for line, _ in other.products))
+            kinds[key] = Kind(Op.OVERLAP_F_B, one.stages + other.stages, pair(forward, backward), inputs, products)
+        return kinds[key]
+
+    return [(i[2], of_pair(*i[5]) if i[5] else kinds[i[:2]]) for step in program for i in step if i[0] in timed]
 
 
 def _stuck(schedule: Schedule, flow: Dataflow, times: EarliestTimes, timed: Set[Op], missing: dict[int, int]) -> ScheduleError:

@@ -228,7 +228,7 @@ def _all_instructions(schedule: Schedule, costs: Costs, times: EarliestTimes) ->
                     now = now if op in BESIDE else end
                 elif op in COMMUNICATION:
                     value, delay = carried.get((op, stage, peer), (0, None))
-                    made = times.done.get(value + 2 * microbatch_of(instruction))
+                    made = times.done.get(value, {}).get(microbatch_of(instruction))
                     if delay is None or made is None:
                         raise schedule_error(schedule, rank, (step, place), "nothing computes what this message carries")
                     spans[rank].append((made, made + delay))

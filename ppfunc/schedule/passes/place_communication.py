@@ -1,13 +1,15 @@
 """Place the messages of a compute-only schedule."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, repeat
+from itertools import accumulate, chain, compress, count, repeat
 from math import inf
+from operator import itemgetter
+from typing import NamedTuple
 
 from ..collector import collector_paused
 from ..dataflow import PRODUCT, Dataflow, EdgeFlow, dataflow, edge_flows
-from ..earliest import EarliestTimes, earliest
+from ..earliest import earliest
 from ..instruction import COMMUNICATION, COMPUTE, Instruction, Op, instructions_of
 from ..proof.structure import require_schedule
 from ..schedule import Program, Schedule, Step
@@ -16,12 +18,28 @@ from .remove import remove_slots
 # Any positive durations give a valid order; these are the usual proportions.
 _DURATION = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1}
 
-# Plain tuples, because there are as many as messages. They sort in the order of production, the same at both ends:
-# end of the producer in a run as early as possible, sending rank, number of the message, end of the consumer, index of the
-# sender's instruction before which the send is posted, likewise of the receive on the receiving rank, send, receive.
-Message = tuple[int, int, int, int, int, int, Instruction, Instruction]
-# Gap (index of the instruction before which it is posted), batch within the gap, then the first three fields of the message.
+# Plain tuples, because there are as many as messages: gap (index of the instruction before which it is posted), batch within
+# the gap, end of the producer, sending rank, number of the message, send or receive. They sort in the order of the program.
 Posting = tuple[int, int, int, int, int, Instruction]
+
+
+class Messages(NamedTuple):
+    """The messages between two ranks in columns, in the order of production, the same at both ends."""
+
+    made: tuple[int, ...]  # end of the producer in a run as early as possible
+    sender: tuple[int, ...]  # sending rank
+    number: tuple[int, ...]
+    used: tuple[int, ...]  # end of the consumer
+    send: tuple[Instruction, ...]
+    receive: tuple[Instruction, ...]
+
+
+class Computes(NamedTuple):
+    """Where the computes of a rank stand among its instructions. No two of them end at the same time."""
+
+    at: dict[int, int]  # by its end, the index of each
+    early: dict[int, int]  # by its end, the index of that ``lookahead`` computes before it, at least 0
+    before: list[int]  # by gap, the end of the last one before it
 
 
 @collector_paused()
@@ -51,114 +69,97 @@ def place_communication(schedule: Schedule, *, lookahead: int = 0) -> Schedule:
     schedule = remove_slots(schedule)
     flow = dataflow(schedule)
     times = earliest(schedule, lambda op, stage: _DURATION[op], lambda f, b: 3, lambda a, b: 0)
-    where, before = _indices(schedule, flow, times)
+    computes = [_computes(*of_rank, lookahead) for of_rank in zip(schedule.programs, times.ends, strict=True)]
+    pairs = _pairs(schedule)
     postings: list[list[Posting]] = [[] for _ in schedule.programs]
-    early = [_earlier(program, lookahead) if lookahead else None for program in schedule.programs]
-    for (low, high), edges in _pairs(schedule).items():
-        messages = sorted(message for edge in edges for message in _along(schedule, flow, edge, times.done, where))
-        gaps = {rank: _gaps(messages, rank, early[rank]) for rank in (low, high)}
-        for rank, other in ((low, high), (high, low)):
-            postings[rank] += _posted(messages, rank, other, gaps, before[other], lookahead > 0)
-    programs = tuple(_emit(p, sorted(q)) for p, q in zip(schedule.programs, postings, strict=True))
-    return replace(schedule, programs=programs)
+    programs = []
+    for low, program in enumerate(schedule.programs):
+        for high, edges in pairs.get(low, {}).items():
+            if rows := sorted(chain.from_iterable(_along(schedule, flow, edge, times.done) for edge in edges)):
+                messages = Messages(*zip(*rows, strict=True))
+                gaps = {rank: _gaps(messages, rank, computes[rank]) for rank in (low, high)}
+                for rank, other in ((low, high), (high, low)):
+                    before = map(computes[other].before.__getitem__, gaps[other])
+                    postings[rank] += _posted(messages, rank, other, gaps[rank], before, lookahead > 0)
+        programs.append(_emit(program, sorted(postings[low])))  # the pairs that follow are of higher ranks
+        postings[low].clear()
+    return replace(schedule, programs=tuple(programs))
 
 
-def _indices(schedule: Schedule, flow: Dataflow, times: EarliestTimes) -> tuple[dict[int, int], list[list[int]]]:
-    """The index of the instruction that makes each value, and the end of the last compute before each index."""
-    where: dict[int, int] = {}
-    before: list[list[int]] = []
-    m = flow.microbatches
-    for program, ends in zip(schedule.programs, times.ends, strict=True):
-        last, computes, gaps = -1, iter(ends), [-1]
-        for index, instruction in enumerate(i for step in program for i in step):
-            if instruction[0] in COMPUTE:
-                last = next(computes)
-                for op, stage, microbatch, *_ in instruction[5] or (instruction,):
-                    product = PRODUCT[op]
-                    if product is not None:
-                        assert microbatch is not None
-                        where[2 * (stage * m + microbatch) + product] = index
-            gaps.append(last)
-        before.append(gaps)
-    return where, before
+def _computes(program: Program, ends: Sequence[int], lookahead: int) -> Computes:
+    """Where the computes of a program stand, which end at these times."""
+    computes = list(map(COMPUTE.__contains__, map(itemgetter(0), chain.from_iterable(program))))
+    indices = list(compress(count(), computes))
+    end = dict(zip(indices, ends, strict=True))
+    before = accumulate(map(end.get, range(len(computes)), repeat(-1)), max, initial=-1)
+    early = dict(zip(ends, chain(repeat(0, lookahead), indices), strict=False))
+    return Computes(dict(zip(ends, indices, strict=True)), early, list(before))
 
 
-def _pairs(schedule: Schedule) -> dict[tuple[int, int], list[EdgeFlow]]:
-    """The edges between each two ranks, lower one first."""
-    pairs: dict[tuple[int, int], list[EdgeFlow]] = {}
+def _pairs(schedule: Schedule) -> dict[int, dict[int, list[EdgeFlow]]]:
+    """The edges between each two ranks, by the lower and then by the higher one."""
+    pairs: dict[int, dict[int, list[EdgeFlow]]] = {}
     for edge in edge_flows(schedule):
         low, high = sorted((schedule.placement[edge.source], schedule.placement[edge.target]))
         if low != high:
-            pairs.setdefault((low, high), []).append(edge)
+            pairs.setdefault(low, {}).setdefault(high, []).append(edge)
     return pairs
 
 
-def _along(schedule: Schedule, flow: Dataflow, edge: EdgeFlow, done: dict[int, int], where: dict[int, int]) -> Iterable[Message]:
-    """The messages of all microbatches along one edge that have a consumer."""
+def _along(schedule: Schedule, flow: Dataflow, edge: EdgeFlow, done: Mapping[int, Mapping[int, int]]) -> Iterable[tuple]:
+    """The messages of all microbatches along one edge that have a consumer, as rows."""
     a, b, op, send, receive, far, near = edge
-    first, distance = flow.output(a, 0) + (PRODUCT[op] or 0), flow.output(b, 0) - flow.output(a, 0)
-    walk = next(chain.microbatches for chain in schedule.chains if a in chain.stages)
-    numbers = [m for m in walk if first + 2 * m in where and first + 2 * m + distance in where]
-    made = [first + 2 * m for m in numbers]
-    used = [value + distance for value in made]
+    first, then = (flow.output(stage, 0) + (PRODUCT[op] or 0) for stage in (a, b))
+    made, used = done.get(first, {}), done.get(then, {})
+    numbers = [m for m in made if m in used]
     return zip(
-        map(done.__getitem__, made),
+        map(made.__getitem__, numbers),
         repeat(schedule.placement[a]),
-        [value * len(schedule.placement) + b for value in made],
-        map(done.__getitem__, used),
-        [where[value] + 1 for value in made],
-        map(where.__getitem__, used),
+        [(first + 2 * m) * schedule.stages + b for m in numbers],
+        map(used.__getitem__, numbers),
         instructions_of(send, a, numbers, far),
         instructions_of(receive, b, numbers, near),
     )
 
 
-def _earlier(program: Program, lookahead: int) -> list[int]:
-    """For every index of an instruction, that of the compute ``lookahead`` computes before it, at least 0."""
-    computes: list[int] = [0] * (lookahead + 1)
-    found: list[int] = []
-    for index, instruction in enumerate(i for step in program for i in step):
-        if instruction[0] in COMPUTE:
-            computes.append(index)
-        found.append(computes[-1 - lookahead])
-    return found
-
-
-def _gaps(messages: Sequence[Message], rank: int, early: list[int] | None) -> list[int]:
-    """The gap of each message on ``rank``: never after that of a later message, and receives at ``early`` if the order lets them."""
-    wanted = [m[4] if m[1] == rank else m[5] for m in messages]
+def _gaps(messages: Messages, rank: int, computes: Computes) -> list[int]:
+    """The gap of each message on ``rank``: never after that of a later message, and receives early if the order lets them."""
+    at, early, _ = computes
+    ends = list(zip(messages.made, messages.sender, messages.used, strict=True))
+    wanted = [at[made] + 1 if sender == rank else at[used] for made, sender, used in ends]
     latest = list(accumulate(reversed(wanted), min))[::-1]
-    if early is None:
-        return latest
-    hoisted = [gap if m[1] == rank else min(gap, early[m[5]]) for m, gap in zip(messages, latest, strict=True)]
+    hoisted = [gap if sender == rank or gap < early[used] else early[used] for gap, (_, sender, used) in zip(latest, ends, strict=True)]
     return list(accumulate(hoisted, max))
 
 
-def _posted(
-    messages: Sequence[Message], rank: int, other: int, gaps: dict[int, list[int]], before: list[int], apart: bool
-) -> Iterable[Posting]:
-    """The end of each message on ``rank``, with its gap and batch, in the order of the list.
+def _posted(messages: Messages, rank: int, other: int, gaps: Sequence[int], before: Iterable[int], apart: bool) -> Iterable[Posting]:
+    """The end of each message on ``rank``, with its gap and batch.
 
     Args:
         messages: all between ``rank`` and ``other``.
         rank: the rank that posts.
         other: the rank at the other end.
-        gaps: the gap of each message on both ranks.
-        before: end of the last compute of ``other`` before each gap.
+        gaps: the gap of each message on ``rank``.
+        before: end of the last compute of ``other`` before it posts the message.
         apart: whether no two receives share a batch, so that a compute does not wait for what a later one consumes.
     """
-    never = (inf, rank)
-    last, batch, wait = -1, 0, never  # gap, batch, first compute that waits for the batch
-    for message, gap, there in zip(messages, gaps[rank], gaps[other], strict=True):
-        produced, sender, number, consumed, _, _, send, receive = message
+    batches: list[int] = []
+    ends: list[Instruction] = []
+    tie = int(other < rank)  # of two computes that end at the same time, that of the lower rank is first
+    last, batch, wait = -1, 0, inf  # gap, batch, end of the first compute that waits for the batch
+    for gap, made, sender, used, there, send, receive in zip(
+        gaps, messages.made, messages.sender, messages.used, before, messages.send, messages.receive, strict=True
+    ):
         receives = sender != rank
         if gap != last:
-            last, batch, wait = gap, 0, never
-        elif (apart and receives and wait is not never) or ((produced, sender) if receives else (before[there], other)) >= wait:
-            batch, wait = batch + 1, never
-        if receives:
-            wait = min(wait, (consumed, rank))
-        yield gap, batch, produced, sender, number, receive if receives else send
+            last, batch, wait = gap, 0, inf
+        elif (made if receives else there) >= wait + tie or (apart and receives and wait < inf):
+            batch, wait = batch + 1, inf
+        if receives and used < wait:
+            wait = used
+        batches.append(batch)
+        ends.append(receive if receives else send)
+    return zip(gaps, batches, messages.made, messages.sender, messages.number, ends, strict=True)
 
 
 def _emit(program: Program, postings: Sequence[Posting]) -> Program:
@@ -168,7 +169,11 @@ def _emit(program: Program, postings: Sequence[Posting]) -> Program:
     index = 0
     for step in program:
         if len(step) == 1:  # the usual step, for which what follows does the same in three times the time
-            _close(steps, batches.get(index, ()), step)
+            if (before := batches.get(index)) is None:
+                steps.append(step)
+            else:
+                steps += before[:-1]
+                steps.append(before[-1] + step)
             index += 1
             continue
         posted: list[Step] = []
