@@ -19,15 +19,16 @@ from .collective import Among, Collective
 from .control import Control
 from .errors import GONE, Failure, LinkError, PipelineError, gone
 from .grid import Axes, grid_of
-from .links import SocketLinks, give_way
 from .opening import open_gloo
 from .rendezvous import Rendezvous
+from .socket_links import SocketLinks, give_way
 from .suspects import Answer
-from .transport import Call, Link, LossPart, Mode, Transfer
+from .transport import Call, Link, LossPart, Transfer
+from .tree_messages import TreeMessages
 
 # Dtypes that every backend can carry; anything else travels as its bytes.
 _PLAIN = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
-_OWN = {__name__, Control.__module__, SocketLinks.__module__, Rendezvous.__module__}
+_OWN = {__name__, Control.__module__, TreeMessages.__module__, SocketLinks.__module__, Rendezvous.__module__}
 _DRAIN = 1.0  # seconds for what a step has given the GPU
 _LOST = ("Connection closed", "Connection reset", "Broken pipe", "Connection refused", "aborted")  # in messages of backends
 
@@ -109,24 +110,14 @@ class P2P(Control):
         links.status, links.on_failure = self._status, self._unblock
         weakref.finalize(self, links.close)
         self.backend = self._rendezvous.backend
+        if self.backend == "nccl":
+            self.sum_on_device = self._sum
         self._channels: dict[str, _Channel] = {}
         self._collectives: dict[Among, Collective] = {}
         self.mesh, self.axes = mesh, axes
         self._pending: dict[Any, Any] = {}  # that of the buffers of the running step
 
     # -- control ---------------------------------------------------------------------------
-
-    def end(
-        self,
-        losses: Mapping[int, torch.Tensor],
-        parts: Mapping[int, LossPart],
-        mode: Mode = "mixed",
-        after: Callable[[], torch.Tensor | None] | None = None,
-    ) -> torch.Tensor | None:
-        if self.backend != "nccl" or not parts:
-            return super().end(losses, parts, mode, after)
-        # A broadcast that a rank does not come to would hold up all that its GPU is given later: agree on the host first.
-        return super().end({}, {}, mode, lambda: self._sum(losses, parts))
 
     def _sum(self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart]) -> torch.Tensor:
         """The sum of the losses of all ranks, on the device."""

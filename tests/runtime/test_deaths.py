@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ppfunc as pp
 from ppfunc.runtime import opening
-from ppfunc.runtime.links import SocketLinks
 from ppfunc.runtime.rendezvous import Rendezvous
+from ppfunc.runtime.socket_links import SocketLinks
 
 D, MICROBATCHES = 4, 4
 LAYOUTS = {
@@ -136,7 +136,7 @@ def warm(rank, size):
 
 PLACES = {  # the function at whose call a rank fails, and which call
     "constructor": (Rendezvous, "write", 1),
-    "meeting": (SocketLinks, "_greet", 1),
+    "meeting": (SocketLinks, "greet", 1),
     "first agreement": (pp.P2P, "require_same", 1),
     "connecting": (opening, "_address", 1),
     "tracing": ("stage", None, 1),
