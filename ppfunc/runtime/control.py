@@ -43,6 +43,7 @@ class Control:
         grid: which ranks make which pipeline; by default all make one.
     """
 
+    has_peers = True
     sum_on_device: Callable[[Mapping[int, torch.Tensor], Mapping[int, LossPart]], torch.Tensor] | None = None
     """Sums the losses of all ranks where they are, once all are at their ends; None where they travel along the tree."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from functools import partial
+from itertools import pairwise
 
 from hypothesis import given, strategies as st
 
@@ -122,5 +123,5 @@ def test_a_path_goes_up_and_down_the_tree(one, other):
     way = path(one, other)
     assert (way[0], way[-1]) == (one, other) and len(set(way)) == len(way)
     tree = {rank: RankTree.over(range(41), rank) for rank in way}
-    assert all(b in tree[a].neighbours for a, b in zip(way, way[1:], strict=False))
+    assert all(b in tree[a].neighbours for a, b in pairwise(way))
     assert all(is_below(min(way), rank) for rank in way)
