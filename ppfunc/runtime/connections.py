@@ -20,7 +20,7 @@ WATCH, TREE = "watch", "tree"  # channels between neighbours of the tree, opened
 _PATIENCE = 1.0  # seconds for the thread to end
 
 
-class Host(Protocol):
+class Watcher(Protocol):
     """Who hears what happens on the connections, in the thread that watches."""
 
     def greet(self, peer: int) -> None:
@@ -59,10 +59,10 @@ class Connections:
         self._own: tuple[socket.socket | Bell, ...] = (self._listener, self._woken, self._noted)
         self._thread: threading.Thread | None = None
 
-    def start(self, host: Host) -> None:
+    def start(self, watcher: Watcher) -> None:
         """Begin to watch."""
         _OPEN.add(self)
-        self._thread = threading.Thread(target=self._watch, args=(host,), name="ppfunc links", daemon=True)
+        self._thread = threading.Thread(target=self._watch, args=(watcher,), name="ppfunc links", daemon=True)
         self._thread.start()
 
     def stream(self, peer: int, channel: str) -> Connection:
@@ -104,10 +104,10 @@ class Connections:
         """Wake the thread that waits."""
         self._woken.ring()
 
-    def _watch(self, host: Host) -> None:
+    def _watch(self, watcher: Watcher) -> None:
         greeting: dict[int, socket.socket] = {}
         try:
-            self._watch_until_closed(host, greeting)
+            self._watch_until_closed(watcher, greeting)
         finally:  # a watch that fails must not leave neighbours waiting
             self.closed = True
             for stream in list(self._streams.values()):
@@ -115,7 +115,7 @@ class Connections:
             for end in (*self._own, *greeting.values()):
                 end.close()
 
-    def _watch_until_closed(self, host: Host, greeting: dict[int, socket.socket]) -> None:
+    def _watch_until_closed(self, watcher: Watcher, greeting: dict[int, socket.socket]) -> None:
         while not self.closed:
             poll = select.poll()
             for fd in (self._listener.fileno(), self._noted.fileno(), *greeting):
@@ -126,9 +126,9 @@ class Connections:
                 poll.register(fd, select.POLLIN * (stream.channel == WATCH) | select.POLLOUT * stream.backlog)
             for fd, _ in poll.poll():
                 if fd in streams:
-                    self._read(streams[fd], host)
+                    self._read(streams[fd], watcher)
                 elif fd in greeting:
-                    self._adopt(greeting.pop(fd), host)
+                    self._adopt(greeting.pop(fd), watcher)
                 elif fd == self._noted.fileno():
                     self._noted.silence()
                 else:
@@ -137,21 +137,21 @@ class Connections:
                         connection.setblocking(False)
                         greeting[connection.fileno()] = connection
 
-    def _adopt(self, connection: socket.socket, host: Host) -> None:
+    def _adopt(self, connection: socket.socket, watcher: Watcher) -> None:
         """Begin a stream that a peer has opened."""
         if (who := welcome(connection, self.address.token)) is not None:
             self.stream(*who).attach(connection)
             if who[1] == WATCH:
-                host.greet(who[0])
+                watcher.greet(who[0])
             self.wake()
 
-    def _read(self, stream: Connection, host: Host) -> None:
+    def _read(self, stream: Connection, watcher: Watcher) -> None:
         stream.flush()
         if stream.channel == WATCH:
             while (message := stream.next(0)) is not None:
-                host.hear(stream.peer, *json.loads(message))
+                watcher.hear(stream.peer, *json.loads(message))
             if stream.ended and not self.closed:
-                host.lose(stream.peer)
+                watcher.lose(stream.peer)
 
     def close(self) -> None:
         """End all connections."""

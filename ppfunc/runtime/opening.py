@@ -1,4 +1,4 @@
-"""Open gloo communicators over the links of a transport, so that neither a store nor a rank that fails can hold up the others."""
+"""Open communicators; those of gloo over the links of a transport: neither a store nor a rank that fails can hold up the others."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch.distributed.distributed_c10d import Store
 from . import _torch
 from .errors import LinkError
 from .interrupts import let_interrupts
+from .rendezvous import Rendezvous
 from .socket_links import SocketLinks
 
 _CHANNEL = "open"
@@ -53,6 +54,19 @@ class _Addresses(Store):
         """Let go of who waits for addresses."""
         self._given_up = True
         self._complete.set()
+
+
+def open_group(rendezvous: Rendezvous, links: SocketLinks, name: str, members: Sequence[int]) -> Any:
+    """Open a communicator of some ranks, under the backend of the user's group.
+
+    Args:
+        name: the same at all members, which is taken anew after each failure.
+        members: in the same order at all of them.
+    """
+    name = f"{links.generation}/{name}"
+    if rendezvous.backend == "nccl":
+        return rendezvous.open_nccl(name, members.index(links.rank), len(members))
+    return open_gloo(links, name, members, rendezvous.timeout)
 
 
 def open_gloo(links: SocketLinks, name: str, members: Sequence[int], timeout: float) -> Any:

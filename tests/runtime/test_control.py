@@ -549,7 +549,12 @@ def many_failures(rank, ranks):
             dist.barrier()
             keys = transport._rendezvous._store.num_keys()
             links = transport.links
-            held = len(links._failures.verdicts), len(links._questions._brought), len(links._connections._streams), len(transport._channels)
+            held = (
+                len(links._failures.verdicts),
+                len(links._questions._brought),
+                len(links._connections._streams),
+                len(transport._channels._channels),
+            )
             return keys, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), *held
 
         def fail(n):
