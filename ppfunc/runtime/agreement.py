@@ -22,7 +22,6 @@ from .arguments import StepArguments
 from .cache import keep
 from .errors import AgreementError
 from .form import StepForm
-from .inprocess import InProcess
 from .interrupts import let_interrupts
 from .lowered import LoweredStep
 from .meshes import laid_out, require_same_layouts
@@ -75,10 +74,11 @@ class Agreement:
         self.generation: int | None = None
         self.source = schedule.placement[schedule.chains[0].stages[0]]  # the rank whose batch names the shapes
 
-    def begin(self, arguments: StepArguments, name: str | None, purpose: str) -> Began:
+    def begin(self, passes: Sequence[StepArguments], name: str | None, purpose: str) -> Began:
         """Begin a step on all ranks, with the same call; meet them first where there was a failure since.
 
         Args:
+            passes: the arguments of every pass of the schedule.
             name: of the batch; None where this process was given none.
             purpose: of the call: what the ranks have to agree on, too.
 
@@ -86,7 +86,7 @@ class Agreement:
             AgreementError: another rank makes another call, or has another batch.
         """
         mine = None if name is None else f"{name}{_KNOWN}{self._has_run(name)}"
-        common, own = self._terms(arguments)
+        common, own = self._terms(passes)
         name, _, known = self._transport.begin(own, mine, self.source, f"{common}; {purpose}").rpartition(_KNOWN)
         if mine is None and known != self._has_run(name):
             raise AgreementError(
@@ -94,7 +94,7 @@ class Agreement:
                 f"{self.source} says {known}, rank {self._ranks[0]} does not; every rank must call the same step function in the same order"
             )
         if self._transport.generation != self.generation:
-            self._meet(arguments)
+            self._meet(passes[0])
         with self._lock:
             if (name, autocast()) in self._agreed:
                 self._agreed.move_to_end((name, autocast()))
@@ -123,12 +123,12 @@ class Agreement:
             keep(self._agreed, (name, autocast()), agreed)
         return agreed
 
-    def _terms(self, arguments: StepArguments) -> tuple[str, str]:
-        """Terms that all ranks have to agree on, and those that run the same batch; nobody compares them where one process has all."""
-        if isinstance(self._transport, InProcess):
+    def _terms(self, passes: Sequence[StepArguments]) -> tuple[str, str]:
+        """Terms that all ranks have to agree on, and those that run the same batch; nobody compares them without peers."""
+        if not self._transport.has_peers:
             return "", ""
         common = f"step function {self._number} ({self._spec.name}); autocast {autocast() or 'off'}"
-        return f"{common}; {arguments.common}" if arguments.common else common, call_terms(self._schedule, arguments)
+        return f"{common}; {passes[0].common}" if passes[0].common else common, call_terms(self._schedule, passes)
 
     def _has_run(self, name: str) -> str:
         """Whether the ranks have agreed on this form of the batch before, which all of them have or none."""
@@ -240,14 +240,14 @@ class Replay:
         return self.agreed.edges[edge]
 
 
-def call_terms(schedule: Schedule, arguments: StepArguments) -> str:
-    """The schedule, the weights of the microbatches and the seed."""
+def call_terms(schedule: Schedule, passes: Sequence[StepArguments]) -> str:
+    """The schedule, the weights of the microbatches of all passes, and the seed."""
     weights = "1/m each"
-    if arguments.loss_weights is not None:
-        given = arguments.loss_weights.tolist()
-        weights = f"{reprlib.repr(given)} ({_digest(repr(given))})"
+    if given := [part.loss_weights for part in passes if part.loss_weights is not None]:
+        every = torch.cat(given).tolist()
+        weights = f"{reprlib.repr(every)} ({_digest(repr(every))})"
     named = f"{_plain(schedule.name[:60])} of {schedule.microbatches} microbatches ({schedule.digest[:8]})"
-    return f"schedule {named}; loss weights {weights}; seed {arguments.seed}"
+    return f"schedule {named}; loss weights {weights}; seed {passes[0].seed}"
 
 
 def batch_name(form: StepForm) -> str:

@@ -22,7 +22,7 @@ class InProcess:
     nothing, so steps may share it, also between threads.
     """
 
-    generation = 0
+    generation, has_peers, compares_layouts = 0, False, False
 
     def __repr__(self) -> str:
         return "InProcess()"
@@ -51,10 +51,6 @@ class InProcess:
     def begin(self, call: str, key: str | None, source: int, common: str = "") -> str:
         assert key is not None  # one process holds the first stage, and so the batch
         return key
-
-    @property
-    def compares_layouts(self) -> bool:
-        return False
 
     def ready(self, laid: LaidOut) -> None:
         pass

@@ -15,10 +15,9 @@ from ppfunc.stage.signature import differentiable
 from .arguments import StepArguments
 from .buffers import Buffers, Leaves
 from .calls import Place
-from .collective import Collective
 from .compile import CompiledStep, bind
 from .errors import Failure
-from .execute import StepFailed, fill
+from .execute import StepFailed, execute, fill
 from .gradients import LeafGradients
 from .lowered import LoweredStage
 from .ties import leaf_names
@@ -45,16 +44,41 @@ class Start(NamedTuple):
         return cls(first, before)
 
 
-def require_finite(made: Sequence[torch.Tensor], world: Collective, device: torch.device) -> None:
-    """Raise NotFinite on all ranks where one of the losses and gradients of one is not finite; reads a number of the device."""
+def execute_passes(compiled: CompiledStep, passes: Sequence[StepArguments], transport: Transport) -> Buffers:
+    """Run the passes of a step; return the buffers of the last.
+
+    Raises:
+        StepFailed: with the place of the call that raised; where an update finds numbers that are not finite, of the first of them.
+    """
+    buffers: Buffers | None = None
+    start = Start(0, None)
+    for n, part in enumerate(passes):
+        if compiled.lowered.spec.finite and (buffers is None or buffers.ends):
+            start = Start.of(n, buffers)
+        try:
+            buffers = execute(compiled, fill(compiled.lowered, part, buffers))
+        except StepFailed as failed:
+            if isinstance(cause := failed.failure.cause, NotFinite):
+                raise _located(compiled, passes[start.first : n + 1], start, transport, cause) from cause
+            raise
+    assert buffers is not None
+    return buffers
+
+
+def require_finite(made: Sequence[torch.Tensor], compiled: CompiledStep, passes: Sequence[StepArguments], transport: Transport) -> None:
+    """Raise on all ranks where one of the losses and gradients of one is not finite; reads a number of the device."""
+    device = next(iter(compiled.lowered.form.devices.values()))
     bad = [~torch.isfinite(local(t)).all() for t in made if differentiable(t.dtype)]
     count = torch.stack([torch.zeros((), device=device), *(one.to(device, torch.float32) for one in bad)]).sum()
-    world.all_reduce(count)()
+    transport.collective("world").all_reduce(count)()
     if count > 0:
-        raise NotFinite("the loss or a gradient is not finite")
+        cause = NotFinite("the loss or a gradient is not finite")
+        raise _located(compiled, passes, Start(0, None), transport, cause) from cause
 
 
-def locate(compiled: CompiledStep, passes: Sequence[StepArguments], start: Start, transport: Transport, cause: NotFinite) -> BaseException:
+def _located(
+    compiled: CompiledStep, passes: Sequence[StepArguments], start: Start, transport: Transport, cause: NotFinite
+) -> BaseException:
     """Run the passes of a step again, on all ranks; return the error to raise on this one.
 
     The rank that comes first in the schedule, of those with a number that is not finite, names the place; the others wait to hear of it.

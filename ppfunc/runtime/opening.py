@@ -1,4 +1,4 @@
-"""Open gloo communicators over the links of a transport, so that neither a store nor a rank that fails can hold up the others."""
+"""Open communicators; those of gloo over the links of a transport: neither a store nor a rank that fails can hold up the others."""
 
 from __future__ import annotations
 
@@ -8,27 +8,18 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
 from . import _torch
 from .errors import LinkError
 from .interrupts import let_interrupts
+from .rendezvous import Rendezvous
+from .socket_links import SocketLinks
 
 _CHANNEL = "open"
 _PAUSE = 0.05  # seconds between looks whether a rank has failed
-
-
-class _Links(Protocol):
-    rank: int
-    waiting_on: int | None
-
-    def send(self, peer: int, channel: str, data: bytes) -> None: ...
-
-    def recv(self, peer: int, channel: str) -> bytes: ...
-
-    def check(self) -> None: ...
 
 
 class _Addresses(Store):
@@ -65,7 +56,20 @@ class _Addresses(Store):
         self._complete.set()
 
 
-def open_gloo(links: _Links, name: str, members: Sequence[int], timeout: float) -> Any:
+def open_group(rendezvous: Rendezvous, links: SocketLinks, name: str, members: Sequence[int]) -> Any:
+    """Open a communicator of some ranks, under the backend of the user's group.
+
+    Args:
+        name: the same at all members, which is taken anew after each failure.
+        members: in the same order at all of them.
+    """
+    name = f"{links.generation}/{name}"
+    if rendezvous.backend == "nccl":
+        return rendezvous.open_nccl(name, members.index(links.rank), len(members))
+    return open_gloo(links, name, members, rendezvous.timeout)
+
+
+def open_gloo(links: SocketLinks, name: str, members: Sequence[int], timeout: float) -> Any:
     """Open a gloo communicator of some ranks, in the order given, which all come to the same call.
 
     gloo cannot be interrupted while it connects, and asks an address for minutes whose process has ended. A thread does it,
@@ -105,7 +109,7 @@ def _make(addresses: _Addresses, place: int, size: int, timeout: float, tell: Ca
         tell(("failed", error))
 
 
-def _await(links: _Links, told: SimpleQueue[tuple[str, Any]], peer: int, timeout: float) -> Any:
+def _await(links: SocketLinks, told: SimpleQueue[tuple[str, Any]], peer: int, timeout: float) -> Any:
     """Wait for the next thing that the thread tells."""
     end = time.monotonic() + timeout
     while True:
@@ -124,7 +128,7 @@ def _await(links: _Links, told: SimpleQueue[tuple[str, Any]], peer: int, timeout
         return what
 
 
-def _address(links: _Links, name: str, peer: int) -> tuple[str, bytes]:
+def _address(links: SocketLinks, name: str, peer: int) -> tuple[str, bytes]:
     """The address that a peer has left for this communicator."""
     theirs, key, address = json.loads(links.recv(peer, _CHANNEL))
     assert theirs == name, (theirs, name)

@@ -14,29 +14,21 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import _torch
-from .buffers import Buffers
+from .channels import Channels, lost
 from .collective import Among, Collective
+from .connections import Connections
 from .control import Control
-from .errors import GONE, Failure, LinkError, PipelineError, gone
+from .errors import Failure, LinkError, PipelineError, gone
 from .grid import Axes, grid_of
-from .links import SocketLinks, give_way
-from .opening import open_gloo
+from .opening import open_group
 from .rendezvous import Rendezvous
+from .socket_links import SocketLinks
 from .suspects import Answer
-from .transport import Call, Link, LossPart, Mode, Transfer
+from .transport import Call, Link, LossPart, Transfer
+from .tree_messages import TreeMessages
 
-# Dtypes that every backend can carry; anything else travels as its bytes.
-_PLAIN = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
-_OWN = {__name__, Control.__module__, SocketLinks.__module__, Rendezvous.__module__}
+_OWN = {__name__, *(part.__module__ for part in (Control, TreeMessages, SocketLinks, Connections, Rendezvous, Channels))}
 _DRAIN = 1.0  # seconds for what a step has given the GPU
-_LOST = ("Connection closed", "Connection reset", "Broken pipe", "Connection refused", "aborted")  # in messages of backends
-
-
-class _Channel:
-    """A communicator of two ranks; ``group`` is None until it is connected, and again after a failure."""
-
-    def __init__(self) -> None:
-        self.group: Any = None
 
 
 class P2P(Control):
@@ -79,23 +71,7 @@ class P2P(Control):
         mesh: DeviceMesh | None = None,
         axes: Axes | None = None,
     ) -> None:
-        wanted = (
-            ("mesh", mesh, DeviceMesh, "a DeviceMesh, such as torch's init_device_mesh makes"),
-            ("axes", axes, Axes, "ppfunc.Axes('pp', data='dp')"),
-        )
-        for name, value, kind, expected in wanted:
-            if value is not None and not isinstance(value, kind):
-                raise TypeError(f"{name}: got {value!r} of type {type(value).__name__}, expected {expected}")
-        if group is not None and mesh is not None:
-            raise ValueError("P2P got a process group and a mesh; expected P2P(group), or P2P(mesh=mesh, axes=axes)")
-        if axes is not None and mesh is None:
-            raise ValueError(f"axes: got {axes}, and no mesh that has them; give the mesh, too")
-        if not dist.is_available() or not dist.is_initialized():
-            raise RuntimeError("P2P got no process group; call torch.distributed.init_process_group first, or use InProcess()")
-        group = group if group is not None else dist.group.WORLD
-        outside: Any = dist.GroupMember.NON_GROUP_MEMBER  # a number, or a group
-        if group is None or group is outside:
-            raise RuntimeError("P2P got a process group of which this process is not a member")
+        group = _group_of(group, mesh, axes)
         axes = axes or Axes()
         grid = None if mesh is None else grid_of(mesh, axes, dist.get_rank())
         self._user_group = group if mesh is None else mesh.get_group(axes.pipe)
@@ -106,27 +82,16 @@ class P2P(Control):
             raise PipelineError(error.peer, None, None, error.reason, reported_by=dist.get_rank(group)) from error
         super().__init__(links, grid)
         self.links: SocketLinks
-        links.status, links.on_failure = self._status, self._unblock
-        weakref.finalize(self, links.close)
         self.backend = self._rendezvous.backend
-        self._channels: dict[str, _Channel] = {}
+        if self.backend == "nccl":
+            self.sum_on_device = self._sum
+        self._channels = Channels(self._rendezvous, links, self.line)
         self._collectives: dict[Among, Collective] = {}
         self.mesh, self.axes = mesh, axes
-        self._pending: dict[Any, Any] = {}  # that of the buffers of the running step
+        links.status, links.on_failure = self._status, self._unblock
+        weakref.finalize(self, links.close)
 
     # -- control ---------------------------------------------------------------------------
-
-    def end(
-        self,
-        losses: Mapping[int, torch.Tensor],
-        parts: Mapping[int, LossPart],
-        mode: Mode = "mixed",
-        after: Callable[[], torch.Tensor | None] | None = None,
-    ) -> torch.Tensor | None:
-        if self.backend != "nccl" or not parts:
-            return super().end(losses, parts, mode, after)
-        # A broadcast that a rank does not come to would hold up all that its GPU is given later: agree on the host first.
-        return super().end({}, {}, mode, lambda: self._sum(losses, parts))
 
     def _sum(self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart]) -> torch.Tensor:
         """The sum of the losses of all ranks, on the device."""
@@ -148,16 +113,15 @@ class P2P(Control):
 
     def _explained(self, cause: BaseException) -> BaseException:
         """An error of a backend, as what it says of a peer; where a connection has ended, who is gone, or why, is about to be told."""
-        here = self.grid.model.index(self.links.rank)
-        lost = _lost(self.grid.model[(here + 1) % len(self.grid.model)], cause)
-        if not isinstance(lost, LinkError) or lost.kind == "failed":
+        peers, here = self.grid.model, self.grid.model.index(self.links.rank)
+        read = lost(peers[(here + 1) % len(peers)], cause)
+        if not isinstance(read, LinkError) or read.kind == "failed":
             return cause
-        if lost.kind == "gone":
-            self.links.await_failure(lost.peer)
-            return cause
-        if lost is not cause and len(self.grid.model) > 1:  # in a collective of a stage: which rank is late, its answers tell
-            lost.__cause__ = cause
-            return lost
+        if read.kind == "gone":
+            self.links.await_failure(read.peer)
+        elif read is not cause and len(peers) > 1:  # in a collective of a stage: which rank is late, its answers tell
+            read.__cause__ = cause
+            return read
         return cause
 
     def _status(self) -> Answer:
@@ -179,9 +143,8 @@ class P2P(Control):
         ranks, or will.
         """
         if self.backend == "nccl" and self._executing and committed <= self.ended:
-            owned = [channel.group for channel in self._channels.values()] + [c.group for c in self._collectives.values()]
-            for group in owned:
-                self._abort(group)
+            for group in (*self._channels.groups, *(c.group for c in self._collectives.values() if c.group is not None)):
+                group.abort()
 
     def tear_down(self) -> None:
         if self._executing and self.mesh is not None and self.axes.model is not None and len(self.grid.model) > 1:
@@ -200,25 +163,11 @@ class P2P(Control):
     # -- data ------------------------------------------------------------------------------
 
     def connect(self, links: Iterable[Link]) -> None:
-        # In one order on all ranks, so that nobody waits in a circle; every other pair of a chain at the same time.
-        for link in sorted(links, key=lambda link: (min(link.sender, link.receiver) % 2, link)):
-            if self.rank in (link.sender, link.receiver) and link.sender != link.receiver:
-                name = self._name(link)
-                channel = self._channels.setdefault(name, _Channel())
-                if channel.group is None:
-                    channel.group = self._open(name, sorted((self.line[link.sender], self.line[link.receiver])))
-
+        self._channels.connect(links)
         for among, collective in sorted(self._collectives.items()):  # every rank is on its way here: they have just compared facts
             if collective.group is None and collective.size > 1:
                 members = self._members(among)
-                collective.group = self._open(f"{among}/{'-'.join(map(str, members))}", members)
-
-    def _open(self, name: str, members: Sequence[int]) -> Any:
-        """A communicator of some ranks."""
-        name = f"{self.generation}/{name}"
-        if self.backend == "nccl":
-            return self._rendezvous.open_nccl(name, members.index(self.links.rank), len(members))
-        return open_gloo(self.links, name, members, self._rendezvous.timeout)
+                collective.group = open_group(self._rendezvous, self.links, f"{among}/{'-'.join(map(str, members))}", members)
 
     def collective(self, among: Among) -> Collective:
         members = self._members(among)
@@ -232,126 +181,23 @@ class P2P(Control):
         try:
             wait()
         except RuntimeError as error:
-            lost = _lost(peer, error)
-            if isinstance(lost, LinkError) and lost.kind == "late":
-                raise lost from error
+            read = lost(peer, error)
+            if isinstance(read, LinkError) and read.kind == "late":
+                raise read from error
             raise  # the connection has ended: who is gone, or why, is about to be told
         self.links.waiting_on = None
 
     def _members(self, among: Among) -> tuple[int, ...]:
         return {"data": self.grid.data, "model": self.grid.model, "world": tuple(range(self.grid.size))}[among]
 
-    def _name(self, link: Link) -> str:
-        """The name of the communicator that messages of a link take, the same at both ends."""
-        sender, receiver = self.line[link.sender], self.line[link.receiver]
-        if self.backend == "nccl":
-            return f"pair/{min(sender, receiver)}-{max(sender, receiver)}"
-        return f"{link.direction}/{sender}-{receiver}"
-
-    def _channel(self, transfer: Transfer) -> _Channel:
-        ends = (self.rank, transfer.peer) if transfer.outgoing else (transfer.peer, self.rank)
-        return self._channels[self._name(Link(transfer.tag.direction, *ends))]
-
     def post(self, batch: Sequence[Transfer]) -> Call | None:
-        if self.backend == "nccl":
-            by_peer: dict[int, list[Transfer]] = {}
-            for transfer in batch:
-                by_peer.setdefault(transfer.peer, []).append(transfer)
-            calls = [self._coalesced(part) for part in by_peer.values()]
-        else:
-            calls = [self._end(transfer) for transfer in batch]
-        yielding = self.backend != "nccl" and any(transfer.outgoing for transfer in batch)
-
-        def post_all(buffers: Buffers) -> None:
-            self._pending = buffers.pending
-            if yielding:  # its receive is to be posted before a send, which takes another round trip otherwise
-                give_way()
-            for call in calls:
-                call(buffers)
-            if yielding:  # to take in what it delivers
-                give_way()
-
-        return post_all if calls else None
-
-    def _coalesced(self, batch: list[Transfer]) -> Call:
-        """Posts what goes over the one communicator of a pair as one operation."""
-        channel, calls = self._channel(batch[0]), [self._end(transfer) for transfer in batch]
-        tags = [transfer.tag for transfer in batch]
-
-        def post_coalesced(buffers: Buffers) -> None:
-            _torch.start_coalescing(channel.group)
-            for call in calls:
-                call(buffers)
-            work = _torch.end_coalescing(channel.group)
-            for tag in tags:
-                buffers.pending[tag] = [work], buffers.pending[tag][1]
-
-        return post_coalesced
-
-    def _end(self, transfer: Transfer) -> Call:
-        return self._sender(transfer) if transfer.outgoing else self._receiver(transfer)
-
-    def _sender(self, transfer: Transfer) -> Call:
-        channel, tag, wire, rank = self._channel(transfer), transfer.tag, _wire(transfer), self.line[transfer.peer]
-        peer = int(rank > self.links.rank)
-
-        def send(buffers: Buffers) -> None:
-            tensors = wire([t.contiguous() for t in buffers.values.pop(tag)])
-            try:
-                buffers.pending[tag] = [channel.group.send([t], peer, 0) for t in tensors], tensors
-            except RuntimeError as error:
-                raise _lost(rank, error) from error
-
-        return send
-
-    def _receiver(self, transfer: Transfer) -> Call:
-        channel, tag, wire, rank = self._channel(transfer), transfer.tag, _wire(transfer), self.line[transfer.peer]
-        peer, device = int(rank > self.links.rank), transfer.device
-        made = [(leaf.shape, leaf.dtype) for leaf in transfer.leaves]
-
-        def receive(buffers: Buffers) -> None:
-            tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in made]
-            try:
-                buffers.pending[tag] = [channel.group.recv([t], peer, 0) for t in wire(tensors)], tensors
-            except RuntimeError as error:
-                raise _lost(rank, error) from error
-
-        return receive
+        return self._channels.post(batch)
 
     def wait_recv(self, transfer: Transfer) -> Call | None:
-        tag, wait = transfer.tag, self._waiter(transfer)
-
-        def take(buffers: Buffers) -> None:
-            buffers.values[tag] = tuple(wait(buffers))
-
-        return take
+        return self._channels.wait_recv(transfer)
 
     def wait_send(self, transfer: Transfer) -> Call | None:
-        wait = self._waiter(transfer)
-
-        def let_go(buffers: Buffers) -> None:
-            wait(buffers)
-
-        return let_go
-
-    def _waiter(self, transfer: Transfer) -> Callable[[Buffers], list[torch.Tensor]]:
-        """Waits for what was posted for a transfer, and returns its tensors."""
-        tag, peer, links = transfer.tag, self.line[transfer.peer], self.links
-
-        def wait(buffers: Buffers) -> list[torch.Tensor]:
-            works: list[Any]
-            tensors: list[torch.Tensor]
-            works, tensors = buffers.pending.pop(tag)
-            links.waiting_on = peer
-            try:
-                for work in works:
-                    work.wait()
-            except RuntimeError as error:
-                raise _lost(peer, error) from error
-            links.waiting_on = None
-            return tensors
-
-        return wait
+        return self._channels.wait_send(transfer)
 
     def _disconnect(self) -> None:
         """End every communicator: peers that wait on one raise at once. The next step makes new ones.
@@ -360,16 +206,32 @@ class P2P(Control):
         """
         if self.backend == "nccl" and not self._executing:
             _torch.finish_soon(_DRAIN)
-        self._pending.clear()
-        for channel in self._channels.values():
-            group, channel.group = channel.group, None
-            self._abort(group)
-        for collective in self._collectives.values():
-            self._abort(collective.let_go())
+        ended = self._channels.let_go() + [collective.let_go() for collective in self._collectives.values()]
+        for group in ended if self.backend == "nccl" else ():
+            if group is not None:
+                group.abort()
 
-    def _abort(self, group: Any) -> None:
-        if self.backend == "nccl" and group is not None:
-            group.abort()
+
+def _group_of(group: dist.ProcessGroup | None, mesh: DeviceMesh | None, axes: Axes | None) -> dist.ProcessGroup:
+    """The process group of these arguments of :class:`P2P`; raises where they are wrong, or do not go together."""
+    wanted = (
+        ("mesh", mesh, DeviceMesh, "a DeviceMesh, such as torch's init_device_mesh makes"),
+        ("axes", axes, Axes, "ppfunc.Axes('pp', data='dp')"),
+    )
+    for name, value, kind, expected in wanted:
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(f"{name}: got {value!r} of type {type(value).__name__}, expected {expected}")
+    if group is not None and mesh is not None:
+        raise ValueError("P2P got a process group and a mesh; expected P2P(group), or P2P(mesh=mesh, axes=axes)")
+    if axes is not None and mesh is None:
+        raise ValueError(f"axes: got {axes}, and no mesh that has them; give the mesh, too")
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError("P2P got no process group; call torch.distributed.init_process_group first, or use InProcess()")
+    group = group if group is not None else dist.group.WORLD
+    outside: Any = dist.GroupMember.NON_GROUP_MEMBER  # a number, or a group
+    if group is None or group is outside:
+        raise RuntimeError("P2P got a process group of which this process is not a member")
+    return group
 
 
 def _let_go(error: BaseException | None) -> None:
@@ -380,27 +242,3 @@ def _let_go(error: BaseException | None) -> None:
                 with suppress(RuntimeError):
                     frame.clear()
         error = error.__cause__ or error.__context__
-
-
-def _lost(peer: int, error: BaseException) -> BaseException:
-    """The error of a backend, as what it says of the peer where it does."""
-    text = str(error) if isinstance(error, RuntimeError) else ""
-    if "Timed out waiting" in text:
-        return LinkError(peer, "late", f"it has not answered in time ({text.splitlines()[0]})")
-    if isinstance(error, dist.DistNetworkError) or any(words in text for words in _LOST):
-        return LinkError(peer, "gone", GONE)
-    return error
-
-
-def _wire(transfer: Transfer) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
-    """How the tensors of a transfer travel: as they are, or as their bytes where a backend may not know the dtype."""
-    if all(leaf.dtype in _PLAIN and 0 not in leaf.shape for leaf in transfer.leaves):
-        return lambda tensors: tensors
-    return lambda tensors: [t if t.dtype in _PLAIN else _as_bytes(t) for t in tensors if t.numel()]
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    return tensor.reshape(-1).view(torch.uint8)

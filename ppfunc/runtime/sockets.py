@@ -30,6 +30,30 @@ class Address(NamedTuple):
     token: str
 
 
+class Bell:
+    """Wakes a thread that polls it."""
+
+    def __init__(self) -> None:
+        self._heard, self._rung = socket.socketpair()
+        for end in (self._heard, self._rung):
+            end.setblocking(False)
+
+    def fileno(self) -> int:
+        return self._heard.fileno()
+
+    def ring(self) -> None:
+        with suppress(OSError):  # full: it rings already; closed: nobody is there
+            self._rung.send(b".")
+
+    def silence(self) -> None:
+        with suppress(BlockingIOError):
+            self._heard.recv(1 << 12)
+
+    def close(self) -> None:
+        for end in (self._heard, self._rung):
+            end.close()
+
+
 class Connection:
     """One connection, or what is to be sent over it once it is there."""
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -16,33 +14,28 @@ from ppfunc.schedule import Schedule, Timeline
 from ppfunc.stage import Engine, Loss, Stage
 from ppfunc.stage.tree import tree_leaves
 
-from .agreement import Agreement, Began, batch_name, rows_of
 from .analysis import Lowered
 from .arguments import RawArguments, StepArguments, read_arguments
 from .buffers import Buffers
-from .cache import CACHE_SIZE, RETRACES, CacheInfo, Entry, Last, keep, warn_of_retraces
-from .compile import CompiledStep, compile_step
+from .cache import CacheInfo, Entry
+from .compile import CompiledStep
+from .compiled_steps import CompiledSteps
 from .errors import Failure
-from .execute import StepFailed, describe_inputs, execute, fill
-from .form import StepForm
+from .execute import StepFailed, describe_inputs
 from .functorch import transforming
 from .interrupts import let_interrupts
-from .lower import Exchange, lower
-from .lowered import LoweredStep
-from .nonfinite import NotFinite, Start, locate, require_finite
+from .nonfinite import execute_passes, require_finite
 from .record import Recorder, gather
 from .results import StepResult, collect
 from .rng import preserve_rng
 from .spec import StepSpec
-from .stage_programs import autocast, forget
+from .stage_programs import forget
 from .tail import losses_of
 from .ties import require_declared
 from .transport import Transport
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-_MODES = 3  # programs that are kept for other modes of the modules
 
 
 class StepFunction(Generic[P, R]):
@@ -77,12 +70,7 @@ class StepFunction(Generic[P, R]):
         self.__signature__ = inspect.signature(prepare)  # for help() and editors
         if spec.finite:
             transport.collective("world")  # to be had before the transport connects
-        self._agreement = Agreement(schedule, spec, transport, self._ranks)
-        self._lock = threading.Lock()
-        self._building = threading.local()
-        self._compiled: OrderedDict[tuple[Any, ...], list[Entry]] = OrderedDict()
-        self._last: Last | None = None
-        self._hits = self._misses = 0
+        self._compiled = CompiledSteps(stages, loss_fn, schedule, transport, engine, spec, self._ranks, repr(self))
 
     def __repr__(self) -> str:
         return f"<step function {self.spec.name}, {self.schedule!r}, stages {', '.join(map(str, self._local))} here>"
@@ -116,7 +104,7 @@ class StepFunction(Generic[P, R]):
         return result, timeline
 
     def _run(
-        self, args: Any, kwargs: Any, recorder: Recorder | None = None, ready: Callable[[StepArguments], Entry] | None = None
+        self, args: Any, kwargs: Any, recorder: Recorder | None = None, ready: Callable[[Sequence[StepArguments]], Entry] | None = None
     ) -> tuple[R, Timeline | None]:
         """Run one step, measured where there is a recorder; ``ready`` gives the compiled step, by default that of the cache.
 
@@ -135,7 +123,7 @@ class StepFunction(Generic[P, R]):
             raise
 
     def _attempt(
-        self, args: Any, kwargs: Any, recorder: Recorder | None, ready: Callable[[StepArguments], Entry] | None
+        self, args: Any, kwargs: Any, recorder: Recorder | None, ready: Callable[[Sequence[StepArguments]], Entry] | None
     ) -> tuple[StepResult, Any, Timeline | None]:
         """Run one step to its end on all ranks, or tell them that it has failed."""
         entry: Entry | None = None
@@ -149,7 +137,7 @@ class StepFunction(Generic[P, R]):
             arguments = passes[0]
             if "grads" in self.spec.wants or (self.spec.update is not None and self.spec.update.unshard is None):
                 require_declared(arguments.params, arguments.form, self.spec.tied, self.spec.primal)
-            entry = ready(arguments) if ready else self._ready(arguments, "recorded" if recorder else "run")
+            entry = ready(passes) if ready else self._compiled.find(passes, "recorded" if recorder else "run")
             compiled = entry.compiled if recorder is None else recorder.attach(entry.compiled)
             self.transport.ready(entry.laid)
             # Under a torch.func transform from outside, that transform decides what is recorded.
@@ -157,7 +145,7 @@ class StepFunction(Generic[P, R]):
                 with let_interrupts():
                     if self.spec.update is not None:
                         passes = self.spec.update.begin(passes)
-                    buffers = self._execute(compiled, passes)
+                    buffers = execute_passes(compiled, passes, self.transport)
                     if self.spec.update is not None:
                         self.spec.update.finish(buffers)
                     parts = entry.parts if self.spec.update is None else {}  # an update has them, and sums them over all pipelines
@@ -165,7 +153,8 @@ class StepFunction(Generic[P, R]):
                     result = collect(compiled.lowered, passes, buffers)
                     buffers = None
                     if self.spec.finite and self.spec.update is None:
-                        self._require_finite(entry.compiled, passes, result, losses)
+                        made = [*losses.values(), *tree_leaves((result.grads, result.input_grads))]
+                        require_finite(made, entry.compiled, passes, self.transport)
                     timeline = None if recorder is None else gather(entry.compiled, recorder.intervals(), self.transport)
                 return result._replace(loss=self.transport.end(losses, parts, entry.mode())), raw, timeline
         except BaseException as raised:
@@ -185,13 +174,7 @@ class StepFunction(Generic[P, R]):
         """
         with self.transport.hold_interrupts():
             try:
-                arguments = self._read(self._prepare(*args, **kwargs), abstract=True)
-                name, _ = self._begin(arguments, None, "lowered, not run")
-                exchange, generation = self._agreement.exchange(name, arguments.form), self._agreement.generation
-                with let_interrupts():
-                    lowered = self._lower(arguments, name, exchange)
-                agreed = self._agreement.conclude(name, lowered, exchange)
-                kept = Last.of(arguments, name, Entry.of(CompiledStep(lowered, {}, (), ()), agreed.parts))
+                kept = self._compiled.lower(self._read(self._prepare(*args, **kwargs), abstract=True))
                 self.transport.end({}, {})
             except BaseException as cause:
                 error = self.transport.fail(Failure(self._ranks[0], None, None, cause))
@@ -200,29 +183,27 @@ class StepFunction(Generic[P, R]):
                 raise error from cause
 
         def runs(compiled: CompiledStep) -> Callable[P, R]:
-            kept.require_same_modes()
-            ready = partial(self._still, kept._replace(entry=kept.entry._replace(compiled=compiled)), generation)
+            kept.last.require_same_modes()
+            own = kept._replace(last=kept.last._replace(entry=kept.last.entry._replace(compiled=compiled)))
+            ready = partial(self._compiled.reuse, own)
             return lambda *args, **kwargs: self._run(args, kwargs, ready=ready)[0]
 
-        return Lowered(lowered, self._engine, self.transport, runs)
+        return Lowered(kept.last.entry.compiled.lowered, self._engine, self.transport, runs)
 
     def cache_info(self) -> CacheInfo:
         """Count the calls that found their program compiled, and those that did not."""
-        return CacheInfo(self._hits, self._misses, CACHE_SIZE, len(self._compiled))
+        return self._compiled.info()
 
     def cache_clear(self) -> None:
         """Drop every compiled program, and what is kept of the stages' functions for other step functions."""
-        with self._lock:
-            self._compiled.clear()
-            self._last = None
-            self._hits = self._misses = 0
+        self._compiled.clear()
         for fn in filter(None, self._stages):
             forget(fn)
 
     # -- one call --------------------------------------------------------------------------
 
     def _read(self, raw: RawArguments, *, abstract: bool = False) -> StepArguments:
-        last = None if self._last is None or abstract else self._last.arguments
+        last = None if self._compiled.last is None or abstract else self._compiled.last.arguments
         return read_arguments(raw, self.schedule, self._local, self._loss_fn is not None, last, abstract=abstract)
 
     def _read_passes(self, raw: Sequence[RawArguments]) -> Sequence[StepArguments]:
@@ -233,115 +214,6 @@ class StepFunction(Generic[P, R]):
             if arguments[n].form is not arguments[0].form:
                 raise ValueError(f"inputs: pass {n} of the schedule has a batch of another form than pass 0; pad them to one form")
         return arguments
-
-    def _ready(self, arguments: StepArguments, purpose: str) -> Entry:
-        """The compiled step for these arguments; worked out with the peers where the form of the batch is new."""
-        last, now = self._last, autocast()
-        if last is not None and (last.arguments.form is not arguments.form or last.autocast != now):
-            last = None  # another form than that of the last call
-        name, known = self._begin(arguments, last and last.name, purpose)
-        if last is not None and last is self._last and last.name == name and last.entry.holds() and known:
-            self._hits += 1
-            return last.entry
-        own = (name, arguments.key, now)
-        with self._lock:
-            entry = self._found(own)
-        entry = entry or self._build(arguments, name, own)
-        self._last = Last.of(arguments, name, entry)
-        return entry
-
-    def _still(self, kept: Last, generation: int | None, arguments: StepArguments) -> Entry:
-        """The step that was compiled by itself, where it holds for these arguments."""
-        name, _ = self._begin(arguments, None, "run as it was compiled")
-        kept.require_same_modes()
-        if self._agreement.generation != generation:
-            raise RuntimeError("a step has failed since this one was lowered, and the ranks agree anew; lower and compile it again")
-        now, then = _form(arguments, name), kept.entry.compiled.lowered.form
-        for field, got, expected in zip(now._fields, now, then, strict=True):
-            if got != expected:
-                raise ValueError(
-                    f"{field}: got {_shown(got)}, the step was compiled for {_shown(expected)}; call the step function, which "
-                    f"compiles for every form"
-                )
-        return kept.entry
-
-    def _begin(self, arguments: StepArguments, name: str | None, purpose: str) -> Began:
-        """Begin a step with the peers; what was compiled before a failure is of no use after it."""
-        if arguments.form.inputs is None:  # this process was given no batch, and is told its name
-            name = None
-        elif name is None:
-            name = batch_name(arguments.form)
-        generation = self._agreement.generation
-        began = self._agreement.begin(arguments, name, purpose)
-        if self._agreement.generation != generation:
-            with self._lock:
-                self._compiled.clear()
-                self._last = None
-        return began
-
-    def _found(self, own: tuple[Any, ...]) -> Entry | None:
-        """The compiled step of a key that holds for the modes of the modules, if there is one; under the lock."""
-        entry = next((e for e in self._compiled.get(own, ()) if e.holds()), None)
-        if entry is not None:
-            self._hits += 1
-            self._compiled.move_to_end(own)
-        return entry
-
-    def _build(self, arguments: StepArguments, name: str, own: tuple[Any, ...]) -> Entry:
-        """Lower and compile."""
-        if getattr(self._building, "active", False):
-            raise RuntimeError(f"a stage calls the step function that it is part of ({self!r}); call a function of its own from a stage")
-        self._building.active = True
-        try:
-            exchange = self._agreement.exchange(name, arguments.form)
-            with let_interrupts():
-                lowered = self._lower(arguments, name, exchange)
-                compiled = compile_step(lowered, self._engine, self.transport)
-            agreed = self._agreement.conclude(name, lowered, exchange)
-        finally:
-            self._building.active = False
-        entry = Entry.of(compiled, agreed.parts)
-        with self._lock:
-            if (built := self._found(own)) is not None:  # by another thread meanwhile
-                return built
-            self._misses += 1
-            keep(self._compiled, own, [*self._compiled.get(own, [])[-_MODES:], entry])
-        if self._misses == RETRACES:
-            warn_of_retraces(self.spec.name, self._misses, arguments, self._last and self._last.arguments)
-        return entry
-
-    def _lower(self, arguments: StepArguments, name: str, exchange: Exchange) -> LoweredStep:
-        return lower(
-            self._stages, self._loss_fn, self.schedule, _form(arguments, name), self.spec,
-            ranks=self._ranks, exchange=exchange, example=arguments.example,
-        )  # fmt: skip
-
-    def _execute(self, compiled: CompiledStep, passes: Sequence[StepArguments]) -> Buffers:
-        """Run the passes; return the buffers of the last."""
-        buffers: Buffers | None = None
-        start = Start(0, None)
-        for n, part in enumerate(passes):
-            if self.spec.finite and (buffers is None or buffers.ends):
-                start = Start.of(n, buffers)
-            try:
-                buffers = execute(compiled, fill(compiled.lowered, part, buffers))
-            except StepFailed as failed:
-                if isinstance(cause := failed.failure.cause, NotFinite):
-                    raise locate(compiled, passes[start.first : n + 1], start, self.transport, cause) from cause
-                raise
-        assert buffers is not None
-        return buffers
-
-    def _require_finite(
-        self, compiled: CompiledStep, passes: Sequence[StepArguments], result: StepResult, losses: Mapping[int, torch.Tensor]
-    ) -> None:
-        """Raise on all ranks where the loss or a gradient is not finite on one."""
-        made = [*losses.values(), *tree_leaves((result.grads, result.input_grads))]
-        device = next(iter(compiled.lowered.form.devices.values()))
-        try:
-            require_finite(made, self.transport.collective("world"), device)
-        except NotFinite as cause:
-            raise locate(compiled, passes, Start(0, None), self.transport, cause) from cause
 
     def _failure(self, raised: BaseException, entry: Entry | None) -> Failure:
         if not isinstance(raised, StepFailed) or entry is None:
@@ -359,19 +231,6 @@ class StepFunction(Generic[P, R]):
                 "got a step under a torch.func transform, whose ranks are in several processes, where the transform "
                 "would end at each message; run it with InProcess(), or use ppfunc.jvp, hvp, gnvp, ensemble or per_sample_grad"
             )
-
-
-def _form(arguments: StepArguments, name: str) -> StepForm:
-    """The form of the arguments; a process that was not given the batch learns of its name whether it is a whole one."""
-    form = arguments.form
-    return form._replace(rows=rows_of(name)) if form.inputs is None else form
-
-
-def _shown(part: Any) -> str:
-    """A part of the form of the arguments, for errors."""
-    if isinstance(part, Mapping):
-        return ", ".join(f"stage {stage} {_shown(of_stage)}" for stage, of_stage in part.items()) or "none"
-    return " and ".join(dict.fromkeys(map(str, part))) if isinstance(part, tuple) else str(part)
 
 
 def _outside_inference_mode() -> AbstractContextManager[object]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from .failure_tree import Tell
+from .rank_tree import path
 
 
 class Answer(NamedTuple):
@@ -45,7 +48,7 @@ def find_culprit(rank: int, answers: Mapping[int, Answer]) -> tuple[int, str]:
         seen.append(suspect)
     if suspect in answers:
         return suspect, _state(suspect, answers[suspect], answers[rank], rank)
-    silent = next(r for r in _path(rank, suspect) if r not in answers)
+    silent = next(r for r in path(rank, suspect) if r not in answers)
     return silent, f"rank {silent} does not answer: its process is stopped, or its host out of reach"
 
 
@@ -68,14 +71,48 @@ def _state(rank: int, theirs: Answer, mine: Answer, asking: int) -> str:
     return f"rank {rank} has not begun the step after {theirs.ended} steps that rank {asking} is in"
 
 
-def _path(one: int, other: int) -> list[int]:
-    """The way through the tree.
+class Questions:
+    """Asks all ranks whom they wait for: a question spreads over a tree, and answers come back on its way.
 
-    >>> _path(3, 5)
-    [3, 1, 0, 2, 5]
+    Args:
+        rank: this one.
+        neighbours: those in the tree.
+        tell: sends a message to a neighbour.
+        answer: what this rank says of itself to others.
+
+    Attributes:
+        answers: those to the last question of this rank, by rank.
     """
-    up, down = [one], [other]
-    while up[-1] != down[-1]:
-        longer = up if up[-1] > down[-1] else down
-        longer.append((longer[-1] - 1) // 2)
-    return up + down[-2::-1]
+
+    def __init__(self, rank: int, neighbours: Sequence[int], tell: Tell, answer: Callable[[], Answer]) -> None:
+        self.answers: dict[int, Answer] = {}
+        self._rank, self._neighbours, self._tell, self._answer = rank, neighbours, tell, answer
+        self._brought: dict[str, int] = {}  # questions of others, and the neighbour that brought each
+        self._asked = 0
+
+    def ask(self, mine: Answer) -> None:
+        """Begin a question; this rank's own answer is ``mine``."""
+        self._asked += 1
+        self.answers = {self._rank: mine}
+        for neighbour in self._neighbours:
+            self._tell(neighbour, "whom", self._own)
+
+    def hear(self, peer: int, kind: str, *message: Any) -> None:
+        """Take up a question or an answer that a neighbour brings."""
+        if kind == "whom" and message[0] not in self._brought:
+            (question,) = message
+            self._brought[question] = peer
+            self._tell(peer, "for", question, self._rank, self._answer())
+            for neighbour in self._neighbours:
+                if neighbour != peer:
+                    self._tell(neighbour, "whom", question)
+        elif kind == "for":
+            question, rank, answer = message
+            if question == self._own:
+                self.answers[rank] = Answer(*answer)
+            elif question in self._brought:
+                self._tell(self._brought[question], "for", question, rank, answer)
+
+    @property
+    def _own(self) -> str:
+        return f"{self._rank}.{self._asked}"

@@ -104,6 +104,11 @@ class ControlTransport(Protocol):
         """The number of failures so far."""
         ...
 
+    @property
+    def has_peers(self) -> bool:
+        """Whether other processes may run ranks, with which this one has to agree."""
+        ...
+
     def local_ranks(self, ranks: int) -> tuple[int, ...]:
         """The ranks of a pipeline of ``ranks`` that live in this process; ValueError where the number does not fit."""
         ...

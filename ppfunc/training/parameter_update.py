@@ -56,9 +56,9 @@ def _begin(ranks: TrainingRanks, passes: Sequence[StepArguments]) -> Sequence[St
     if not progress.weighted:
         return passes
     given = torch.cat([part.loss_weights for part in passes if part.loss_weights is not None]).to(progress.state.step.device)
-    total = given.sum()
+    total = given.sum(0, keepdim=True)
     ranks.data.all_reduce(total)()
-    if total.device.type == "cpu" and total == 0:  # elsewhere the loss is no number
+    if total.device.type == "cpu" and total.tolist() == [0]:  # on another device it is not read, and the loss is no number
         raise ValueError("loss_weights: their sum over all data ranks is 0, expected one that losses can be divided by")
     weights = (given / total).chunk(len(passes))
     return [part._replace(loss_weights=own) for part, own in zip(passes, weights, strict=True)]

@@ -22,8 +22,8 @@ import torch.multiprocessing as mp
 
 from ppfunc.runtime.control import _HEAD, Control
 from ppfunc.runtime.errors import gone
-from ppfunc.runtime.links import SocketLinks
 from ppfunc.runtime.p2p import P2P
+from ppfunc.runtime.socket_links import SocketLinks
 from ppfunc.runtime.transport import LossPart
 from ppfunc.stage import LeafSignature
 

@@ -20,8 +20,8 @@ from ppfunc.runtime.control import Control, StepRunning
 from ppfunc.runtime.errors import AgreementError, Failure, LinkError, PipelineError, gone
 from ppfunc.runtime.grid import Axes
 from ppfunc.runtime.inprocess import InProcess
-from ppfunc.runtime.links import SocketLinks
 from ppfunc.runtime.p2p import P2P
+from ppfunc.runtime.socket_links import SocketLinks
 from ppfunc.runtime.suspects import Answer
 from ppfunc.runtime.transport import Link, LossPart, Transfer
 from ppfunc.schedule.formats.text import parse_instruction
@@ -69,7 +69,7 @@ class MemoryLinks:
         if failed and (self.voted is None or failed[0] <= self.voted):
             raise LinkError(peer, "failed", "a rank has failed")
 
-    def begin(self, step):
+    def check(self):
         self._check(0)
 
     def vote(self, step):
@@ -549,7 +549,12 @@ def many_failures(rank, ranks):
             dist.barrier()
             keys = transport._rendezvous._store.num_keys()
             links = transport.links
-            held = len(links._decided), len(links._asked), len(links._streams), len(transport._channels)
+            held = (
+                len(links._failures.verdicts),
+                len(links._questions._brought),
+                len(links._connections._streams),
+                len(transport._channels._channels),
+            )
             return keys, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), *held
 
         def fail(n):

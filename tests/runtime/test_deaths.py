@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ppfunc as pp
 from ppfunc.runtime import opening
-from ppfunc.runtime.links import SocketLinks
 from ppfunc.runtime.rendezvous import Rendezvous
+from ppfunc.runtime.socket_links import SocketLinks
 
 D, MICROBATCHES = 4, 4
 LAYOUTS = {
@@ -136,7 +136,7 @@ def warm(rank, size):
 
 PLACES = {  # the function at whose call a rank fails, and which call
     "constructor": (Rendezvous, "write", 1),
-    "meeting": (SocketLinks, "_greet", 1),
+    "meeting": (SocketLinks, "greet", 1),
     "first agreement": (pp.P2P, "require_same", 1),
     "connecting": (opening, "_address", 1),
     "tracing": ("stage", None, 1),
@@ -435,9 +435,8 @@ def test_the_communicators_of_a_step_that_has_failed_are_ended_while_it_runs_tho
     """The thread that watches is told how many steps had been committed when a rank failed."""
     aborted = []
     group = SimpleNamespace(abort=lambda: aborted.append("abort"))
-    channel = SimpleNamespace(group=group)
-    transport = SimpleNamespace(backend="nccl", ended=3, _executing=True, _channels={"0-1": channel}, _collectives={"data": channel})
-    transport._abort = partial(pp.P2P._abort, transport)
+    owned = {"_channels": SimpleNamespace(groups=[group]), "_collectives": {"data": SimpleNamespace(group=group)}}
+    transport = SimpleNamespace(backend="nccl", ended=3, _executing=True, **owned)
     unblock = partial(pp.P2P._unblock, transport)
     unblock(4)  # step 3 was committed: its last collectives finish
     transport._executing = False

@@ -13,9 +13,9 @@ import torch
 import ppfunc as pp
 from ppfunc.runtime import StepSpec, lower
 from ppfunc.runtime.arguments import RawArguments, read_arguments
+from ppfunc.runtime.cache import CACHE_SIZE
 from ppfunc.runtime.compile import compile_step
 from ppfunc.runtime.execute import execute, fill
-from ppfunc.runtime.step import CACHE_SIZE
 from ppfunc.schedule import Op
 from ppfunc.stage import Signature
 from tests.models import normal, squared

@@ -340,8 +340,8 @@ class LossOnTheHost(pp.P2P):
     """Adds up losses as under gloo: there is no GPU to do it on."""
 
     def end(self, *args):
-        with patch.object(self, "backend", "gloo"):
-            return super().end(*args)
+        self.sum_on_device = None
+        return super().end(*args)
 
 
 def in_batches(rank, ranks, name):

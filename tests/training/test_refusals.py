@@ -582,7 +582,9 @@ def test_no_value_is_read_by_the_host_in_a_step(options):
     with Reads() as reads:
         for _ in range(2):
             state, metrics = trainer.step(state, x, y)
-        trainer.evaluate(state, x, y)
+        weights = torch.arange(1.0, 1.0 + 4 * options.get("accumulate", 1))
+        state, metrics = trainer.step(state, x, y, loss_weights=weights)
+        trainer.evaluate(state, x, y, loss_weights=weights)
     assert reads.seen == []
     with Reads() as reads:
         metrics.loss.item()
@@ -711,6 +713,25 @@ def misfitting(rank, size):
             trainer_of(mesh=mesh, axes=axes)
     with pytest.raises(ValueError, match="the schedule is for 2 ranks, the transport has 1"):
         trainer_of(mesh=mesh, axes=pp.Axes("pp", "dp"))
+
+
+def later_weights(rank, size, steps):
+    """Loss weights of which one rank has others in the last pass of the schedule alone."""
+    _, params, x, y = problem()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    with trainer_of(mesh=mesh, accumulate=2) as trainer:
+        state = trainer.init({rank: params[rank]})
+        weights = [1.0] * 7 + [1.0 + rank]
+        if steps == 1:
+            with pytest.raises(pp.AgreementError, match=r"rank \d has loss weights \[1.0, .*, rank \d has loss weights \[1.0, "):
+                trainer.step(state, x, y, loss_weights=weights)
+        state, metrics = trainer.step(state, x, y, loss_weights=[1.0] * 8)
+        return metrics.loss.item()
+
+
+def test_loss_weights_of_every_pass_are_compared(two):
+    refused, plain = two(later_weights, 1), two(later_weights, 0)
+    assert refused == plain and len({*refused}) == 1
 
 
 def test_meshes_that_do_not_fit_are_named(two):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from ..interrupts import let_interrupts
+from ..rank_tree import RankTree
 from .network import Network
 
 
 class SimulatedLinks:
-    """The links of one rank over a simulated network, as :class:`~ppfunc.runtime.control.Links` says."""
+    """The links of one rank over a simulated network, as :class:`~ppfunc.runtime.links.Links` says."""
 
     def __init__(self, network: Network, rank: int) -> None:
         self._network, self._member = network, network.members[rank]
@@ -33,25 +34,25 @@ class SimulatedLinks:
             self._network.wait(self.rank, peer, f"a message ({channel})", lambda: bool(pipe.arrived), pipe)
         return pipe.arrived.popleft()
 
-    def begin(self, step: int) -> None:
-        self._network.operation(self.rank, f"begin {step}")
-        neighbours = {(self.rank - 1) // 2, 2 * self.rank + 1, 2 * self.rank + 2}
-        self._require_well({self.rank} | (neighbours & self._member.lost))
+    def check(self) -> None:
+        self._network.operation(self.rank, "check")
+        neighbours = RankTree.over(range(self.size), self.rank).neighbours
+        self._require_well({self.rank} | (self._member.lost & {*neighbours}))
 
     def vote(self, step: int) -> None:
         self._network.operation(self.rank, f"vote {step}")
         self._require_well({self.rank})
-        self._member.voted, self._member.voting, self._member.settling = step, True, True
+        self._member.voted, self._member.settling = step, True
 
     def commit(self, step: int) -> None:
         self._network.operation(self.rank, f"commit {step}")
         if self.rank == 0:
             self._network.commit(step)
-        self._member.voting = False
+        self._member.voted = None
 
     def settled(self) -> None:
         """The step that was voted for or committed has ended here."""
-        self._member.voting = self._member.settling = False
+        self._member.voted, self._member.settling = None, False
 
     def publish(self, failure: str) -> str:
         self._network.operation(self.rank, "publish", can_fail=False)

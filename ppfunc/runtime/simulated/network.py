@@ -8,21 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
-from typing import NamedTuple
 
 import torch
 
 from ..errors import GONE, LinkError
+from ..failure_tree import Verdict
 from ..interrupts import Handler
 from .faults import Fault, InjectedError, RankStopped, require_possible
 from .scheduler import Scheduler
-
-
-class Verdict(NamedTuple):
-    """A failure, and how many steps rank 0 had committed before it."""
-
-    text: str
-    committed: int
 
 
 class RankSignals:
@@ -59,9 +52,8 @@ class Member:
         lost: peers of which it knows that they are gone.
         waits: the peer that it waits for, and for what.
         due: faults that are to strike.
-        voted: the last step of which it has said that it will not fail it.
-        voting: whether it waits to hear if rank 0 has committed that step.
-        settling: whether that step has not yet ended here.
+        voted: the step that it will not fail, while it waits to hear if rank 0 has committed it.
+        settling: whether a step that it has voted for or committed has not yet ended here.
         ended: the error of every further operation, where there can be none.
         signals: those of its thread.
     """
@@ -72,8 +64,7 @@ class Member:
     lost: set[int] = field(default_factory=set)
     waits: tuple[int, str] | None = None
     due: list[Fault] = field(default_factory=list)
-    voted: int = -1
-    voting: bool = False
+    voted: int | None = None
     settling: bool = False
     ended: Exception | None = None
     signals: RankSignals = field(default_factory=RankSignals)
@@ -168,11 +159,8 @@ class Network:
     def trouble(self, rank: int, peer: int, pipe: Pipe | None = None) -> LinkError | None:
         """Why a rank need not wait for a peer, as far as it knows; not for its death while messages are under way on the pipe."""
         member = self.members[rank]
-        if member.heard > member.generation:
-            # Of a step that rank 0 has committed the rank waits to hear, whatever fails afterwards.
-            excused = member.voting and self.published[member.generation].committed > member.voted
-            if not excused:
-                return LinkError(peer, "failed", "a failure has been published")
+        if member.heard > member.generation and self.published[member.generation].stops(member.voted):
+            return LinkError(peer, "failed", "a failure has been published")
         if peer in member.lost and not (pipe is not None and pipe.under_way):
             return LinkError(peer, "gone", GONE)
         return None
@@ -270,7 +258,7 @@ class Network:
         root = self.members[0]
         if len(self.published) > root.generation:
             raise LinkError(0, "failed", "a failure has been published")
-        root.voted, root.settling, self.committed = step, True, step + 1
+        root.settling, self.committed = True, step + 1
         self.log(f"step {step} is committed")
 
     def publish(self, rank: int, text: str) -> str:
@@ -278,12 +266,12 @@ class Network:
         member = self.members[rank]
         generation = member.generation
         if generation == len(self.published):
-            self.published.append(Verdict(text, self.committed))
+            self.published.append(Verdict(self.committed, text))
             self.log(f"failure {generation} is published by rank {rank}")
             for peer in self.members:
                 self.soon(partial(self._hear, peer, generation + 1))
-        member.generation, member.voting = generation + 1, False
-        return self.published[generation].text
+        member.generation, member.voted = generation + 1, None
+        return self.published[generation].failure
 
     def _hear(self, member: Member, failures: int) -> None:
         member.heard = max(member.heard, failures)

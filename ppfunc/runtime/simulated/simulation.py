@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from ..collective import Among, Collective
 from ..control import Control
 from ..interrupts import hold_interrupts
-from ..transport import Call, Link, LossPart, Mode, Transfer
+from ..transport import Call, Link, Transfer
 from .collective import SimulatedCollective
 from .faults import Fault
 from .links import SimulatedLinks
@@ -97,15 +97,9 @@ class SimulatedTransport(Control):
     def wait_send(self, transfer: Transfer) -> Call | None:
         return self._wires.wait(self.rank, transfer)
 
-    def end(
-        self,
-        losses: Mapping[int, torch.Tensor],
-        parts: Mapping[int, LossPart],
-        mode: Mode = "mixed",
-        after: Callable[[], torch.Tensor | None] | None = None,
-    ) -> torch.Tensor | None:
+    def end(self, *args: Any, **named: Any) -> torch.Tensor | None:
         try:
-            return super().end(losses, parts, mode, after)
+            return super().end(*args, **named)
         finally:
             self.links.settled()
 

@@ -1,0 +1,202 @@
+"""Carry tensors between pairs of ranks, each pair on communicators of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import _torch
+from .buffers import Buffers
+from .errors import GONE, LinkError
+from .opening import open_group
+from .rendezvous import Rendezvous
+from .socket_links import SocketLinks, give_way
+from .transport import Call, Link, Transfer
+
+# Dtypes that every backend can carry; anything else travels as its bytes.
+_PLAIN = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
+_LOST = ("Connection closed", "Connection reset", "Broken pipe", "Connection refused", "aborted")  # in messages of backends
+
+
+class _Channel:
+    """A communicator of two ranks; ``group`` is None until it is connected, and again after a failure."""
+
+    def __init__(self) -> None:
+        self.group: Any = None
+
+
+class Channels:
+    """The communicators of this rank with others, and what is under way on them.
+
+    Args:
+        rendezvous, links: of the transport.
+        line: the ranks of the pipeline.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, links: SocketLinks, line: Sequence[int]) -> None:
+        self._rendezvous, self._links, self._line = rendezvous, links, line
+        self._rank, self._backend = line.index(links.rank), rendezvous.backend
+        self._channels: dict[str, _Channel] = {}
+        self._pending: dict[Any, Any] = {}  # that of the buffers of the running step
+
+    @property
+    def groups(self) -> list[Any]:
+        """The communicators that are connected."""
+        return [channel.group for channel in self._channels.values() if channel.group is not None]
+
+    def let_go(self) -> list[Any]:
+        """Forget all communicators and what is under way, so that peers which wait raise; return them."""
+        self._pending.clear()
+        groups = self.groups
+        for channel in self._channels.values():
+            channel.group = None
+        return groups
+
+    def connect(self, links: Iterable[Link]) -> None:
+        # In one order on all ranks, so that nobody waits in a circle; every other pair of a chain at the same time.
+        for link in sorted(links, key=lambda link: (min(link.sender, link.receiver) % 2, link)):
+            if self._rank in (link.sender, link.receiver) and link.sender != link.receiver:
+                name = self._name(link)
+                channel = self._channels.setdefault(name, _Channel())
+                if channel.group is None:
+                    members = sorted((self._line[link.sender], self._line[link.receiver]))
+                    channel.group = open_group(self._rendezvous, self._links, name, members)
+
+    def _name(self, link: Link) -> str:
+        """The name of the communicator that messages of a link take, the same at both ends."""
+        sender, receiver = self._line[link.sender], self._line[link.receiver]
+        if self._backend == "nccl":
+            return f"pair/{min(sender, receiver)}-{max(sender, receiver)}"
+        return f"{link.direction}/{sender}-{receiver}"
+
+    def _channel(self, transfer: Transfer) -> _Channel:
+        ends = (self._rank, transfer.peer) if transfer.outgoing else (transfer.peer, self._rank)
+        return self._channels[self._name(Link(transfer.tag.direction, *ends))]
+
+    def post(self, batch: Sequence[Transfer]) -> Call | None:
+        if self._backend == "nccl":
+            by_peer: dict[int, list[Transfer]] = {}
+            for transfer in batch:
+                by_peer.setdefault(transfer.peer, []).append(transfer)
+            calls = [self._coalesced(part) for part in by_peer.values()]
+        else:
+            calls = [self._end(transfer) for transfer in batch]
+        yielding = self._backend != "nccl" and any(transfer.outgoing for transfer in batch)
+
+        def post_all(buffers: Buffers) -> None:
+            self._pending = buffers.pending
+            if yielding:  # its receive is to be posted before a send, which takes another round trip otherwise
+                give_way()
+            for call in calls:
+                call(buffers)
+            if yielding:  # to take in what it delivers
+                give_way()
+
+        return post_all if calls else None
+
+    def _coalesced(self, batch: list[Transfer]) -> Call:
+        """Posts what goes over the one communicator of a pair as one operation."""
+        channel, calls = self._channel(batch[0]), [self._end(transfer) for transfer in batch]
+        tags = [transfer.tag for transfer in batch]
+
+        def post_coalesced(buffers: Buffers) -> None:
+            _torch.start_coalescing(channel.group)
+            for call in calls:
+                call(buffers)
+            work = _torch.end_coalescing(channel.group)
+            for tag in tags:
+                buffers.pending[tag] = [work], buffers.pending[tag][1]
+
+        return post_coalesced
+
+    def _end(self, transfer: Transfer) -> Call:
+        return self._sender(transfer) if transfer.outgoing else self._receiver(transfer)
+
+    def _sender(self, transfer: Transfer) -> Call:
+        channel, tag, wire, rank = self._channel(transfer), transfer.tag, _wire(transfer), self._line[transfer.peer]
+        peer = int(rank > self._links.rank)
+
+        def send(buffers: Buffers) -> None:
+            tensors = wire([t.contiguous() for t in buffers.values.pop(tag)])
+            try:
+                buffers.pending[tag] = [channel.group.send([t], peer, 0) for t in tensors], tensors
+            except RuntimeError as error:
+                raise lost(rank, error) from error
+
+        return send
+
+    def _receiver(self, transfer: Transfer) -> Call:
+        channel, tag, wire, rank = self._channel(transfer), transfer.tag, _wire(transfer), self._line[transfer.peer]
+        peer, device = int(rank > self._links.rank), transfer.device
+        made = [(leaf.shape, leaf.dtype) for leaf in transfer.leaves]
+
+        def receive(buffers: Buffers) -> None:
+            tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in made]
+            try:
+                buffers.pending[tag] = [channel.group.recv([t], peer, 0) for t in wire(tensors)], tensors
+            except RuntimeError as error:
+                raise lost(rank, error) from error
+
+        return receive
+
+    def wait_recv(self, transfer: Transfer) -> Call | None:
+        tag, wait = transfer.tag, self._waiter(transfer)
+
+        def take(buffers: Buffers) -> None:
+            buffers.values[tag] = tuple(wait(buffers))
+
+        return take
+
+    def wait_send(self, transfer: Transfer) -> Call | None:
+        wait = self._waiter(transfer)
+
+        def let_go(buffers: Buffers) -> None:
+            wait(buffers)
+
+        return let_go
+
+    def _waiter(self, transfer: Transfer) -> Callable[[Buffers], list[torch.Tensor]]:
+        """Waits for what was posted for a transfer, and returns its tensors."""
+        tag, peer, links = transfer.tag, self._line[transfer.peer], self._links
+
+        def wait(buffers: Buffers) -> list[torch.Tensor]:
+            works: list[Any]
+            tensors: list[torch.Tensor]
+            works, tensors = buffers.pending.pop(tag)
+            links.waiting_on = peer
+            try:
+                for work in works:
+                    work.wait()
+            except RuntimeError as error:
+                raise lost(peer, error) from error
+            links.waiting_on = None
+            return tensors
+
+        return wait
+
+
+def lost(peer: int, error: BaseException) -> BaseException:
+    """The error of a backend, as what it says of the peer where it does."""
+    text = str(error) if isinstance(error, RuntimeError) else ""
+    if "Timed out waiting" in text:
+        return LinkError(peer, "late", f"it has not answered in time ({text.splitlines()[0]})")
+    if isinstance(error, dist.DistNetworkError) or any(words in text for words in _LOST):
+        return LinkError(peer, "gone", GONE)
+    return error
+
+
+def _wire(transfer: Transfer) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
+    """How the tensors of a transfer travel: as they are, or as their bytes where a backend may not know the dtype."""
+    if all(leaf.dtype in _PLAIN and 0 not in leaf.shape for leaf in transfer.leaves):
+        return lambda tensors: tensors
+    return lambda tensors: [t if t.dtype in _PLAIN else _as_bytes(t) for t in tensors if t.numel()]
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.reshape(-1).view(torch.uint8)
