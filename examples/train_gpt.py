@@ -151,6 +151,10 @@ def plan(options: argparse.Namespace, mesh: DeviceMesh | None = None) -> Plan:
         raise ValueError("--resume goes on from the checkpoints of --save; give their folder")
     if options.clip is not None and not options.clip >= 0:
         raise ValueError(f"--clip: got {options.clip}, expected a norm, at least 0")
+    if not 0 <= options.lr < math.inf:
+        raise ValueError(f"--lr: got {options.lr}, expected a finite number, at least 0")
+    if (file := next((folder for folder in (options.save, options.out) if folder and folder.is_file()), None)) is not None:
+        raise ValueError(f"{file} is a file, expected a folder")
     if options.context > MOST_CONTEXT:
         raise ValueError(f"--context: got {options.context} bytes, expected at most {MOST_CONTEXT}")
     schedule = schedule_of(options)
@@ -168,6 +172,8 @@ def plan(options: argparse.Namespace, mesh: DeviceMesh | None = None) -> Plan:
     config = gpt.Config(options.width, options.layers, options.heads, options.context, tied=options.tied)
     tensor = mesh["tp"] if options.tensor > 1 and mesh is not None else None
     model, parts = gpt.layers(config, tensor), len(schedule.chains[0].stages)
+    if parts > len(model):
+        raise ValueError(f"the model has {len(model)} layers, too few for {parts} stages; take fewer --stages, or more --layers")
     if options.partition == "balanced":
         partition = partition_balanced(gpt.multiplications(config), parts)
     else:

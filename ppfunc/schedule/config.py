@@ -76,6 +76,7 @@ def configure(config: Mapping[str, Any]) -> Configured:
 
 def _require_keys(config: Mapping[str, Any]) -> None:
     """Raise ValueError where a configuration has a key that nothing would honour, or lacks one."""
+    require_type("config", config, Mapping, "a mapping such as the object in a JSON file")
     known = (*_KEYS, *_MORE)
     for key in config:
         if key not in known:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from numbers import Rational, Real
 from typing import Any, Literal, Self, get_args, overload
 
+from ..parallel.counts import require_counts
 from .arguments import require_type
 from .proof.structure import require_schedule
 from .schedule import Schedule
@@ -90,7 +91,7 @@ class Costs:
         stages = sorted({s for v in values.values() for s in _stages(v)})
         rows: list[tuple[Any, int]] = [(s, s) for s in stages]
         if not any(isinstance(value, Sequence) for value in values.values()):
-            rows.append(("others" if stages else "each", -1))
+            rows.append(("others" if stages else "each", 1 + max(stages, default=0)))
         return table(["stage", *names], [[label, *(self.of(name, s) for name in names)] for label, s in rows])
 
     _repr_pretty_ = show_table
@@ -102,10 +103,19 @@ class Costs:
     def of(self, name: str, stage: int) -> Number: ...
 
     def of(self, name: str, stage: int) -> Number | None:
-        """Return the value ``name`` for ``stage``; None where a value is left out that may be."""
+        """Return the value ``name`` for ``stage``; None where a value is left out that may be.
+
+        Raises:
+            ValueError: there is no such value, or no number for this stage.
+        """
+        if not isinstance(name, str) or name not in self.__dataclass_fields__:
+            raise ValueError(f"name: got {name!r}, expected one of {', '.join(self.__dataclass_fields__)}")
         value = getattr(self, name)
+        require_counts(0, stage=stage)
         if isinstance(value, Mapping):
             return value.get(stage, getattr(type(self), name))
+        if isinstance(value, Sequence) and stage >= len(value):
+            raise ValueError(f"stage: got {stage}, {name} has numbers for the stages 0 to {len(value) - 1}")
         return value[stage] if isinstance(value, Sequence) else value
 
     def of_stages(self, stages: Sequence[int]) -> Self:
@@ -114,11 +124,14 @@ class Costs:
         So costs of the stages of a model become those of a schedule with replicas: ``costs.of_stages(schedule.model_stages)``.
 
         Raises:
+            TypeError: something else than numbers of stages.
             ValueError: these costs are for another number of stages.
 
         >>> Costs(forward=[1, 2]).of_stages([0, 1, 0, 1]).forward
         (1, 2, 1, 2)
         """
+        if not isinstance(stages, Sequence) or not all(isinstance(s, int) for s in stages):
+            raise TypeError(f"stages: got {reprlib.repr(stages)}, expected numbers of stages, such as schedule.model_stages")
         self.fitting(1 + max(stages, default=-1))
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(self, **{name: tuple(self.of(name, s) for s in stages) for name, value in given.items() if _stages(value)})

@@ -153,4 +153,7 @@ def microbatch_of(instruction: Instruction) -> int:
 
 def parts_of(instruction: Instruction) -> tuple[Instruction, ...]:
     """Return the elementary instructions in order: the parts of an overlapped pair, else itself."""
-    return instruction.parts or (instruction,)
+    try:
+        return instruction.parts or (instruction,)
+    except AttributeError:
+        raise TypeError(f"instruction: got {instruction!r}, expected an instruction such as F(0, 3)") from None

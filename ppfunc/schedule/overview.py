@@ -6,6 +6,7 @@ import inspect
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from numbers import Real
 from operator import add
 from typing import Any, NamedTuple
 
@@ -137,6 +138,8 @@ def compare_schedules(
     """
     require_counts(ranks=ranks, microbatches=microbatches, chunks=chunks)
     costs = require_costs(costs)
+    if cap is not None and (not isinstance(cap, Real) or isinstance(cap, bool) or not cap >= 0):
+        raise ValueError(f"cap: got {cap!r}, expected the memory of a rank, a number from 0")
     schedules = schedules if schedules is None else _items(schedules)
     rows: list[ScheduleFigures] = []
     refused = []

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from .._lazy import late
 from ..parallel.placement import stages_of
+from .arguments import require_type
 from .instruction import COMMUNICATION, Instruction, Op
 
 Step = tuple[Instruction, ...]
@@ -87,10 +88,12 @@ class Schedule:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that ``rank`` holds, ascending."""
+        _require_number("rank", rank, self.ranks)
         return stages_of(self.placement, rank)
 
     def instructions(self, rank: int) -> Iterator[Instruction]:
         """The instructions of ``rank`` in order, steps opened up, overlapped pairs whole."""
+        _require_number("rank", rank, self.ranks)
         return (i for step in self.programs[rank] for i in step)
 
     @cached_property
@@ -137,14 +140,17 @@ class Schedule:
 
     def successor(self, stage: int) -> int | None:
         """The next stage of its chain, None for the last."""
+        _require_number("stage", stage, self.stages)
         return self._successors.get(stage)
 
     def predecessor(self, stage: int) -> int | None:
         """The stage before it in its chain, None for the first."""
+        _require_number("stage", stage, self.stages)
         return self._predecessors.get(stage)
 
     def other_end(self, message: Instruction) -> int | None:
         """The stage at the other end of a SEND or RECV; None where a chain ends there."""
+        require_type("message", message, Instruction, "an instruction such as 0SEND_F1")
         if message.peer is not None:
             return message.peer
         forwards = message.op in (Op.SEND_F, Op.RECV_B)
@@ -191,6 +197,11 @@ class Schedule:
         for program in self.programs:
             state.update("".join(["\n", *[" ".join([str(i) for i in step]) + ";" for step in program]]).encode())
         return state.hexdigest()
+
+
+def _require_number(what: str, given: object, count: int) -> None:
+    if isinstance(given, bool) or not isinstance(given, int) or not 0 <= given < count:
+        raise ValueError(f"{what}: got {given!r}, expected a number from 0 to {count - 1}")
 
 
 def _flat(programs: Iterable[Program]) -> Iterator[Instruction]:

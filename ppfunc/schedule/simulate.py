@@ -8,6 +8,7 @@ from operator import sub
 from statistics import median
 
 from .._lazy import late
+from .arguments import require_type
 from .costs import Costs, Number, require_costs
 from .dataflow import dataflow, find_routes
 from .earliest import BESIDE, EarliestTimes, Time, earliest
@@ -137,10 +138,17 @@ def timeline_of(
     """Make the timeline of given times, such as measured ones: per rank, one per instruction of its program.
 
     Raises:
+        TypeError: something else than a row of times per rank.
         ValueError: the number of times is not that of the instructions.
     """
     require_schedule(schedule)
     costs = require_costs(costs).fitting(schedule.stages)
+    for name, rows in (("starts", starts), ("ends", ends)):
+        require_type(name, rows, Sequence, f"{schedule.ranks} rows of times, one per rank")
+        if len(rows) != schedule.ranks:
+            raise ValueError(f"{name}: got {len(rows)} rows of times, expected {schedule.ranks}, one per rank")
+        for rank, row in enumerate(rows):
+            require_type(f"{name}[{rank}]", row, Sequence, "a row of times, one per instruction")
     busy, spans, makespan = [], [], 0
     for rank in range(schedule.ranks):
         ops = [i[0] for i in schedule.instructions(rank)]

@@ -14,19 +14,20 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ppfunc.stage import StageError
 from ppfunc.stage._torch import FakeTensor, OpOverload, TorchDispatchMode, innermost_transform, is_wrapped, schema, storage, version
+from ppfunc.stage.abstract import DATA_DEPENDENT
 from ppfunc.stage.errors import place_of_call, warn
 from ppfunc.stage.purity import NoValuesError
 from ppfunc.stage.tracing.operators import ELEMENT
 from ppfunc.stage.tree import tree_flatten, tree_unflatten
 
 from ._torch import BackwardCFunction, CheckpointFunction, PreDispatchMode, saved_tensor_hooks, with_values
+from .known import known_values
 from .operators import by_numbers, replaced, storages, tensors_of, written
 
 aten = torch.ops.aten
 MODEL = "the model"
 _ENTRY = str(Path(__file__).with_name("trace.py"))
 _TRACED = {torch.Tensor, torch.nn.Parameter, FakeTensor}
-_MOST_FOLDED = 1000  # elements of a constant whose value Python may ask for
 BY_HAND = "write this part as a stage by hand, see ppfunc.stage.stage_from_module"
 
 
@@ -76,7 +77,7 @@ class Recording(PreDispatchMode):
     Attributes:
         graph: the operators in order. ``meta`` of a node has ``value`` (a `Value`, or a list of them), ``stage``,
             ``region`` (a `Region`), ``reads`` and ``writes`` (the storages of its arguments, and of those that it writes
-            into) and ``place`` (the line that called it).
+            into), ``position`` (its place in the graph) and ``place`` (the line that called it).
         constants: what ``get_attr`` nodes name: tensors that are neither inputs nor made within.
         stage: that of the operators to come.
         operators: how many there are.
@@ -91,7 +92,7 @@ class Recording(PreDispatchMode):
         self._thread = threading.get_ident()
         # Held weakly: of a new tensor that somebody else holds, torch returns a copy.
         self._nodes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._folded: dict[Node, torch.Tensor] = {}  # values that are known: of numbers in the code of the model
+        self._writers: dict[int, list[Node]] = {}  # by the memory that they write into
         self._alive: list[Any] = []  # so that no identity is used twice
         self._functions: set[int] = set()  # identities of the histories that functions made which are kept
         self._inside = False
@@ -148,18 +149,20 @@ class Recording(PreDispatchMode):
             kinds = ", ".join(sorted({type(t).__name__ for t in given} - {t.__name__ for t in _TRACED}))
             raise StageError(MODEL, f"it computes with tensors of the types {kinds}{calling_place()}, which are not traced", BY_HAND)
         nodes = [self.node(t) for t in given]
-        folded = self._fold(func, args, kwargs, nodes)
-        if folded is not None and not isinstance(folded, torch.Tensor):
-            return folded
+        if func is aten.lift_fresh.default:
+            nodes[0].meta["known"] = True  # numbers in the code of the model
         writes = storages(written(func, args, kwargs))
-        made = func(*args, **kwargs)
+        try:
+            made = func(*args, **kwargs)
+        except DATA_DEPENDENT:
+            if (made := self._on_known(func, args, kwargs)) is None:
+                raise
+            return made
         if not tensors_of(made) and not schema(func).is_mutable:
             return made  # a number, known without values
         target, args, kwargs = by_numbers(func, args, kwargs, made)
         node = self.graph.create_node("call_function", target, self._with_nodes(args), self._with_nodes(kwargs))
         self._finish(node, made, storages(tensors_of((args, kwargs))), writes)
-        if folded is not None:
-            self._folded[node] = folded
         return made
 
     def call_function(self, apply: Callable[..., Any], cls: type[Function], args: Any, kwargs: Any) -> Any:
@@ -206,6 +209,9 @@ class Recording(PreDispatchMode):
     def _finish(self, node: Node, made: Any, reads: frozenset[int], writes: frozenset[int] = frozenset()) -> None:
         """Fill in what is known of a node, and remember its results."""
         node.meta |= {"stage": self.stage, "region": Region(torch.is_grad_enabled(), autocast()), "reads": reads, "writes": writes}
+        node.meta["position"] = len(self.graph.nodes)
+        for memory in writes:
+            self._writers.setdefault(memory, []).append(node)
         if node.op == "call_function":
             self.operators += 1
             node.meta["place"] = calling_place()
@@ -221,26 +227,19 @@ class Recording(PreDispatchMode):
                 element = self.graph.create_node("call_function", ELEMENT, (node, index))
                 self._finish(element, part, storages([part]))
 
-    def _fold(self, func: OpOverload, args: Any, kwargs: Any, nodes: list[Node]) -> Any:
-        """The value of a call on nothing but numbers in the code of the model; None where it is not known."""
-        if func is aten.lift_fresh.default:
-            with with_values():
-                return args[0].clone() if args[0].numel() <= _MOST_FOLDED else None
-        known = {id(t): self._folded.get(n) for t, n in zip(tensors_of((args, kwargs)), nodes, strict=True)}
-        if not known or None in known.values() or torch.Tag.nondeterministic_seeded in func.tags:
-            for node, argument in zip(nodes, tensors_of((args, kwargs)), strict=True) if schema(func).is_mutable else ():
-                self._forget(storage(argument), node)
+    def _on_known(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        """The result of an operator that needs values, of such as are known; None where they are not. Its tensors are constants."""
+        given = tensors_of((args, kwargs))
+        nodes = [self.node(t) for t in given]
+        values = known_values(nodes, self._writers, self.constants, autocast())
+        if values is None:
             return None
-        with with_values():
-            value = func(*replaced(args, known), **replaced(kwargs, known))
-        small = isinstance(value, torch.Tensor) and value.numel() <= _MOST_FOLDED
-        return value if small or not tensors_of(value) else None
-
-    def _forget(self, at: int | None, node: Node) -> None:
-        """Drop the values of tensors in a memory that is written by values which are not known."""
-        for other in list(self._folded):
-            if other is node or other.meta["value"].storage == at:
-                del self._folded[other]
+        by = {id(t): values[node] for t, node in zip(given, nodes, strict=True)}
+        with with_values(), torch.no_grad():
+            made = func(*replaced(args, by), **replaced(kwargs, by))
+        for tensor in tensors_of(made):
+            self.node(tensor).meta["known"] = True
+        return made
 
     def _require_own_backward(self, tensor: torch.Tensor) -> None:
         history = tensor.grad_fn

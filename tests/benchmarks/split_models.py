@@ -38,7 +38,7 @@ SCHEDULES: dict[str, Callable[[int], Any]] = {
     "zbv": lambda stages: pp.zbv(stages // 2, 4),
     "dualpipev": lambda stages: pp.dualpipev(stages // 2, 4),
 }
-OVER_PROCESSES = "gpt2", "t5", "clip", "mixtral"
+OVER_PROCESSES = "gpt2", "llama", "bert", "vit", "t5", "mixtral", "whisper", "bart", "deberta", "mamba", "clip", "swin"
 
 
 def scalar(output: Any) -> torch.Tensor:
@@ -192,7 +192,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", help="of models; all by default")
     parser.add_argument("--numbers", action="store_true", help="split into 2, 3 and 4 balanced stages, instead of by names")
-    parser.add_argument("--processes", action="store_true", help="run steps of some in four processes, in training")
+    parser.add_argument("--processes", action="store_true", help="run steps in four processes, in training; by default of a dozen")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     warnings.simplefilter("ignore")

@@ -363,6 +363,22 @@ class NumbersInTheCode(Base):
         return self.c(self.b(h)) * torch.tensor(2.0, dtype=x.dtype)
 
 
+class LooksAtAMaskOfItsOwn(Base):
+    """Its shapes are those of the values of a mask that it makes, and changes in place through a view."""
+
+    def forward(self, x):
+        mask = torch.ones(x.shape[0], D)
+        before = mask.sum().item()
+        mask[:, 3:] = torch.zeros_like(x[:, :1], dtype=mask.dtype)
+        lengths = mask.sum(1).long()
+        kept = mask[0].nonzero().flatten()
+        h = self.a(x)[:, : lengths.max().item()]
+        lengths[:1] = 2
+        h = F.pad(h, (0, D - h.shape[1])) * before + lengths.double().mean()
+        kinds = torch.unique(lengths)
+        return self.c(self.b(h)[:, kept].sum(1, keepdim=True) * (mask.double() + len(kinds) + sum(k.item() for k in kinds)))
+
+
 class VmapInside(Base):
     def forward(self, x):
         index = torch.arange(D)

@@ -47,6 +47,7 @@ ZOO = [
     m.HiddenTensor,
     m.Dropouts,
     m.NumbersInTheCode,
+    m.LooksAtAMaskOfItsOwn,
     m.VmapInside,
     m.ShapesOfFloats,
     m.EarlyResult,
@@ -426,6 +427,28 @@ class DependsOnValues(m.Base):
         return self.c(h) if h.sum() > 0 else self.b(h)
 
 
+class LooksAtAMaskThatItFills(m.Base):
+    def forward(self, x):
+        mask = torch.ones(m.D, dtype=x.dtype)
+        view = mask[1:]
+        view[0] = x[0, 0]
+        return self.c(self.b(self.a(x)) * mask) if mask.sum().item() > 0 else self.a(x)
+
+
+class LooksAtNoise(m.Base):
+    def forward(self, x):
+        return self.c(self.b(self.a(x))) * torch.ones(m.D, dtype=x.dtype).bernoulli().nonzero().shape[0]
+
+
+class LooksAtATensorOfItsOwn(m.Base):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.ones(())
+
+    def forward(self, x):
+        return self.c(self.b(self.a(x))) * self.scale.item()
+
+
 class WritesAParameter(m.Base):
     def forward(self, x):
         with torch.no_grad():
@@ -503,6 +526,9 @@ class Raises(m.Base):
     [
         (TwoCalls, "its buffer norm.num_batches_tracked is written in the stages 0, 1"),
         (DependsOnValues, r"its control flow or its shapes depend on the values of tensors \(operator .*, called at .*test_split.py:"),
+        (LooksAtAMaskThatItFills, r"depend on the values of tensors \(operator .*, called at .*test_split.py:"),
+        (LooksAtNoise, r"depend on the values of tensors \(operator aten.nonzero.default, called at .*test_split.py:"),
+        (LooksAtATensorOfItsOwn, r"depend on the values of tensors \(operator .*, called at .*test_split.py:"),
         (WritesAParameter, "it writes into its parameter b.weight, called at .*test_split.py:"),
         (HiddenParameter, r"it reads a tensor of shape \(4,\) that requires a gradient and is no parameter, called at .*test_split.py:"),
         (Seeds, "it seeds the default random generator, called at .*test_split.py:"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 from ...parallel.placement import v_shape
-from ..costs import Costs, Number
+from ..costs import Costs, Number, require_costs
 from ..planner.orders import directions, fits, order_of, schedule_of
 from ..planner.problem import problem_of
 from ..planner.replay import Manner, replay
@@ -43,7 +43,7 @@ def zbv_greedy(ranks: int, microbatches: int, cap: Number | None = None, costs: 
     """
     require_counts(ranks=ranks, microbatches=microbatches)
     place = v_shape(ranks)
-    costs = (costs or Costs(weight_share=1)).fitting(len(place))
+    costs = (Costs(weight_share=1) if costs is None else require_costs(costs)).fitting(len(place))
     full = [sum(ranks * costs.of("activation", s) + costs.of("parameters", s) for s in (r, len(place) - 1 - r)) for r in range(ranks)]
     p = problem_of(costs, place, microbatches, full if cap is None else cap, "span")
     forwards, _ = directions(p)

@@ -10,6 +10,7 @@ from collections.abc import Container
 from math import ceil, floor
 from typing import Any, NamedTuple
 
+from ...parallel.counts import require_counts
 from ..costs import Costs
 from ..errors import ScheduleError
 from ..instruction import COMPUTE, Instruction, Op
@@ -55,6 +56,8 @@ def to_grid(schedule: Schedule, timeline: Timeline | None = None, *, width: int 
     rank 1   .  1F0 1I0 1F1 1I1 1W0 1W1
     """
     require_schedule(schedule)
+    if width is not None:
+        require_counts(width=width)
     lines = _lines(schedule, timeline, width)
     longest = max(map(len, lines))
     if width is not None and longest > width:
@@ -159,8 +162,10 @@ def bars_of(schedule: Schedule, timeline: Timeline, ops: Container[Op]) -> list[
     """Return the instructions of these kinds of every rank, in order, as ``timeline`` places them.
 
     Raises:
+        ScheduleError: it is no schedule.
         TypeError, ValueError: it is no timeline, or not that of this schedule.
     """
+    require_schedule(schedule)
     if not isinstance(timeline, Timeline):
         raise TypeError(f"timeline: got {type(timeline).__name__}, expected a Timeline, as simulate(...) or step.record(...)[1] gives")
     if list(map(len, timeline.starts)) != [sum(map(len, program)) for program in schedule.programs]:

@@ -12,8 +12,10 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from math import inf, nextafter
+from numbers import Real
 from typing import Any, NamedTuple, Self
 
+from ..arguments import require_type
 from ..earliest import BESIDE
 from ..instruction import Instruction, Op, microbatch_of, parts_of
 from ..proof.structure import check_structure
@@ -35,7 +37,13 @@ def to_trace(schedule: Schedule, timeline: Timeline | None = None, *, microsecon
         timeline: start and end of every instruction, simulated or measured (see
             :func:`ppfunc.schedule.simulate.timeline_of`); by default simulated with the default costs.
         microseconds: how long one unit of the timeline is in the trace; 1e6 for seconds.
+
+    Raises:
+        TypeError, ValueError: the timeline is that of another schedule; a unit that is no number above 0.
     """
+    require_type("microseconds", microseconds, Real, "a number above 0")
+    if not 0 < microseconds < inf:
+        raise ValueError(f"microseconds: got {microseconds!r}, expected a number above 0")
     timeline = simulate(schedule) if timeline is None else timeline
     rows = [[_Slice.of(rank, bar, microseconds) for bar in row] for rank, row in enumerate(compute_bars(schedule, timeline))]
     bars = (
