@@ -233,6 +233,7 @@ DAMAGE = {
     "a folder": (lambda p: ((p / FILE).unlink(), (p / FILE).mkdir()), f"'step-2/{FILE}' is no plain file"),
     "a pipe": (lambda p: ((p / FILE).unlink(), os.mkfifo(p / FILE)), f"'step-2/{FILE}' is no plain file"),
     "a pickle": (lambda p: (p / "x\x1b.pkl").write_bytes(pickle.dumps(print)), r"'step-2/x\\x1b.pkl' is no part of the checkpoint"),
+    "a pickle for others": (lambda p: (p / ".metadata").write_bytes(pickle.dumps(print)), "'step-2/.metadata' is no part of"),
 }
 
 
@@ -267,6 +268,21 @@ def test_any_bit_that_flips_is_refused(runs):
                 pp.latest(runs)
             path.write_bytes(good)
     assert equal(pp.load(runs, like=zeros(tree())), tree(2))
+
+
+def test_files_that_systems_leave_behind_are_ignored(runs, tmp_path):
+    """Nothing reads them, so they can do no harm."""
+    for folder in (runs, runs / "step-2"):
+        for name in (".DS_Store", "._x", ".nfs000000000001"):
+            (folder / name).write_bytes(pickle.dumps(print))
+    assert pp.latest(runs) == runs / "step-2"
+    assert equal(pp.load(runs, like=zeros(tree())), tree(2))
+    pp.save(runs, tree(3), step=3, keep=1)
+    assert sorted(os.listdir(runs)) == [".DS_Store", "._x", ".nfs000000000001", "step-3"]
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / ".DS_Store").touch()
+    with pytest.raises(FileNotFoundError, match="has no checkpoint"):
+        pp.load(tmp_path / "new", like={})
 
 
 def test_what_was_not_committed_is_no_checkpoint(runs):

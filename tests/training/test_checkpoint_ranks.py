@@ -7,6 +7,7 @@ import os
 import time
 from datetime import timedelta
 from itertools import accumulate, product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -261,6 +262,29 @@ def disagree(rank, size, root):
 
 def test_ranks_that_do_not_fit_together_are_told(two, tmp_path):
     two(disagree, str(tmp_path))
+
+
+def share_no_folder(rank, size, root):
+    state = {"step": 1, "own": {rank: torch.ones(50)}}
+    with pytest.raises(pp.CheckpointError, match="step-1.writing-.* is not there; give a folder that all ranks share"):
+        pp.save(f"{root}/{rank}", state)
+    assert not os.path.exists(f"{root}/{rank}") or os.listdir(f"{root}/{rank}") == []
+    pp.save(f"{root}/both", state)
+    exists, other = Path.exists, loading.open_checkpoint
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "exists", lambda path: (rank == 0 or path.name != "step-1") and exists(path))
+        with pytest.raises(pp.CheckpointError, match="'.*/both/step-1', which the first rank has found, is not there; give a folder"):
+            pp.load(f"{root}/both", like=state)
+    with pytest.MonkeyPatch.context() as patch:  # a good checkpoint of the same step, of another run
+        pp.save(f"{root}/other", {"step": 1, "own": {rank: torch.zeros(50)}})
+        patch.setattr(loading, "open_checkpoint", lambda path: other(Path(str(path).replace("both", "other")) if rank else path))
+        with pytest.raises(pp.CheckpointError, match="both/step-1 is another checkpoint on rank 1 than on rank 0; give a folder that all"):
+            pp.load(f"{root}/both", like=state)
+    assert torch.equal(pp.load(f"{root}/both", like=state)["own"][rank], torch.ones(50))
+
+
+def test_a_folder_that_ranks_do_not_share_is_told(two, tmp_path):
+    two(share_no_folder, str(tmp_path))
 
 
 def fail_on_one(rank, size, root, what):

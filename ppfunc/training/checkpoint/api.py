@@ -162,7 +162,7 @@ def load(folder: str | Path, like: Any, *, names: Names = None, group: Group = N
     Args:
         folder: that was given to :func:`save`, whose latest good checkpoint is loaded, with a warning where later ones are damaged; or
             a checkpoint, such as :func:`latest` gives; or a folder of safetensors files under a model's own names, as :func:`export` and
-            Hugging Face write them, which have no digests.
+            Hugging Face write them, which have no digests. Ignored are files that nothing reads, whose names begin with a dot.
         like: a state of the form to load, such as ``trainer.init(params)``. Its names, shapes and dtypes have to be those of the
             checkpoint, all of them; layouts over a mesh and devices are its own.
         names, group: see :func:`save`.

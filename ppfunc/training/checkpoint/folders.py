@@ -44,6 +44,17 @@ def on_the_way(folder: Path) -> str | None:
     return None if found is None else found[1]
 
 
+def is_stray(name: str) -> bool:
+    """Tell whether a file is one that nothing reads, such as file systems and viewers leave behind: its name begins with a dot.
+
+    Not ``.metadata``, which torch.distributed.checkpoint would unpickle.
+
+    >>> [name for name in (".DS_Store", ".nfs0001", ".metadata", "x.pkl") if is_stray(name)]
+    ['.DS_Store', '.nfs0001']
+    """
+    return name.startswith(".") and name != ".metadata"
+
+
 def checkpoints(root: Path) -> list[Path]:
     """List the checkpoints in a folder, good or not, the latest first."""
     with reading(root):
@@ -72,7 +83,7 @@ class Draft:
         if (root / MANIFEST).exists():
             raise ValueError(f"folder: {root} is a checkpoint itself; give the folder in which there is one for each step")
         self.target = root / f"step-{step}"
-        _make(root)
+        make_folder(root)
         self._lock = -1
         while self._lock < 0:  # a save beside this one may delete the folder before it is locked
             self.nonce = secrets.token_hex(8)
@@ -137,7 +148,7 @@ def writing(target: Path, nonce: str) -> Path:
     return target.with_name(f"{target.name}.writing-{nonce}")
 
 
-def _make(root: Path) -> None:
+def make_folder(root: Path) -> None:
     """Make a folder, and the folders around it, on the disk."""
     missing = [path for path in (root, *root.parents) if not path.exists()]
     for path in reversed(missing):
@@ -211,7 +222,7 @@ def require_complete(contents: Contents) -> None:
                     raise CheckpointError(f"{escaped(f'{folder.name}/{name}')} has {found} bytes, expected {size}")
             finally:
                 os.close(file)
-        if foreign := sorted(set(os.listdir(folder)) - contents.files.keys() - {MANIFEST}):
+        if foreign := sorted(name for name in os.listdir(folder) if name not in contents.files and name != MANIFEST and not is_stray(name)):
             raise CheckpointError(f"{escaped(f'{folder.name}/{foreign[0]}')} is no part of the checkpoint; take it away")
     if step_of(folder) not in (None, contents.step):
         raise CheckpointError(f"{escaped(folder.name)} holds the checkpoint of step {contents.step}")

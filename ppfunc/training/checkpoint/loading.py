@@ -14,7 +14,7 @@ from ppfunc.stage.layout import distributed, layout_of, local
 
 from .boxes import Box, box_of
 from .errors import CheckpointError, RankError, escaped, listed, reading
-from .folders import checkpoints, on_the_way
+from .folders import checkpoints, is_stray, on_the_way
 from .manifest import MANIFEST, Contents, NamedPart
 from .model_files import holds_model_files, open_model_files
 from .naming import Leaf, Names, named_leaves
@@ -52,9 +52,21 @@ def load_tree(peers: Peers, folder: Path, like: Any, names: Names) -> Any:
 
 
 def _read_together(peers: Peers, path: Path, leaves: Sequence[tuple[str, Leaf]], wanted: Mapping[str, list[Any]]) -> list[Leaf]:
-    """Read the leaves of this rank, once all ranks have theirs."""
+    """Read the leaves of this rank, once all ranks have theirs.
+
+    Raises:
+        CheckpointError: a rank cannot read its part, or finds another checkpoint there than the first rank.
+    """
     loaded: list[Leaf] = []
-    peers.together(lambda: loaded.extend(_read(_open(path), leaves, wanted)))
+
+    def read() -> str:
+        contents = _open(path)
+        loaded.extend(_read(contents, leaves, wanted))
+        return contents.digest
+
+    digests = peers.together(read)
+    if other := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+        raise CheckpointError(f"{path} is another checkpoint on rank {other[0]} than on rank 0; give a folder that all ranks share")
     return loaded
 
 
@@ -66,7 +78,7 @@ def _candidates(folder: Path) -> list[Path]:
         if (folder / MANIFEST).exists() or holds_model_files(folder):
             return [folder]
         found = checkpoints(folder)
-        others = [path for path in folder.iterdir() if on_the_way(path) != "writing"]
+        others = [path for path in folder.iterdir() if on_the_way(path) != "writing" and not is_stray(path.name)]
     if others and not found:
         raise CheckpointError(f"{folder} has neither {MANIFEST}, the sign of a checkpoint that is whole, nor checkpoints in it")
     return found
@@ -74,6 +86,8 @@ def _candidates(folder: Path) -> list[Path]:
 
 def _open(path: Path) -> Contents:
     with reading(path):
+        if not path.exists():
+            raise CheckpointError(f"{escaped(path)}, which the first rank has found, is not there; give a folder that all ranks share")
         return open_model_files(path) if holds_model_files(path) and not (path / MANIFEST).exists() else open_checkpoint(path)
 
 

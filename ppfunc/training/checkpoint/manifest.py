@@ -73,6 +73,11 @@ class Contents(NamedTuple):
         """List all parts of all tensors."""
         return (NamedPart(name, stored.dtype, part) for name, stored in self.tensors.items() for part in stored.parts)
 
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all but the folder; the same for a copy in another."""
+        return hashlib.sha256(repr(self[1:]).encode()).hexdigest()
+
 
 def file_name(rank: int, ranks: int) -> str:
     """Name the file of a rank.

@@ -19,7 +19,7 @@ from ppfunc.stage.layout import whole
 from ..checksums import checksum
 from .boxes import Box
 from .errors import CheckpointError, escaped, listed
-from .folders import flush_folder
+from .folders import flush_folder, make_folder
 from .manifest import Contents, Stored, StoredPart
 from .naming import Names, named_leaves
 from .peers import Group, Peers
@@ -115,7 +115,7 @@ def _tensors(params: Any, names: Names) -> list[tuple[str, Tensor]]:
 
 def _require_no_weights(root: Path) -> None:
     """Make the folder, and raise FileExistsError if it has weights."""
-    root.mkdir(parents=True, exist_ok=True)
+    make_folder(root)
     if there := [entry.name for entry in os.scandir(root) if entry.name == INDEX or _is_weights(entry.name)]:
         raise FileExistsError(f"{root} has weights: {listed(there)}; give another folder, or delete them")
 

@@ -237,6 +237,8 @@ def write(peers: Peers, work: SaveWork) -> Path:
     def put() -> dict[str, Any]:
         record = None
         if work.mine:
+            if not temporary.is_dir():
+                raise CheckpointError(f"{temporary}, which the first rank has made, is not there; give a folder that all ranks share")
             record = write_tensors(temporary / file, work.mine, {"save": work.nonce, "format": "pt"})
             flush_folder(temporary)
         return {"file": record, "sums": work.sums}
