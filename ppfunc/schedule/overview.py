@@ -6,7 +6,7 @@ import inspect
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from numbers import Real
+from fractions import Fraction
 from operator import add
 from typing import Any, NamedTuple
 
@@ -138,7 +138,7 @@ def compare_schedules(
     """
     require_counts(ranks=ranks, microbatches=microbatches, chunks=chunks)
     costs = require_costs(costs)
-    if cap is not None and (not isinstance(cap, Real) or isinstance(cap, bool) or not cap >= 0):
+    if cap is not None and (not isinstance(cap, (int, float, Fraction)) or isinstance(cap, bool) or not cap >= 0):
         raise ValueError(f"cap: got {cap!r}, expected the memory of a rank, a number from 0")
     schedules = schedules if schedules is None else _items(schedules)
     rows: list[ScheduleFigures] = []
