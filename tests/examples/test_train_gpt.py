@@ -148,7 +148,7 @@ def test_torchrun_goes_on_after_a_rank_was_killed(trained, environment, tmp_path
 
 def test_runs_plainly_in_processes_of_its_own(environment, tmp_path):
     command = [sys.executable, EXAMPLES / "train_gpt.py", *SMALL, "--stages", "2", "--steps", "25", "--lr", "0.02"]
-    done = subprocess.run([*command, "--out", tmp_path], env=environment, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([*command, "--out", tmp_path], env=environment, capture_output=True, text=True, timeout=240, check=True)
     first, last = (float(x) for x in done.stdout.split("loss: ")[1].split(" at last")[0].split(" at first, "))
     assert first == pytest.approx(5.5, abs=0.2)
     assert last < 4.5
@@ -175,7 +175,7 @@ def test_a_failing_rank_fails_the_run_and_alone_tells_why(environment, tmp_path)
         "    step({place.rank: torch.ones(())}, torch.ones(2), torch.ones(2))\n"
         "if __name__ == '__main__': launch.run(job, None, (2, 1, 1), False)\n"
     )
-    done = subprocess.run([sys.executable, tmp_path / "fail.py"], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, tmp_path / "fail.py"], env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 1
     assert "LookupError: no such thing" in done.stderr
     assert "Process 1 terminated" in done.stderr
