@@ -15,6 +15,7 @@ def collector_paused() -> Iterator[None]:
     """Collect no cycles in this process until the last of the threads that are in here has left.
 
     Values of schedules hold no cycles, and each collection visits every tuple that is alive: a third of the time of a pass.
+    What is alive in the end counts as old, so that the next collections do not visit it either.
     """
     global _paused, _enabled
     with _lock:
@@ -28,4 +29,7 @@ def collector_paused() -> Iterator[None]:
         with _lock:
             _paused -= 1
             if not _paused and _enabled:
+                if not gc.get_freeze_count():  # what the caller has frozen stays so
+                    gc.freeze()
+                    gc.unfreeze()
                 gc.enable()

@@ -33,7 +33,7 @@ Work = tuple[Any, "Kind"]
 
 
 class Kind(NamedTuple):
-    """What instructions of one op and stage take, need and make, or pairs of them; distances are from the microbatch of the first."""
+    """Instructions of one op and stage, or pairs of them; distances are from the microbatch of the first."""
 
     op: Op
     stages: tuple[int, ...]

@@ -188,14 +188,17 @@ class Schedule:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the canonical text, in hexadecimal: equal in every process and version.
+        """SHA-256 of the programs in columns, in hexadecimal: equal in every process and version.
 
         The name is not part of it: two schedules that do the same have the same digest.
         """
         head = [list(self.placement), [[c.stages, [c.microbatches.start, c.microbatches.stop]] for c in self.chains], self.skips]
         state = hashlib.sha256(json.dumps(head, separators=(",", ":")).encode())
         for program in self.programs:
-            state.update("".join(["\n", *[" ".join([str(i) for i in step]) + ";" for step in program]]).encode())
+            ops, *numbers, parts = zip(*_flat([program]), strict=True) if any(program) else ((), ())
+            given = [None if column.count(None) == len(column) else column for column in numbers]
+            pairs = [list(map(str, of_one)) for of_one in parts] if any(parts) else None
+            state.update(f"\n{' '.join(ops)} {given} {pairs} {list(map(len, program))}".encode())
         return state.hexdigest()
 
 

@@ -29,6 +29,24 @@ def test_a_collector_that_is_off_stays_off():
         gc.enable()
 
 
+def test_what_is_alive_in_the_end_is_old():
+    gc.collect()
+    with collector_paused():
+        kept = [[] for _ in range(1000)]
+    young = {id(thing) for generation in (0, 1) for thing in gc.get_objects(generation)}
+    assert not young & set(map(id, kept))
+
+
+def test_what_the_caller_has_frozen_stays_frozen():
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        check(place_communication(one_f_one_b(2, 2)))
+        assert gc.get_freeze_count() >= frozen - 100 > 0  # counted references may have ended some
+    finally:
+        gc.unfreeze()
+
+
 def test_an_error_sets_it_going_again():
     with pytest.raises(ValueError, match="queue"):
         check(one_f_one_b(2, 2), queue="edge")

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate, chain, compress, count, repeat
 from math import inf
-from operator import le, lt
+from operator import itemgetter, le, lt
 from typing import NamedTuple
 
 from ..dataflow import edge_flows
@@ -108,7 +108,7 @@ def _sums(schedule: Schedule) -> bool:
 
 def _in_phases(schedule: Schedule, program: Program, flat: Sequence[Instruction]) -> bool:
     """Whether each step has its messages first, and a last step with a tail the sums over replicas before all else."""
-    talks = [i[0] in COMMUNICATION for i in flat]
+    talks = list(map(COMMUNICATION.__contains__, map(itemgetter(0), flat)))
     starts = set(accumulate(map(len, program)))
     if not starts.issuperset(compress(count(1), map(lt, talks, talks[1:]))):
         return False

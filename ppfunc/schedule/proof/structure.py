@@ -1,6 +1,7 @@
 """Prove that a schedule is well formed: the right types, numbers in range, stages on their ranks."""
 
-from itertools import pairwise
+from itertools import compress, pairwise
+from operator import gt, itemgetter, le, not_
 from typing import Any, TypeGuard
 
 from ..errors import ScheduleError, schedule_error
@@ -8,6 +9,7 @@ from ..instruction import COMMUNICATION, WHOLE_STAGE, Instruction, Op
 from ..schedule import Chain, Schedule
 
 Ranges = list[tuple[int, int]]
+_UNUSUAL = WHOLE_STAGE | {Op.OVERLAP_F_B}
 
 
 def check_structure(schedule: Schedule) -> None:
@@ -41,6 +43,10 @@ def _plain(reason: str, rank: int | None = None) -> ScheduleError:
 
 def _is_number(value: Any) -> TypeGuard[int]:
     return type(value) is int and value >= 0
+
+
+def _is_slot(value: Any) -> bool:
+    return value is None or _is_number(value)
 
 
 def _check_fields(schedule: Schedule) -> None:
@@ -108,7 +114,8 @@ def _check_skips(schedule: Schedule) -> None:
 
 
 def _check_program(schedule: Schedule, rank: int, program: tuple, ranges: Ranges) -> None:
-    home, stages = schedule.placement, len(schedule.placement)
+    if _is_sound(schedule, rank, program, ranges):
+        return
     for step, instructions in enumerate(program):
         if type(instructions) is not tuple:
             raise _plain(f"step {step} is a {type(instructions).__name__}, expected a tuple of instructions", rank)
@@ -116,19 +123,31 @@ def _check_program(schedule: Schedule, rank: int, program: tuple, ranges: Ranges
             if type(instruction) is not Instruction or len(instruction) != 6:
                 kind = type(instruction).__name__
                 raise ScheduleError(rank, (step, place), None, f"got a value of type {kind}, expected an Instruction")
-            op, stage, m, peer, slot, parts = instruction
-            # One condition for what is right; what is wrong is found out only where it fails.
-            if not (
-                type(op) is Op
-                and type(stage) is int
-                and 0 <= stage < stages
-                and home[stage] == rank
-                and (type(m) is int and ranges[stage][0] <= m < ranges[stage][1] if op not in WHOLE_STAGE else m is None)
-                and (peer is None or (op in COMMUNICATION and _is_number(peer)))
-                and (slot is None or _is_number(slot))
-                and (op is not Op.OVERLAP_F_B if parts == () else _is_pair(instruction, rank, schedule, ranges))
-            ):
-                raise schedule_error(schedule, rank, (step, place), _fault(instruction, rank, schedule, ranges))
+            if fault := _fault(instruction, rank, schedule, ranges):
+                raise schedule_error(schedule, rank, (step, place), fault)
+    raise AssertionError("a program is not sound, yet no instruction has a fault")
+
+
+def _is_sound(schedule: Schedule, rank: int, program: tuple, ranges: Ranges) -> bool:
+    """Whether no instruction of a program has a fault: decided on whole columns, in half the time of one after the other."""
+    if not {*map(type, program)} <= {tuple}:
+        return False
+    flat = [i for step in program for i in step]
+    if not ({*map(type, flat)} <= {Instruction} and {*map(len, flat)} <= {6} and {*map(type, map(itemgetter(0), flat))} <= {Op}):
+        return False
+    ops, stages, microbatches, peers, slots, parts = zip(*flat, strict=True) if flat else [()] * 6
+    if peers.count(None) + parts.count(()) < 2 * len(flat) or not _UNUSUAL.isdisjoint(ops):
+        usual = [i[3] is None and i[5] == () and i[0] not in _UNUSUAL for i in flat]
+        if any(_fault(i, rank, schedule, ranges) for i in compress(flat, map(not_, usual))):
+            return False
+        stages, microbatches, slots = (tuple(compress(column, usual)) for column in (stages, microbatches, slots))
+    if not {*map(type, stages), *map(type, microbatches)} <= {int} or not (slots.count(None) == len(slots) or all(map(_is_slot, slots))):
+        return False
+    own = {*stages}
+    if not all(0 <= stage < len(ranges) and schedule.placement[stage] == rank for stage in own):
+        return False
+    first, stop = ({stage: ranges[stage][end] for stage in own} for end in (0, 1))
+    return all(map(le, map(first.__getitem__, stages), microbatches)) and all(map(gt, map(stop.__getitem__, stages), microbatches))
 
 
 def _is_pair(instruction: Instruction, rank: int, schedule: Schedule, ranges: Ranges) -> bool:
