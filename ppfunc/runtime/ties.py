@@ -196,12 +196,12 @@ def require_same_forms(told: Sequence[Mapping[str, str]]) -> None:
             other, known = first.setdefault(name, (rank, form))
             if form != known:
                 raise AgreementError(
-                    f"{name} differ between the processes that hold them: rank {other} has {_shown(known)}, "
-                    f"rank {rank} has {_shown(form)}; give all the same"
+                    f"{name} differ between the processes that hold them: rank {other} has {_readable(known)}, "
+                    f"rank {rank} has {_readable(form)}; give all the same"
                 )
 
 
-def _shown(form: str) -> str:
+def _readable(form: str) -> str:
     return str(Signature.from_json(form)) if form.startswith("[") else form
 
 
