@@ -210,7 +210,11 @@ DIGEST = LeafSignature((32,), torch.uint8, False)
 
 
 def digest(leaves: Leaves) -> torch.Tensor:
-    """SHA-256 of the values, shapes and dtypes of tensors, as uint8[32] on the CPU."""
+    """SHA-256 of the values, shapes and dtypes of tensors, as uint8[32] on the CPU.
+
+    For the few tensors that are compared in every step. A state is compared once, by sums that its device makes faster
+    (:mod:`ppfunc.training.checksums`).
+    """
     state = sha256()
     for leaf in leaves:
         host = leaf.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
