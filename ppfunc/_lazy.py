@@ -6,6 +6,8 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+from ._text import suggestion
+
 
 def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Make ``__getattr__``, ``__dir__`` and ``__all__`` of a package from its imports under ``if TYPE_CHECKING``.
@@ -58,9 +60,6 @@ def late(module: str, name: str) -> Callable[..., Any]:
 
 
 def _unknown(package: str, name: str, names: list[str]) -> AttributeError:
-    import difflib
-
-    similar = difflib.get_close_matches(name, names, n=1)
-    mend = f"did you mean {similar[0]!r}?" if similar else f"dir({package}) lists its names"
+    mend = suggestion(name, names) or f"; dir({package}) lists its names"
     # The name without the object: with both, Python's traceback would add a suggestion of its own.
-    return AttributeError(f"module {package!r} has no attribute {name!r}; {mend}", name=name)
+    return AttributeError(f"module {package!r} has no attribute {name!r}{mend}", name=name)

@@ -1,14 +1,13 @@
 """Make step functions: read what the caller gives, prove the schedule, and tell the peers of a mistake."""
 
-import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from ppfunc._text import shown, suggestion
 from ppfunc.runtime import InProcess, StepFunction, StepResult, StepSpec, Transport, interleaved, two_streams
 from ppfunc.runtime.arguments import LossWeights, RawArguments, read_loss_weights
 from ppfunc.runtime.refusals import require_honoured
@@ -168,10 +167,5 @@ def _require_count(stages: Sequence[Any], schedule: Schedule) -> None:
 def require_one_of(name: str, got: Any, known: Sequence[str]) -> None:
     """Raise ValueError with the nearest name where an option is none of those that are known."""
     if got not in known:
-        near = get_close_matches(got, known, 1) if isinstance(got, str) else []
-        raise ValueError(f"{name}: got {got!r}, expected {' or '.join(map(repr, known))}{f'; {near[0]!r} is near' if near else ''}")
-
-
-def shown(thing: Any) -> str:
-    """A value and its type, for errors."""
-    return f"{reprlib.repr(thing)} of type {type(thing).__name__}"
+        near = suggestion(got, known) if isinstance(got, str) else ""
+        raise ValueError(f"{name}: got {got!r}, expected {' or '.join(map(repr, known))}{near}")

@@ -5,7 +5,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from ppfunc.making import Stages, make_step, named_step, require_one_of, shown, told_to_peers, unpacked
+from ppfunc._text import shown
+from ppfunc.making import Stages, make_step, named_step, require_one_of, told_to_peers, unpacked
 from ppfunc.runtime import StepFunction, StepResult, StepSpec, Transport
 from ppfunc.runtime.arguments import LossWeights, RawArguments, Seed
 from ppfunc.runtime.overlap import Overlapped

@@ -11,7 +11,8 @@ from typing import Any, Self
 
 import torch
 
-from ppfunc.making import make_step, shown
+from ppfunc._text import shown
+from ppfunc.making import make_step
 from ppfunc.runtime import P2P, Microbatches, StepSpec, Transport
 from ppfunc.runtime.arguments import LossWeights, RawArguments, Seed, read_loss_weights
 from ppfunc.runtime.results import StepResult

@@ -8,7 +8,8 @@ from typing import get_args
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from ppfunc.making import Stages, mistakes_told, require_one_of, shown, unpacked
+from ppfunc._text import shown
+from ppfunc.making import Stages, mistakes_told, require_one_of, unpacked
 from ppfunc.runtime import P2P, Axes, InProcess, Transport
 from ppfunc.runtime.ties import TiedPlaces
 from ppfunc.schedule import Schedule, append_tail, insert_unshards, reduce_early, remove_tail, remove_unshards

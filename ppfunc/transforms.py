@@ -248,11 +248,7 @@ def per_sample_grad(
     (tensor(12.), {0: tensor([[3., 6., 9.]]), 1: tensor([[2., 4., 6.]])})
     """
     whole = isinstance(stages, Split)  # what its stages pass on need not have a batch axis
-    if isinstance(stages, Split) and stages.state:
-        (name, *_) = next(iter(stages.state.values()))
-        raise ValueError(f"stages: got a split that writes into the buffer {name}, and there is none per sample; split in evaluation")
-    if not isinstance(samples, int) or samples < 1:
-        raise ValueError(f"samples: got {samples!r}, expected the number of samples in a microbatch, an integer of at least 1")
+    _require_per_sample(stages, samples)
     stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied)
     losses = per_sample_loss(loss_fn, joined=not whole)
     m = schedule.microbatches
@@ -265,11 +261,8 @@ def per_sample_grad(
         seed: Seed = None,
         extras: Mapping[int, Any] | None = None,
     ) -> RawArguments:
-        for name, batch in {
-            "inputs": inputs,
-            "targets": targets,
-            **{f"extras[{s}]": b for s, b in by_stage(extras or {}, "extras").items()},
-        }.items():
+        further = {f"extras[{s}]": batch for s, batch in by_stage(extras or {}, "extras").items()}
+        for name, batch in {"inputs": inputs, "targets": targets, **further}.items():
             _require_samples(batch, samples, m, name)
         for stage, tree in by_stage(params, "params").items():
             flatten(tree, f"params[{stage}]")  # refuses other leaves than tensors
@@ -313,6 +306,15 @@ def _along_tangents(default: LossWeights) -> Callable[..., RawArguments]:
         return RawArguments(paired(params, tangents), unmoved(inputs), targets, extras, state, weights, seed)
 
     return named_step(step)
+
+
+def _require_per_sample(stages: Stages, samples: Any) -> None:
+    """Raise where stages have a state, of which there is none per sample, and for a number of samples that is none."""
+    if isinstance(stages, Split) and stages.state:
+        (name, *_) = next(iter(stages.state.values()))
+        raise ValueError(f"stages: got a split that writes into the buffer {name}, and there is none per sample; split in evaluation")
+    if not isinstance(samples, int) or samples < 1:
+        raise ValueError(f"samples: got {samples!r}, expected the number of samples in a microbatch, an integer of at least 1")
 
 
 def _require_samples(batch: Any, samples: int, microbatches: int, name: str) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1] / "ppfunc"
-FLOORS = {"_lazy": 0, "schedule": 1, "parallel": 1, "stage": 2, "splitter": 3, "runtime": 4, "training": 5}
+FLOORS = {"_lazy": 0, "_text": 0, "schedule": 1, "parallel": 1, "stage": 2, "splitter": 3, "runtime": 4, "training": 5}
 FRONT = 6
 OUTSIDE: dict[int, set[str]] = {
     0: set(),

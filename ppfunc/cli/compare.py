@@ -8,6 +8,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+from .._text import suggestion
 from ..schedule.builders import BUILDERS
 from ..schedule.config import find_builder
 from ..schedule.costs import Costs
@@ -18,7 +19,6 @@ from ..schedule.simulate import Timeline
 from .costs import add_cost_options, read_costs
 from .number import count, number
 from .output import write
-from .parser import suggestion
 from .sources import is_file, read_file, require_size
 
 _PLAN = "plan"

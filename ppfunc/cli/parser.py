@@ -1,8 +1,9 @@
 """Parse the words of a command line: errors that suggest the nearest name, an example in every help."""
 
 import argparse
-from collections.abc import Iterable
 from typing import Any, NoReturn
+
+from .._text import limited, suggestion
 
 _LONGEST = 4000
 
@@ -40,26 +41,13 @@ class _Formatter(argparse.HelpFormatter):
         return text if "\n" in text else super()._fill_text(text, width, indent)
 
 
-def suggestion(name: str, names: Iterable[str]) -> str:
-    """Return ``; did you mean ...?`` for the most similar of ``names``, nothing where none is similar.
-
-    >>> suggestion("shwo", ["show", "check"])
-    "; did you mean 'show'?"
-    """
-    import difflib  # here, because it is needed for errors only
-
-    similar = difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean {similar[0]!r}?" if similar else ""
-
-
 def printable(text: str) -> str:
     r"""Return ``text`` for a terminal: control characters but the end of a line are escaped; what is too long is cut.
 
     >>> printable("a\x1b[31m\nb")
     'a\\x1b[31m\nb'
     """
-    shown = text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
-    return escaped(shown)
+    return escaped(limited(text, _LONGEST))
 
 
 def escaped(text: str) -> str:

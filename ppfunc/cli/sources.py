@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from .._text import suggestion
 from ..schedule.config import find_builder
 from ..schedule.costs import Costs
 from ..schedule.formats.files import parse, read_text, text_of
@@ -14,7 +15,6 @@ from ..schedule.formats.text import FormatError
 from ..schedule.schedule import Schedule
 from ..schedule.simulate import Timeline
 from .number import count, number
-from .parser import suggestion
 
 OPTIONS = {
     "ranks": ("P", "number of ranks"),

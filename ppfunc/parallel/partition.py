@@ -44,15 +44,15 @@ class Partition:
         boundaries = tuple(self.boundaries)
         object.__setattr__(self, "boundaries", boundaries)
         if any(isinstance(b, bool) or not isinstance(b, int) for b in boundaries):
-            raise ValueError(f"boundaries are whole numbers, got {_shown(boundaries)}")
+            raise ValueError(f"boundaries are whole numbers, got {_abridged(boundaries)}")
         if len(boundaries) < 2 or boundaries[0] != 0:
-            raise ValueError(f"boundaries run from 0 to the number of layers, as in (0, 3, 6); got {_shown(boundaries)}")
+            raise ValueError(f"boundaries run from 0 to the number of layers, as in (0, 3, 6); got {_abridged(boundaries)}")
         if min(self.sizes) < 0:
-            raise ValueError(f"boundaries have to ascend, got {_shown(boundaries)}")
+            raise ValueError(f"boundaries have to ascend, got {_abridged(boundaries)}")
         if not allow_empty and 0 in self.sizes:
             raise ValueError(
                 f"stage {self.sizes.index(0)} would be empty: {self.layers} layers in {self.stages} stages of sizes "
-                f"{_shown(self.sizes)}; use fewer stages, or set allow_empty"
+                f"{_abridged(self.sizes)}; use fewer stages, or set allow_empty"
             )
 
     @classmethod
@@ -166,7 +166,7 @@ def partition_explicit(boundaries: Iterable[int], layers: int, *, allow_empty: b
     partition = Partition(tuple(boundaries), allow_empty)
     if partition.layers != layers:
         raise ValueError(
-            f"the boundaries {_shown(partition.boundaries)} end at {partition.layers}, but there are {layers} layers: "
+            f"the boundaries {_abridged(partition.boundaries)} end at {partition.layers}, but there are {layers} layers: "
             f"the last boundary has to be {layers}"
         )
     return partition
@@ -177,7 +177,7 @@ def _require_range(name: str, number: int, stop: int) -> None:
         raise ValueError(f"{name} {number} is out of range: the {name}s are 0..{stop - 1}")
 
 
-def _shown(numbers: Sequence[int]) -> str:
+def _abridged(numbers: Sequence[int]) -> str:
     """Write numbers for a message, without the middle where there are very many."""
     if len(numbers) <= 64:
         return str(list(numbers))

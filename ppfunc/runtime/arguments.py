@@ -124,34 +124,6 @@ def read_arguments(
         ValueError, TypeError: they do not fit the schedule; says what was got and what was expected.
     """
     m = schedule.microbatches
-    known: Mapping[str, TreeForm] = {} if last is None else last.trees
-    trees: dict[str, TreeForm] = {}
-
-    def read(tree: Any, name: str, microbatches: int = 0) -> Leaves:
-        if abstract and isinstance(tree, Signature):
-            tree = tree.wrap(torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in tree.leaves)
-        leaves, trees[name] = read_tree(tree, known.get(name), name, microbatches)
-        return leaves
-
-    def read_detached(tree: Any, name: str) -> Leaves:
-        """Tensors without their history, so that nothing outside grows with the steps."""
-        leaves = read(tree, name)
-        if trees[name].tracked:
-            leaves = tuple([t.detach() if t.requires_grad and not transformed(t) else t for t in leaves])
-        return leaves
-
-    def read_batch(batch: Any, name: str) -> Sequence[Leaves]:
-        if not isinstance(batch, Microbatches):
-            try:
-                return cut(read(batch, name, m), m)
-            except ValueError as error:
-                if isinstance(batch, list) and len(batch) == m:
-                    raise ValueError(f"{error}. A list is a tree like any other; microbatches are ppfunc.Microbatches(...)") from error
-                raise
-        if len(batch) != m:
-            raise ValueError(f"{name}: got {len(batch)} microbatches, the schedule has {m}; cut the batch into that many")
-        return [read(tree, f"{name}[{i}]") for i, tree in enumerate(batch)]
-
     for name in ("targets", "loss_weights"):
         if getattr(raw, name) is not None and not with_targets:
             raise ValueError(f"{name}: got some, but there is no loss function that would read them; give the loss function, or no {name}")
@@ -159,12 +131,14 @@ def read_arguments(
     extras, state = ({} if given is None else given for given in (raw.extras, raw.state))
     _require_some(extras, "extras", stages)
     _require_some(state, "state", stages)
-    params = {s: read_detached(tree, f"params[{s}]") for s, tree in raw.params.items()}
-    states = {s: read_detached(tree, f"state[{s}]") for s, tree in state.items()}
-    inputs = () if raw.inputs is None else read_batch(raw.inputs, "inputs")
-    targets = () if raw.targets is None or not with_targets else read_batch(raw.targets, "targets")
-    further = {s: read_batch(extras[s], f"extras[{s}]") for s in stages if s in extras}
-    if last is not None and trees.keys() == known.keys() and all(form is known[name] for name, form in trees.items()):
+    reader = _Reader({} if last is None else last.trees, m, abstract)
+    params = {s: reader.read_detached(tree, f"params[{s}]") for s, tree in raw.params.items()}
+    states = {s: reader.read_detached(tree, f"state[{s}]") for s, tree in state.items()}
+    inputs = () if raw.inputs is None else reader.read_batch(raw.inputs, "inputs")
+    targets = () if raw.targets is None or not with_targets else reader.read_batch(raw.targets, "targets")
+    further = {s: reader.read_batch(extras[s], f"extras[{s}]") for s in stages if s in extras}
+    trees = reader.trees
+    if last is not None and reader.as_known:
         form = last.form
     else:
         _require_batches(raw, schedule, stages, with_targets)
@@ -176,6 +150,52 @@ def read_arguments(
     return StepArguments(
         params, states, inputs, targets, further, weights, seed, form, trees, raw.ends, raw.first, raw.scale, raw.carry, raw.common
     )
+
+
+class _Reader:
+    """Reads trees, and notes the form of each by its name.
+
+    Args:
+        known: forms of an earlier call; a tree of the same form gets that object.
+        microbatches: of a whole batch.
+        abstract: whether trees may be signatures.
+    """
+
+    def __init__(self, known: Mapping[str, TreeForm], microbatches: int, abstract: bool) -> None:
+        self.trees: dict[str, TreeForm] = {}
+        self._known, self._microbatches, self._abstract = known, microbatches, abstract
+
+    @property
+    def as_known(self) -> bool:
+        """Whether the same trees have come as in the earlier call, of the same forms."""
+        return self.trees.keys() == self._known.keys() and all(form is self._known[name] for name, form in self.trees.items())
+
+    def read(self, tree: Any, name: str, microbatches: int = 0) -> Leaves:
+        if self._abstract and isinstance(tree, Signature):
+            tree = tree.wrap(torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in tree.leaves)
+        leaves, self.trees[name] = read_tree(tree, self._known.get(name), name, microbatches)
+        return leaves
+
+    def read_detached(self, tree: Any, name: str) -> Leaves:
+        """Tensors without their history, so that nothing outside grows with the steps."""
+        leaves = self.read(tree, name)
+        if self.trees[name].tracked:
+            leaves = tuple([t.detach() if t.requires_grad and not transformed(t) else t for t in leaves])
+        return leaves
+
+    def read_batch(self, batch: Any, name: str) -> Sequence[Leaves]:
+        """The microbatches of a batch."""
+        m = self._microbatches
+        if not isinstance(batch, Microbatches):
+            try:
+                return cut(self.read(batch, name, m), m)
+            except ValueError as error:
+                if isinstance(batch, list) and len(batch) == m:
+                    raise ValueError(f"{error}. A list is a tree like any other; microbatches are ppfunc.Microbatches(...)") from error
+                raise
+        if len(batch) != m:
+            raise ValueError(f"{name}: got {len(batch)} microbatches, the schedule has {m}; cut the batch into that many")
+        return [self.read(tree, f"{name}[{i}]") for i, tree in enumerate(batch)]
 
 
 def read_loss_weights(weights: LossWeights, microbatches: int) -> torch.Tensor | None:

@@ -21,19 +21,11 @@ _PATIENCE = 1.0  # seconds for the thread to end
 
 
 class Watcher(Protocol):
-    """Who hears what happens on the connections, in the thread that watches."""
+    """Who hears of the connections that are watched: that one is open, has brought a message, or has ended; in the thread that watches."""
 
-    def greet(self, peer: int) -> None:
-        """A peer has opened its connection that is watched."""
-        ...
-
-    def hear(self, peer: int, kind: str, *message: Any) -> None:
-        """A message has come on one of these."""
-        ...
-
-    def lose(self, peer: int) -> None:
-        """One of these has ended."""
-        ...
+    def greet(self, peer: int) -> None: ...
+    def hear(self, peer: int, kind: str, *message: Any) -> None: ...
+    def lose(self, peer: int) -> None: ...
 
 
 class Connections:

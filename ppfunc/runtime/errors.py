@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from typing import NamedTuple, Self
 
+from ppfunc._text import limited
 from ppfunc.schedule import Instruction, parts_of
 from ppfunc.schedule.formats.text import parse_instruction
 
@@ -64,18 +65,6 @@ class AgreementError(RuntimeError):
     """The ranks of a pipeline were given different programs; raised on every rank before a step begins."""
 
 
-LONGEST = 2000  # characters of a message of somebody else's that travel
-
-
-def shortened(message: str) -> str:
-    """A message that may be long, as it travels.
-
-    >>> len(shortened("x" * 20_000_000))
-    2030
-    """
-    return message if len(message) <= LONGEST else f"{message[:LONGEST]}... ({len(message) - LONGEST} more characters)"
-
-
 GONE = "its process is gone or out of reach, or it has closed its transport"
 
 
@@ -98,8 +87,8 @@ class Failure(NamedTuple):
             message = str(self.cause)
         except Exception:
             message = "(its message cannot be had)"
-        said = f": {shortened(message)}" if message else ""
-        return f"{type(self.cause).__name__}{said}{shortened(self.context)}"
+        said = f": {limited(message)}" if message else ""
+        return f"{type(self.cause).__name__}{said}{limited(self.context)}"
 
 
 class LinkError(ConnectionError):
@@ -133,7 +122,7 @@ class FailureRecord(NamedTuple):
         cause, place = failure.cause, failure.instruction and str(failure.instruction)
         if not isinstance(cause, LinkError) or cause.kind == "failed":
             disagreement = isinstance(cause, AgreementError)
-            reason = shortened(str(cause)) if disagreement else failure.reason
+            reason = limited(str(cause)) if disagreement else failure.reason
             return cls(failure.rank, failure.position, place, reason, reporter, disagreement)
         culprit, state = suspect(cause.peer) if cause.kind == "late" else (cause.peer, "")
         victim = "" if culprit == cause.peer else f", which waits for rank {culprit}"

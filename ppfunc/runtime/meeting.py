@@ -20,22 +20,13 @@ _LEAVING = 1.0  # seconds for the store to take down that this rank leaves
 
 
 class Host(Protocol):
-    """Who connects to the others as they come, and hears which do not."""
+    """Who joins the rank above, and hears which ranks have not come and are gone, and whether the store is."""
 
     @property
     def closed(self) -> bool: ...
-
-    def join(self, parent: int, address: Address) -> None:
-        """Connect to the rank above, or lose it."""
-        ...
-
-    def miss(self, peer: int) -> None:
-        """A rank that has not come is gone, unless it has come meanwhile."""
-        ...
-
-    def lose_store(self, server: int) -> None:
-        """The store is gone with this rank, and with it the way to those that have not come."""
-        ...
+    def join(self, parent: int, address: Address) -> None: ...
+    def miss(self, peer: int) -> None: ...
+    def lose_store(self, server: int) -> None: ...
 
 
 class Meeting:

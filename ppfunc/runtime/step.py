@@ -174,7 +174,7 @@ class StepFunction(Generic[P, R]):
         """
         with self.transport.hold_interrupts():
             try:
-                kept = self._compiled.lower(self._read(self._prepare(*args, **kwargs), abstract=True))
+                kept = self._compiled.lower(self._read(self._prepare(*args, **kwargs), None, abstract=True))
                 self.transport.end({}, {})
             except BaseException as cause:
                 error = self.transport.fail(Failure(self._ranks[0], None, None, cause))
@@ -202,18 +202,18 @@ class StepFunction(Generic[P, R]):
 
     # -- one call --------------------------------------------------------------------------
 
-    def _read(self, raw: RawArguments, *, abstract: bool = False) -> StepArguments:
-        last = None if self._compiled.last is None or abstract else self._compiled.last.arguments
-        return read_arguments(raw, self.schedule, self._local, self._loss_fn is not None, last, abstract=abstract)
+    def _read(self, raw: RawArguments, known: StepArguments | None, *, abstract: bool = False) -> StepArguments:
+        return read_arguments(raw, self.schedule, self._local, self._loss_fn is not None, known, abstract=abstract)
 
     def _read_passes(self, raw: Sequence[RawArguments]) -> Sequence[StepArguments]:
         """The arguments of every pass of the schedule, all of one form."""
-        arguments = [self._read(raw[0])]
-        for n, other in enumerate(raw[1:], 1):
-            arguments.append(read_arguments(other, self.schedule, self._local, self._loss_fn is not None, arguments[0]))
-            if arguments[n].form is not arguments[0].form:
+        last = self._compiled.last
+        first = self._read(raw[0], last and last.arguments)
+        passes = [first, *(self._read(other, first) for other in raw[1:])]
+        for n, other in enumerate(passes):
+            if other.form is not first.form:
                 raise ValueError(f"inputs: pass {n} of the schedule has a batch of another form than pass 0; pad them to one form")
-        return arguments
+        return passes
 
     def _failure(self, raised: BaseException, entry: Entry | None) -> Failure:
         if not isinstance(raised, StepFailed) or entry is None:

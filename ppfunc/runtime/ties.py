@@ -196,12 +196,12 @@ def require_same_forms(told: Sequence[Mapping[str, str]]) -> None:
             other, known = first.setdefault(name, (rank, form))
             if form != known:
                 raise AgreementError(
-                    f"{name} differ between the processes that hold them: rank {other} has {_shown(known)}, "
-                    f"rank {rank} has {_shown(form)}; give all the same"
+                    f"{name} differ between the processes that hold them: rank {other} has {_readable(known)}, "
+                    f"rank {rank} has {_readable(form)}; give all the same"
                 )
 
 
-def _shown(form: str) -> str:
+def _readable(form: str) -> str:
     return str(Signature.from_json(form)) if form.startswith("[") else form
 
 
@@ -210,7 +210,11 @@ DIGEST = LeafSignature((32,), torch.uint8, False)
 
 
 def digest(leaves: Leaves) -> torch.Tensor:
-    """SHA-256 of the values, shapes and dtypes of tensors, as uint8[32] on the CPU."""
+    """SHA-256 of the values, shapes and dtypes of tensors, as uint8[32] on the CPU.
+
+    For the few tensors that are compared in every step. A state is compared once, by sums that its device makes faster
+    (:mod:`ppfunc.training.checksums`).
+    """
     state = sha256()
     for leaf in leaves:
         host = leaf.detach().resolve_conj().resolve_neg().to("cpu").contiguous()

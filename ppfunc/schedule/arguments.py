@@ -1,7 +1,8 @@
 """Refuse arguments of a wrong type by their names."""
 
-import reprlib
 from typing import Any
+
+from .._text import shown
 
 
 def require_type(name: str, value: Any, kind: Any, expected: str) -> None:
@@ -11,4 +12,4 @@ def require_type(name: str, value: Any, kind: Any, expected: str) -> None:
         TypeError: naming the argument, what was got, and what is ``expected``.
     """
     if not isinstance(value, kind):
-        raise TypeError(f"{name}: got {reprlib.repr(value)} of type {type(value).__name__}, expected {expected}")
+        raise TypeError(f"{name}: got {shown(value)}, expected {expected}")

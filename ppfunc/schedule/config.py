@@ -1,6 +1,5 @@
 """Make the schedule that a configuration names, by builder or file, and the split of the model that goes with it."""
 
-import difflib
 import inspect
 import os
 import re
@@ -9,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .._text import suggestion
 from ..parallel.counts import require_counts
 from ..parallel.stack import count_stages, split_points
 from .arguments import require_type
@@ -80,9 +80,7 @@ def _require_keys(config: Mapping[str, Any]) -> None:
     known = (*_KEYS, *_MORE)
     for key in config:
         if key not in known:
-            similar = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"; did you mean {similar[0]!r}?" if similar else ""
-            raise ValueError(f"unknown key {key!r}: expected some of {', '.join(known)}{hint}")
+            raise ValueError(f"unknown key {key!r}: expected some of {', '.join(known)}{suggestion(str(key), known)}")
     if missing := [key for key in _KEYS if key not in config]:
         raise ValueError(f"the configuration lacks {', '.join(missing)}")
     of_layers = [key for key in ("layers_per_stage", "input_weight", "output_weight") if key in config]
@@ -168,9 +166,7 @@ def find_builder(name: str) -> Callable[..., Schedule]:
     spellings |= {theirs: BUILDERS[ours] for theirs, ours in _NAMES_IN_TORCH.items()}
     plain = _plain(name)
     if plain not in spellings:
-        similar = difflib.get_close_matches(name.lower(), BUILDERS, n=1)
-        hint = f"; did you mean {similar[0]!r}?" if similar else ""
-        raise ValueError(f"unknown schedule {name!r}: expected one of {', '.join(BUILDERS)}{hint}")
+        raise ValueError(f"unknown schedule {name!r}: expected one of {', '.join(BUILDERS)}{suggestion(name.lower(), BUILDERS)}")
     return spellings[plain]
 
 

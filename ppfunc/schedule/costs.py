@@ -256,15 +256,20 @@ def _stages(value: Any) -> Sequence[int]:
     return range(len(value)) if isinstance(value, Sequence) else ()
 
 
-def portion(value: Number, part: int, whole: int) -> Number:
-    """``value * part / whole``, exact where ``value`` is."""
+def exact_portion(value: Number, part: int, whole: int) -> Number:
+    """``value * part / whole``; where ``value`` is a whole number or a fraction, so is this, and sums of such stay exact."""
     if not isinstance(value, Rational):
-        return value * part / whole
+        return float(value) * part / whole
     from fractions import Fraction  # here, because most uses of schedules need none and it loads slowly
 
     share = Fraction(value) * part / whole
-    short = int(share) if share.denominator == 1 else float(share)
-    return short if short == share else share  # a float that is exact is much faster
+    return int(share) if share.denominator == 1 else share
+
+
+def portion(value: Number, part: int, whole: int) -> Number:
+    """:func:`exact_portion`, as a float where that is the same number: a simulation is much faster with floats."""
+    share = exact_portion(value, part, whole)
+    return share if isinstance(share, int) or float(share) != share else float(share)
 
 
 def _require(name: str, value: Any) -> None:

@@ -19,6 +19,7 @@ from .output import Output
 from .process import process_lock
 
 State = dict[str, Tensor]
+_Call = Callable[[State, tuple[Any, ...]], Any]
 
 _CONTAINERS = {dict, OrderedDict, defaultdict, list, set}
 
@@ -67,6 +68,20 @@ def stage_from_module(module: nn.Module, *, constants: bool = False, spread: boo
     >>> sorted(params), state, fn(params, torch.zeros(5, 3)).shape
     (['bias', 'weight'], {}, torch.Size([5, 2]))
     """
+    _require_usable(module)
+    params = {name: p.detach() for name, p in module.named_parameters()}
+    parameters = set(map(id, module.parameters()))  # a buffer may be one of them under another name
+    state = {} if constants else {name: b.detach() for name, b in module.named_buffers() if id(b) not in parameters}
+    call = _caller(module, {*params, *state}, spread)
+
+    def plain(params: State, *given: Any) -> Any:
+        return call(dict(params), given)
+
+    return ModuleStage(_stateful(module, tuple(state), call) if state else plain, params, state)
+
+
+def _require_usable(module: Any) -> None:
+    """Raise for what is no module, and for one whose parameters cannot be replaced."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"got {type(module).__name__}, expected a torch.nn.Module; a function is a stage as it is")
     if isinstance(module, torch.jit.ScriptModule):
@@ -74,11 +89,12 @@ def stage_from_module(module: nn.Module, *, constants: bool = False, spread: boo
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
             raise ValueError(f"{name} is not initialised, its shape is not known; run the module once on an example first")
-    params = {name: p.detach() for name, p in module.named_parameters()}
+
+
+def _caller(module: nn.Module, names: set[str], spread: bool) -> _Call:
+    """A call of the module with other tensors of these names, in which it leaves the buffers that it puts in the place of others."""
     frozen = {name for name, p in module.named_parameters() if not p.requires_grad}
-    parameters = set(map(id, module.parameters()))  # a buffer may be one of them under another name
-    state = {} if constants else {name: b.detach() for name, b in module.named_buffers() if id(b) not in parameters}
-    shared = further_places(module, {*params, *state})
+    shared = further_places(module, names)
 
     def call(tensors: State, given: tuple[Any, ...]) -> Any:
         args: tuple[Any, ...] = ()
@@ -95,17 +111,18 @@ def stage_from_module(module: nn.Module, *, constants: bool = False, spread: boo
         with process_lock, unmodified(module):
             return torch.func.functional_call(module, tensors, args, kwargs, tie_weights=False)
 
-    def plain(params: State, *given: Any) -> Any:
-        return call(dict(params), given)
+    return call
 
+
+def _stateful(module: nn.Module, names: tuple[str, ...], call: _Call) -> Callable[..., Any]:
+    """The function of a module with buffers of these names: given a state it returns the next one, else the buffers are only read."""
     mend = (
-        f"the module has the buffers {', '.join(state)}, which are its state: give it to the step, state={{stage: state}}, "
+        f"the module has the buffers {', '.join(names)}, which are its state: give it to the step, state={{stage: state}}, "
         "and has_aux=True to get the next one"
     )
 
     def reading(params: State, given: tuple[Any, ...]) -> Any:
-        """The result of a module that only reads its buffers."""
-        buffers = {name: module.get_buffer(name) for name in state}
+        buffers = {name: module.get_buffer(name) for name in names}
         tensors, before = params | buffers, [version(b) for b in buffers.values()]
         try:
             y = call(tensors, given)
@@ -117,23 +134,21 @@ def stage_from_module(module: nn.Module, *, constants: bool = False, spread: boo
         return y
 
     def stateful(params: State, *given: Any) -> Any:
-        last = given[-1] if len(given) > 1 and isinstance(given[-1], dict) else {}
-        if not last.keys() & state.keys():
+        buffers = given[-1] if len(given) > 1 and isinstance(given[-1], dict) else {}
+        if buffers.keys().isdisjoint(names):
             return reading(params, given)
-        given, buffers = given[:-1], last
-        if buffers.keys() != state.keys():
+        if buffers.keys() != set(names):
             raise ValueError(f"got a state with {', '.join(buffers)}; {mend}")
         tensors = params | {name: b.clone() for name, b in buffers.items()}
-        y = call(tensors, given)
-        # The call leaves in ``tensors`` what a module has put in the place of a buffer.
-        after = {name: tensors[name].detach() for name in state}
+        y = call(tensors, given[:-1])
+        after = {name: tensors[name].detach() for name in names}
         if not isinstance(y, Output):
             return Output(y, state=after)
         if y.state is not None:
             raise ValueError("the module has buffers, which are its state, and returns an Output with another state; leave that out")
         return y._replace(state=after)
 
-    return ModuleStage(stateful if state else plain, params, state)
+    return stateful
 
 
 def further_places(module: nn.Module, names: set[str]) -> dict[str, str]:

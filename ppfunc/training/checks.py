@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import reprlib
 from math import inf
 from numbers import Real
 from typing import Any
+
+from .._text import shown
 
 
 def require_real(name: str, number: Any, mend: str = "") -> None:
     """Raise TypeError for something else than a number, finite or not."""
     if isinstance(number, bool) or not isinstance(number, Real):
-        raise TypeError(f"{name} is {reprlib.repr(number)} of type {type(number).__name__}, expected a number{mend}")
+        raise TypeError(f"{name} is {shown(number)}, expected a number{mend}")
 
 
 def require_number(name: str, number: Any, least: float = 0.0, below: float = inf, mend: str = "") -> None:
@@ -43,6 +44,6 @@ def require_positive(**numbers: Any) -> None:
 def require_count(name: str, count: Any, least: int = 1) -> None:
     """Raise TypeError or ValueError for something else than a whole number from ``least`` on."""
     if isinstance(count, bool) or not isinstance(count, int):
-        raise TypeError(f"{name} is {reprlib.repr(count)} of type {type(count).__name__}, expected a whole number of at least {least}")
+        raise TypeError(f"{name} is {shown(count)}, expected a whole number of at least {least}")
     if count < least:
         raise ValueError(f"{name} is {count}, expected at least {least}")

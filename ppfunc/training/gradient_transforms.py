@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 from itertools import starmap
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..stage.signature import differentiable
 from ..stage.tree import tree_flatten, tree_map, tree_paths
 from .norms import clip_coefficient, global_norm, require_max_norm, require_norm_type
-from .protocols import Clip, Optimizer, ShardOf, Transform, Tree, accepting_scale, selected, text_of, unscaled
+from .protocols import Clip, Optimizer, Transform, Tree, UpdateOptions, accepting_scale, selected, text_of, unscaled, updating
 
 
 def from_updates(transform: Any) -> Optimizer:
@@ -36,6 +35,7 @@ def from_updates(transform: Any) -> Optimizer:
     References:
         DeepMind, optax; Ren et al., TorchOpt: An Efficient Library for Differentiable Optimization, 2023.
 
+    >>> import torch
     >>> descend = Transform(lambda params: (), lambda grads, state, params: (tree_map(lambda g: -0.5 * g, grads), state))
     >>> optimizer = from_updates(descend)
     >>> optimizer.update([torch.tensor(2.0)], optimizer.init([]), [torch.tensor(1.0)])[0]
@@ -51,23 +51,15 @@ def from_updates(transform: Any) -> Optimizer:
                 raise TypeError(f"{path} is of type {type(leaf).__name__}, expected a tensor, which can be saved, moved and skipped")
         return state
 
-    @torch.no_grad()
-    def update(
-        grads: Tree,
-        state: Tree,
-        params: Tree,
-        *,
-        grad_scale: Tensor | None = None,
-        found_inf: Tensor | None = None,
-        parts: Sequence[ShardOf] | None = None,
-    ) -> tuple[Tree, Tree]:
-        updates, after = run(unscaled(grads, grad_scale), state, params)
+    @updating
+    def update(grads: Tree, state: Tree, params: Tree, options: UpdateOptions) -> tuple[Tree, Tree]:
+        updates, after = run(unscaled(grads, options.grad_scale), state, params)
         wanted, structure = tree_flatten(params)
         got, got_structure = tree_flatten(updates)
         if got_structure != structure:
             raise ValueError(f"updates must have the structure of params, got {got_structure} and expected {structure}")
         new = structure.unflatten(starmap(_added, zip(wanted, got, strict=True)))
-        return selected(found_inf, (params, state), (new, after))
+        return selected(options.found_inf, (params, state), (new, after))
 
     return Optimizer(init, update, text=f"from_updates({text_of(transform)})")
 
@@ -98,27 +90,17 @@ def chain(*parts: Any) -> Any:
         ValueError: no part; an optimizer that is not the last; clipping that is not the first.
         TypeError: a part without the functions ``init`` and ``update``.
 
+    >>> import torch
     >>> from ppfunc.training import sgd
     >>> optimizer = chain(clip_by_global_norm(1.0), sgd(lr=1.0))
     >>> params = [torch.tensor([0.0, 0.0])]
     >>> optimizer.update([torch.tensor([3.0, 4.0])], optimizer.init(params), params)[0]
     [tensor([-0.6000, -0.8000])]
     """
-    if not parts:
-        raise ValueError("got no part, expected transforms of gradients, and an optimizer in the end")
-    early = [n for n, part in enumerate(parts[:-1]) if isinstance(part, Optimizer)]
-    if early:
-        raise ValueError(f"part {early[0]} of {len(parts)} is an optimizer, which makes parameters of gradients: expected it in the end")
-    late = [n for n, part in enumerate(parts) if isinstance(part, Clip) and n]
-    if late:
-        raise ValueError(f"part {late[0]} clips by the norm of all gradients: expected it first, before they are changed")
+    _require_order(parts)
     *transforms, last = parts
-    if isinstance(last, Clip) and not transforms:
+    if isinstance(last, Clip):  # alone
         return last
-    if isinstance(parts[0], Clip) and not isinstance(last, Optimizer):
-        raise ValueError("got clipping by the norm of all gradients without an optimizer: expected both in one chain")
-    if transforms and getattr(last, "clipped", None) is not None:
-        raise ValueError("the optimizer clips by the norm of all gradients: expected that first, before they are changed, in one chain")
     optimizer = last if isinstance(last, Optimizer) else None
     runs = [_update_of(part) for part in (transforms if optimizer else parts)]
 
@@ -134,28 +116,34 @@ def chain(*parts: Any) -> Any:
 
     if optimizer is None:
         return Transform(init, changed)
-    ending, count = accepting_scale(optimizer), len(parts)
-    text = f"chain({', '.join(map(text_of, parts))})"
+    ending, text = accepting_scale(optimizer), f"chain({', '.join(map(text_of, parts))})"
 
-    @torch.no_grad()
-    def update(
-        grads: Tree,
-        state: tuple[Tree, ...],
-        params: Tree,
-        *,
-        grad_scale: Tensor | None = None,
-        found_inf: Tensor | None = None,
-        parts: Sequence[ShardOf] | None = None,
-    ) -> tuple[Tree, Tree]:
-        if not isinstance(state, tuple) or len(state) != count:
+    @updating
+    def update(grads: Tree, state: tuple[Tree, ...], params: Tree, options: UpdateOptions) -> tuple[Tree, Tree]:
+        if not isinstance(state, tuple) or len(state) != len(parts):
             got = f"{len(state)} parts" if isinstance(state, tuple) else f"a {type(state).__name__}"
-            raise ValueError(f"state: got {got}, expected those of the {count} of {text}; it is that of another optimizer")
-        grads, after = changed(unscaled(grads, grad_scale), state[:-1], params)
-        new, last_state = ending.update(grads, state[-1], params, found_inf=found_inf, parts=parts)
-        return new, (*selected(found_inf, state[:-1], after), last_state)
+            raise ValueError(f"state: got {got}, expected those of the {len(parts)} of {text}; it is that of another optimizer")
+        grads, after = changed(unscaled(grads, options.grad_scale), state[:-1], params)
+        new, last_state = ending.update(grads, state[-1], params, found_inf=options.found_inf, parts=options.parts)
+        return new, (*selected(options.found_inf, state[:-1], after), last_state)
 
     first = parts[0]
     return Optimizer(init, update, (first, chain(*parts[1:])) if isinstance(first, Clip) else ending.clipped, text)
+
+
+def _require_order(parts: Sequence[Any]) -> None:
+    """Raise ValueError unless clipping by the norm of all gradients comes first, and an optimizer last."""
+    if not parts:
+        raise ValueError("got no part, expected transforms of gradients, and an optimizer in the end")
+    for n, part in enumerate(parts):
+        if isinstance(part, Optimizer) and n < len(parts) - 1:
+            raise ValueError(f"part {n} of {len(parts)} is an optimizer, which makes parameters of gradients: expected it in the end")
+        if isinstance(part, Clip) and n:
+            raise ValueError(f"part {n} clips by the norm of all gradients: expected it first, before they are changed")
+    if len(parts) > 1 and isinstance(parts[0], Clip) and not isinstance(parts[-1], Optimizer):
+        raise ValueError("got clipping by the norm of all gradients without an optimizer: expected both in one chain")
+    if len(parts) > 1 and getattr(parts[-1], "clipped", None) is not None:
+        raise ValueError("the optimizer clips by the norm of all gradients: expected that first, before they are changed, in one chain")
 
 
 def clip_by_global_norm(max_norm: float, norm_type: float = 2.0) -> Clip:

@@ -16,7 +16,7 @@ from ._torch import fused_adamw, fused_sgd
 from .checks import require_number
 from .leaves import LeafPlan, gradients_of, leaves_of, owned, plan_of, zeros_like
 from .parts import Kernel, as_columns, run_on_parts, vector_width
-from .protocols import Optimizer, ShardOf, Tree
+from .protocols import Optimizer, Tree, UpdateOptions, updating
 
 LearningRate = float | Callable[[Tensor], Tensor | float]
 """A number, or a function of the number of updates made before, such as :func:`warmup_cosine`."""
@@ -182,21 +182,11 @@ def _fused(kernel: Kernel, names: tuple[str, ...], lr: LearningRate, donate: boo
     def init(params: Tree) -> dict[str, Tree]:
         return {"updates": _zero_count(params), **{name: zeros_like(params) for name in names}}
 
-    @torch.no_grad()
-    def update(
-        grads: Tree,
-        state: dict[str, Tree],
-        params: Tree,
-        *,
-        grad_scale: Tensor | None = None,
-        found_inf: Tensor | None = None,
-        parts: Sequence[ShardOf] | None = None,
-    ) -> tuple[Tree, dict[str, Tree]]:
+    @updating
+    def update(grads: Tree, state: dict[str, Tree], params: Tree, options: UpdateOptions) -> tuple[Tree, dict[str, Tree]]:
         nonlocal last
-        if not isinstance(state, dict) or state.keys() != {"updates", *names}:
-            got = ", ".join(map(repr, state)) if isinstance(state, dict) else f"a {type(state).__name__}"
-            wanted = ", ".join(map(repr, ("updates", *names)))
-            raise ValueError(f"state: got {got or 'nothing'}, expected {wanted}; it is that of another optimizer")
+        _require_state(state, names)
+        grad_scale, found_inf, parts = options
         states = {name: state[name] for name in names}
         plan = last  # read once: another thread may set it
         leaves = None if plan is None else leaves_of(plan, (params, grads, *states.values()))
@@ -210,21 +200,34 @@ def _fused(kernel: Kernel, names: tuple[str, ...], lr: LearningRate, donate: boo
         gradients = gradients_of(plan, leaves[1], copy=grad_scale is not None and not donate)
         whole = None if parts is None else as_columns([parts[n] for n in plan.trained], [leaves[0][n].dtype for n in plan.trained])
         count = state["updates"]
-        step, rate = (count + 1).float(), lr(count) if callable(lr) else lr
+        rate = lr(count) if callable(lr) else lr
         for group in plan.groups:
             columns = [c if len(group) == len(c) else [c[n] for n in group] for c in (own[0], gradients, *own[1:])]
-            device = columns[0][0].device
-            given = {"grad_scale": _on(device, grad_scale), "found_inf": _on(device, found_inf), "lr": _rate(rate, device)}
-            if whole is None or device.type != "cpu":
-                kernel(*columns, step.to(device), **given)
-            else:
-                dtype = columns[0][0].dtype
-                widths[dtype] = widths.get(dtype) or vector_width(kernel, len(columns), dtype)
-                run_on_parts(kernel, columns, [whole[n] for n in group], widths[dtype], step, **given)
+            run_on(columns, None if whole is None else [whole[n] for n in group], (count + 1).float(), rate, options)
         after = count + 1 if found_inf is None else torch.where(found_inf.to(count.device) > 0, count, count + 1)
         return new[0], {"updates": after, **dict(zip(names, new[1:], strict=True))}
 
+    def run_on(
+        columns: Sequence[Sequence[Tensor]], whole: Sequence[Any] | None, step: Tensor, rate: Tensor | float, options: UpdateOptions
+    ) -> None:
+        """Run the kernel on leaves of one device and dtype, which may be parts."""
+        device, dtype = columns[0][0].device, columns[0][0].dtype
+        given = {"grad_scale": _on(device, options.grad_scale), "found_inf": _on(device, options.found_inf), "lr": _rate(rate, device)}
+        if whole is None or device.type != "cpu":
+            kernel(*columns, step.to(device), **given)
+        else:
+            widths[dtype] = widths.get(dtype) or vector_width(kernel, len(columns), dtype)
+            run_on_parts(kernel, columns, whole, widths[dtype], step, **given)
+
     return Optimizer(init, update, text=text)
+
+
+def _require_state(state: Any, names: tuple[str, ...]) -> None:
+    """Raise ValueError for the state of another optimizer."""
+    if not isinstance(state, dict) or state.keys() != {"updates", *names}:
+        got = ", ".join(map(repr, state)) if isinstance(state, dict) else f"a {type(state).__name__}"
+        wanted = ", ".join(map(repr, ("updates", *names)))
+        raise ValueError(f"state: got {got or 'nothing'}, expected {wanted}; it is that of another optimizer")
 
 
 def _on(device: torch.device, number: Tensor | None) -> Tensor | None:

@@ -49,6 +49,33 @@ class Update(Protocol):
     ) -> tuple[Tree, Tree]: ...
 
 
+class UpdateOptions(NamedTuple):
+    """The keywords of an :class:`Update` as one value; see :class:`Optimizer`."""
+
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+    parts: Sequence[ShardOf] | None = None
+
+
+def updating(run: Callable[[Tree, Tree, Tree, UpdateOptions], tuple[Tree, Tree]]) -> Update:
+    """Make an :class:`Update`, which records no autograd graph, of ``run(grads, state, params, options)``."""
+
+    @torch.no_grad()
+    def update(
+        grads: Tree,
+        state: Tree,
+        params: Tree,
+        *,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+        parts: Sequence[ShardOf] | None = None,
+    ) -> tuple[Tree, Tree]:
+        return run(grads, state, params, UpdateOptions(grad_scale, found_inf, parts))
+
+    update.__qualname__ = run.__qualname__
+    return update
+
+
 class Ranks(Protocol):
     """Collectives among some ranks, all of which call the same, in the same order; each returns at once.
 
@@ -147,27 +174,18 @@ def accepting_scale(optimizer: Optimizer) -> Optimizer:
     plain: Callable[..., tuple[Tree, Tree]] = optimizer.update
     any_keyword = any(p.kind is p.VAR_KEYWORD for p in taken.values())
 
-    @torch.no_grad()
-    def update(
-        grads: Tree,
-        state: Tree,
-        params: Tree,
-        *,
-        grad_scale: Tensor | None = None,
-        found_inf: Tensor | None = None,
-        parts: Sequence[ShardOf] | None = None,
-    ) -> tuple[Tree, Tree]:
-        leaves = tree_leaves((params, state)) if found_inf is not None else []
+    @updating
+    def update(grads: Tree, state: Tree, params: Tree, options: UpdateOptions) -> tuple[Tree, Tree]:
+        leaves = tree_leaves((params, state)) if options.found_inf is not None else []
         before = versions(leaves)
-        known = {"found_inf": found_inf, "parts": parts}
-        known = known if any_keyword else {name: value for name, value in known.items() if name in taken}
-        new = plain(unscaled(grads, grad_scale), state, params, **known)
+        known = {name: getattr(options, name) for name in ("found_inf", "parts") if any_keyword or name in taken}
+        new = plain(unscaled(grads, options.grad_scale), state, params, **known)
         if versions(leaves) != before:
             raise ValueError(
                 "the optimizer has written into its arguments, which are still needed where gradients overflow; take copies, or let "
                 "its update take grad_scale, found_inf and parts by name, and change nothing where found_inf is 1"
             )
-        return selected(found_inf, (params, state), new)
+        return selected(options.found_inf, (params, state), new)
 
     return optimizer._replace(update=update)
 

@@ -138,8 +138,8 @@ def announced(transport):
         return run
 
     def instructions(step):
-        def ready(arguments):
-            entry = step._ready(arguments, "run")
+        def ready(passes):
+            entry = step._compiled.find(passes, "run")
             calls = tuple(map(of, entry.compiled.calls, entry.compiled.places))
             return entry._replace(compiled=entry.compiled._replace(calls=calls))
 

@@ -9,9 +9,9 @@ from typing import Literal, NamedTuple
 from ...parallel.counts import require_counts
 from ...parallel.partition import Partition
 from ...parallel.placement import Placement, explicit, loop
-from ..costs import Costs
+from ..costs import Costs, exact_portion
 from .layers import cut_layers
-from .problem import Cap, Objective, portion
+from .problem import Cap, Objective
 
 Style = Literal["loop", "v", "wave", "any"]
 _SHARED = ("forward", "backward_input", "backward_weight", "activation", "parameters")
@@ -116,4 +116,4 @@ def shared_costs(costs: Costs, stages: int, wanted: int) -> Costs:
     """Costs of one of ``stages`` stages, given as one number for all, for a model that is cut into ``wanted`` stages instead."""
     if stages == wanted:
         return costs
-    return replace(costs, **{name: portion(getattr(costs, name), stages, wanted) for name in _SHARED})
+    return replace(costs, **{name: exact_portion(getattr(costs, name), stages, wanted) for name in _SHARED})

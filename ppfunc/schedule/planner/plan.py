@@ -22,13 +22,13 @@ from typing import NamedTuple
 from ...parallel.partition import Partition
 from ..bounds import Bound, bound_of
 from ..collector import collector_paused
-from ..costs import Costs, Number, require_costs
+from ..costs import Costs, Number, exact_portion, require_costs
 from ..schedule import Schedule
 from ..simulate import Timeline, simulate
 from .blocks import block_orders
 from .orders import Order, directions, evaluate, schedule_of
 from .placements import Candidate, Style, candidates
-from .problem import Cap, Objective, Problem, portion, problem_of
+from .problem import Cap, Objective, Problem, problem_of
 from .repeat import extend, fewer_microbatches
 from .search import Search
 from .starts import builder_orders, one_by_one
@@ -208,7 +208,7 @@ class _Attempt(NamedTuple):
         p, searched = self.problem, self.search.problem.microbatches
         if self.search.best.value == inf:
             return self.given_value
-        more = portion(max(p.work), p.microbatches - searched, p.microbatches) if searched < p.microbatches else 0
+        more = exact_portion(max(p.work), p.microbatches - searched, p.microbatches) if searched < p.microbatches else 0
         return min(self.given_value, p.time_of(self.search.best.value + more))
 
     def plan(self) -> Plan:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from ...parallel.counts import require_counts
 from ...parallel.placement import explicit
-from ..costs import Costs, Number, require_costs
+from ..costs import Costs, Number, exact_portion, require_costs
 
 if TYPE_CHECKING:
     from fractions import Fraction
@@ -73,7 +73,7 @@ class Problem(NamedTuple):
 
     def time_of(self, ticks: Number) -> Number:
         """A time in the unit of the costs, whole where it can be."""
-        return ticks if self.ticks == 1 else portion(ticks, 1, self.ticks)
+        return ticks if self.ticks == 1 else exact_portion(ticks, 1, self.ticks)
 
 
 def problem_of(costs: Costs, placement: Sequence[int], microbatches: int, cap: Cap = None, objective: Objective = "makespan") -> Problem:
@@ -110,14 +110,6 @@ def problem_of(costs: Costs, placement: Sequence[int], microbatches: int, cap: C
 
 def _on(rank: int, cap: Cap) -> Number:
     return cap[rank] if isinstance(cap, Sequence) else cap
-
-
-def portion(value: Number, part: int, of: int) -> Number:
-    """``value * part / of``, exact where ``value`` is."""
-    if not isinstance(value, Rational):
-        return float(value) * part / of
-    share = _exact(value) * part / of
-    return int(share) if share.denominator == 1 else share
 
 
 def _exact(value: Number) -> Fraction:
