@@ -27,7 +27,7 @@ from .transport import Call, Link, LossPart, Mode, Transfer
 
 # Dtypes that every backend can carry; anything else travels as its bytes.
 _PLAIN = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
-_OWN = {__name__, Control.__module__, SocketLinks.__module__, Rendezvous.__module__}
+_OWN = {__name__, *(own.__module__ for own in (Collective, Control, Rendezvous, SocketLinks, open_gloo))}  # whose frames hold connections
 _DRAIN = 1.0  # seconds for what a step has given the GPU
 _LOST = ("Connection closed", "Connection reset", "Broken pipe", "Connection refused", "aborted")  # in messages of backends
 

@@ -347,6 +347,33 @@ def test_a_rank_that_is_slow_within_the_limit_raises_no_alarm(fresh, tmp_path, s
         assert (seen.kind, seen.ended) == ("nothing", 40), (rank, seen)
 
 
+def keeps_the_error(rank, size):
+    """The first rank fails in its last backward, while the others wait in a sum over all ranks; each keeps what it was told."""
+    calls = [0]
+
+    def before(place):
+        calls[0] += place == "backward"
+        if rank == 0 and calls[0] == MICROBATCHES:
+            time.sleep(0.2)
+            raise ArithmeticError("armed")
+
+    run = Run("3 ranks", before=before)
+    try:
+        run.step()
+    except Exception as error:
+        at = time.time()
+        time.sleep(4.0)
+        return at, str(error)
+
+
+def test_an_error_that_is_kept_holds_up_nobody(fresh, soon):
+    processes = fresh(3)
+    processes(warm)
+    seen = processes(keeps_the_error)
+    assert all("armed" in text for _, text in seen), seen
+    assert max(at for at, _ in seen) - min(at for at, _ in seen) < min(soon, 3.0), seen
+
+
 # -- who leaves, and who skips a call ----------------------------------------------------------
 
 
