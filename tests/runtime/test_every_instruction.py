@@ -206,17 +206,15 @@ def undecidable(network):
 
     What a rank that is killed has told them of the end may be lost as long as it has told them nothing after it.
     """
-    voted, telling = {"0"}, set()
+    voted, telling, struck = {"0"}, set(), False
     for line in network.trace:
         if found := re.search(r" rank (\d+)\.\d+ (vote|begin|publish)", line):
             (voted.add if found[2] == "vote" or found[1] == "0" else voted.discard)(found[1])
         elif found := re.search(r" rank (\d+)\.\d+ send tree", line):
             (telling.add if found[1] in voted else telling.discard)(found[1])
-        elif (found := re.search(r" rank (\d+) (kill|freeze|drop)$", line)) and found[1] in voted:
-            return True
-        elif (found := re.search(r" rank (\d+) loses \d+ messages to \d+ \(tree\)$", line)) and found[1] in telling:
-            return True
-    return False
+        elif found := re.search(r" rank (\d+) (?:(kill|freeze|drop)|loses \d+ messages to \d+ \(tree\))$", line):
+            struck |= found[1] in (voted if found[2] else telling)
+    return struck
 
 
 def names(live, faults, outcomes):
