@@ -99,7 +99,7 @@ def joined(sizes: Sizes) -> Iterator[Place]:
 
 
 def start(job: Callable[[Any, Place], None], options: Any, sizes: Sizes) -> None:
-    """Run the job in new processes; the first failure ends all of them, and this one."""
+    """Run the job in new processes; the first failure ends all of them, and this one; an interrupt ends all of them."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     # A server that has imported everything once forks the processes, where there is such a thing.
     method = "forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn"
@@ -112,7 +112,8 @@ def start(job: Callable[[Any, Place], None], options: Any, sizes: Sizes) -> None
     except KeyboardInterrupt:
         for process in context.processes:
             process.kill()
-        sys.exit(130)
+            process.join()
+        raise
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
         sys.exit(str(error).strip())
 

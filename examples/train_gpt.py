@@ -17,6 +17,9 @@ import argparse
 import inspect
 import json
 import math
+import os
+import shlex
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -46,6 +49,7 @@ PRECISIONS = {name: pp.Precision(compute=getattr(torch, name), master=torch.floa
 VALIDATION_BATCHES = 40
 SAMPLE = 240
 MOST_CONTEXT = 8192
+MOST_SKIPPED = 10
 
 
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -80,9 +84,22 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     try:
         plan(options)
+        if options.save is not None:
+            require_usable(options.save, options.resume)
     except ValueError as error:
         parser.error(str(error))
     return options
+
+
+def require_usable(folder: Path, resume: bool) -> None:
+    """Raise ValueError where the first checkpoint could not be saved there."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--save: {folder} is a file; give a folder")
+    if (folder / "manifest.json").exists():
+        raise ValueError(f"--save: {folder} is a checkpoint itself; give the folder that it is in")
+    steps = [int(path.name.removeprefix("step-")) for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit()]
+    if steps and not resume:
+        raise ValueError(f"--save: {folder} has checkpoints, the last of step {max(steps)}; go on with --resume, or give another folder")
 
 
 class Plan(NamedTuple):
@@ -242,7 +259,7 @@ def train(options: argparse.Namespace, place: launch.Place) -> Result:
     progress = Progress(options, losses, shown=place.rank == 0)
     for n in progress:
         state, metrics = trainer.step(state, *batch(n))
-        progress.note(metrics.loss.item())
+        progress.note(metrics.loss.item(), bool(metrics.skipped))
         if options.save and ((n + 1) % options.every == 0 or n + 1 == options.steps):
             pp.save(options.save, run(progress.losses), names=todo.name)
 
@@ -252,8 +269,9 @@ def train(options: argparse.Namespace, place: launch.Place) -> Result:
     whole = gathered(todo, state, place)
     if place.rank == 0:
         report(options, measured, simulate(trainer.schedule, measured.costs()), median(progress.seconds or [math.nan]), result)
-        sample = gpt.generate(gpt.layers(todo.config), whole, text.validation[: options.context], SAMPLE, options.seed)
-        print(f"\nA sample, after the {options.context} bytes that it begins with:\n{sample}")
+        if math.isfinite(result.validation):
+            sample = gpt.generate(gpt.layers(todo.config), whole, text.validation[: options.context], SAMPLE, options.seed)
+            print(f"\nA sample, after the {options.context} bytes that it begins with:\n{sample}")
     return result
 
 
@@ -262,6 +280,7 @@ class Progress:
 
     def __init__(self, options: argparse.Namespace, losses: list[float], shown: bool) -> None:
         self.losses = losses
+        self.skipped = 0  # steps in a row
         self.seconds: list[float] = []
         self.tokens = options.batch * options.context
         tqdm.set_lock(RLock())  # one process writes; the lock for several would outlive an interrupt
@@ -274,9 +293,13 @@ class Progress:
             self.start = time.perf_counter()
             yield n
 
-    def note(self, loss: float) -> None:
+    def note(self, loss: float, skipped: bool) -> None:
         """The end of a step."""
         self.losses.append(loss)
+        self.skipped = self.skipped + 1 if skipped else 0
+        if self.skipped == MOST_SKIPPED and not self.bar.disable:
+            told = f"Loss or gradients were not finite in {self.skipped} steps in a row, which updated nothing. Lower --lr, or --clip."
+            self.bar.write(told, file=sys.stderr)
         self.seconds.append(time.perf_counter() - self.start)
         usual = median(self.seconds[-20:])
         self.bar.set_postfix_str(f"loss {loss:.3f}, {self.tokens / usual:,.0f} tokens/s, step {1e3 * usual:.0f} ms", refresh=False)
@@ -317,6 +340,24 @@ def report(options: argparse.Namespace, measured: Timeline, paper: Timeline, sec
     )
 
 
-if __name__ == "__main__":
+def farewell(options: argparse.Namespace) -> str:
+    """What an interrupt leaves, and how to go on."""
+    last = pp.latest(options.save) if options.save else None
+    if last is None:
+        return f"Interrupted. Nothing was saved{'' if options.save else ': there was no --save'}."
+    command = "the same command" if launch.processes_given() else shlex.join(word for word in sys.orig_argv if word != "--resume")
+    return f"Interrupted. The last checkpoint is {last}. Go on with: {command} --resume"
+
+
+def main() -> None:
     chosen = parse_options()
-    launch.run(train, chosen, (plan(chosen).schedule.ranks, chosen.data, chosen.tensor), chosen.in_process)
+    try:
+        launch.run(train, chosen, (plan(chosen).schedule.ranks, chosen.data, chosen.tensor), chosen.in_process)
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"\n{farewell(chosen)}", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -244,7 +244,7 @@ class Control:
             The cause itself where it arose here outside the program; else the first failure, which rank it was and where.
         """
         cause, rank = failure.cause, self.links.rank
-        failure = failure._replace(rank=self.line[failure.rank])
+        failure, refused = failure._replace(rank=self.line[failure.rank]), self._unusable is not None
         if isinstance(cause, StepRunning) and not cause.refused:
             cause.refused = True
             return cause
@@ -261,7 +261,7 @@ class Control:
                     if self._running.locked():
                         self._running.release()
         arose_here = first == mine and failure.instruction is None and not isinstance(cause, LinkError)
-        if arose_here or self._unusable is not None:
+        if arose_here or refused:
             return cause
         return first.error(rank)
 

@@ -51,8 +51,9 @@ class _Addresses(Store):
         self._complete.set()
 
     def give_up(self) -> None:
-        """Let go of who waits for addresses."""
+        """Let go of who waits for addresses, and of who hears of them: a group that is made now has no other owner."""
         self._given_up = True
+        self._left = lambda told: None
         self._complete.set()
 
 

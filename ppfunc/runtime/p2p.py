@@ -27,7 +27,11 @@ from .suspects import Answer
 from .transport import Call, Link, LossPart, Transfer
 from .tree_messages import TreeMessages
 
-_OWN = {__name__, *(part.__module__ for part in (Control, TreeMessages, SocketLinks, Connections, Rendezvous, Channels))}
+# Modules whose frames hold connections.
+_OWN = {
+    __name__,
+    *(own.__module__ for own in (Collective, Control, TreeMessages, SocketLinks, Connections, Rendezvous, Channels, open_group)),
+}
 _DRAIN = 1.0  # seconds for what a step has given the GPU
 
 

@@ -8,7 +8,8 @@ Both run in turn in one process group, in rounds that alternate, each rank on a 
 ``--unbound`` leaves that to the operating system. Printed are the median step times, the median of the
 ratios round by round (below 1: ppfunc is faster), and the measured over the ideal step, which is the
 simulated makespan with the stages' own measured times. ``--compile`` compares programs compiled by
-inductor with the same programs as traced, ``--cuda-graphs`` those captured as CUDA graphs.
+inductor with the same programs as traced, ``--cuda-graphs`` those captured as CUDA graphs, and ``--protection``
+steps as they are with steps that hold no signals back, and that ranks neither begin nor end together; it prints CPU seconds, too.
 ``--device cuda`` takes a GPU per rank; on one GPU, ``--nproc-per-node 1 --schedule interleaved_1f1b``.
 """
 
@@ -16,11 +17,13 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -28,6 +31,9 @@ from timing import measure
 from torch.distributed.pipelining import PipelineStage, schedules as theirs
 
 import ppfunc as pp
+from ppfunc.runtime import step as running
+from ppfunc.runtime.agreement import Began
+from ppfunc.runtime.control import _total
 from ppfunc.schedule import BUILDERS, Costs, Schedule
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -99,6 +105,10 @@ def main() -> None:
         modules = {s: Blocks(stages[s], params[s]) for s in params}
         step_ours, step_theirs = our_step(pp.graph), their_step(options, schedule, modules, inputs, targets, rank)
     agree(step_ours(), step_theirs())
+    if options.protection:
+        report_protection(step_ours, options)
+        dist.destroy_process_group()
+        return
     rounds = [(measure(step_ours, options.steps), measure(step_theirs, options.steps)) for _ in range(options.rounds)]
     ideal = ideal_step(stages, schedule, params, inputs[:sequences], targets[:sequences])
     if rank == 0:
@@ -108,6 +118,46 @@ def main() -> None:
             f"ratio {median(a / b for a, b in rounds):.3f}; ideal {ideal * 1e3:.2f} ms, measured over ideal {mine / ideal:.3f}"
         )
     dist.destroy_process_group()
+
+
+@contextmanager
+def unprotected() -> Iterator[None]:
+    """Steps as if nothing could fail, once one of the form has run: each rank has the losses that it has computed."""
+    with ExitStack() as patched:
+        for owner, name, stand_in in (
+            (running.StepFunction, "_begin", lambda self, *_: Began(self._last.name, True)),
+            (running, "let_interrupts", nullcontext),
+            (pp.P2P, "hold_interrupts", lambda self, later=False: nullcontext()),
+            (pp.P2P, "end", lambda self, losses, *_: _total(losses)),
+        ):
+            patched.enter_context(patch.object(owner, name, stand_in))
+        yield
+
+
+def report_protection(step: Callable[[], Gradients], options: argparse.Namespace) -> None:
+    """Rounds of both sides in turn: seconds of a step, and CPU seconds of all ranks, threads of their transports included."""
+
+    def both() -> tuple[float, float]:
+        wall, before = measure(step, options.steps), time.process_time()
+        for _ in range(options.steps):
+            step()
+        cpu = torch.tensor((time.process_time() - before) / options.steps, dtype=torch.float64)
+        dist.all_reduce(cpu)
+        return wall, cpu.item()
+
+    rounds = []
+    for n in range(options.rounds):
+        with unprotected() if n % 2 else nullcontext():  # who is first takes turns
+            first = both()
+        with nullcontext() if n % 2 else unprotected():
+            second = both()
+        rounds.append((second, first) if n % 2 else (first, second))
+    if dist.get_rank() == 0:
+        print(f"{options.schedule}, {dist.get_world_size()} ranks, width {options.width}")
+        for k, what in enumerate(("step", "CPU of all ranks")):
+            mine, bare = (median(sides[n][k] for sides in rounds) for n in (0, 1))
+            ratio = median(a[k] / b[k] for a, b in rounds)
+            print(f"{what}: {mine * 1e3:.3f} ms, unprotected {bare * 1e3:.3f} ms, ratio {ratio:.4f}")
 
 
 def bind_to_core() -> None:
@@ -127,6 +177,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--unbound", action="store_true", help="let the operating system place ranks on cores")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--compile", action="store_true", help="time compiled programs against the same ones as traced, not against torch")
+    parser.add_argument("--protection", action="store_true", help="what it costs that steps fail on every rank or on none")
     parser.add_argument("--cuda-graphs", action="store_true", help="likewise for programs captured as CUDA graphs")
     return parser.parse_args()
 

@@ -6,8 +6,9 @@ from ppfunc.cli import main
 
 
 @pytest.fixture
-def run(capsys):
+def run(capsys, monkeypatch):
     """Run the command: exit code, standard output, standard error."""
+    monkeypatch.delenv("COLUMNS", raising=False)
 
     def call(*arguments: object) -> tuple[int, str, str]:
         try:

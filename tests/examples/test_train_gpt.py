@@ -2,6 +2,8 @@
 
 import importlib
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -191,20 +193,34 @@ def running(group):
 @pytest.mark.skipif(shutil.which("ps") is None, reason="looks at the processes with ps")
 def test_interrupt_ends_all_processes(environment, tmp_path, soon):
     command = [sys.executable, EXAMPLES / "train_gpt.py", *SMALL, "--stages", "2", "--steps", "100000", "--out", tmp_path]
+    command += ["--save", tmp_path / "runs", "--every", "1"]
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, start_new_session=True) as process:
         seen = b""
-        while b"loss" not in seen:
+        while b"loss" not in seen or not (tmp_path / "runs" / "step-2").exists():
             seen = process.stderr.read1()
         start = time.monotonic()
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait(timeout=5 * soon) == 130
         while running(process.pid):
             assert time.monotonic() - start < 5 * soon
-        assert b"Traceback" not in process.stderr.read()
+        told = process.stderr.read().decode()
+    assert "Traceback" not in told
+    last = told.splitlines()[-1]
+    shown = shlex.join(map(str, command))
+    assert re.fullmatch(rf"Interrupted. The last checkpoint is \S*/runs/step-\d+. Go on with: {re.escape(shown)} --resume", last), told
 
 
-def test_options_that_do_not_fit_are_refused_at_once(example, capsys):
+def test_many_skipped_steps_in_a_row_are_told_once(trained, capsys):
+    trained("--stages", "2", "--lr", "1e30", "--steps", "14")
+    assert capsys.readouterr().err.count("not finite in 10 steps in a row") == 1
+
+
+def test_options_that_do_not_fit_are_refused_at_once(example, capsys, tmp_path):
     train_gpt = example("train_gpt")
+    (tmp_path / "runs" / "step-8").mkdir(parents=True)
+    (tmp_path / "runs" / "step-10").mkdir()
+    (tmp_path / "runs" / "step-9" / "manifest.json").mkdir(parents=True)
+    (tmp_path / "file").touch()
     for wrong, told in [
         ("--schedule dualpipe --stages 3", "no dualpipe schedule has 3 stages"),
         ("--schedule inference", "forward only"),
@@ -227,11 +243,15 @@ def test_options_that_do_not_fit_are_refused_at_once(example, capsys):
         ("--clip -1", "--clip: got -1.0, expected a norm, at least 0"),
         ("--resume", "--resume goes on from the checkpoints of --save; give their folder"),
         ("--every 0", "--every: got 0"),
+        (f"--save {tmp_path}/runs", "runs has checkpoints, the last of step 10; go on with --resume, or give another folder"),
+        (f"--save {tmp_path}/runs/step-9 --resume", "step-9 is a checkpoint itself; give the folder that it is in"),
+        (f"--save {tmp_path}/file", "file is a file; give a folder"),
     ]:
         with pytest.raises(SystemExit) as caught:
             train_gpt.parse_options(wrong.split())
         assert caught.value.code == 2
         assert told in capsys.readouterr().err
+    assert train_gpt.parse_options(f"--save {tmp_path}/runs --resume".split()).resume
 
 
 def test_layers_start_the_same_wherever_they_are_held(example):

@@ -213,9 +213,9 @@ def cases():
 
 
 def few(cases, seed=5):
-    """A case of every place."""
+    """A case of every place, and one in the middle of a stage whose ranks wait for each other in it."""
     chooser = random.Random(seed)
-    return [chooser.choice([case for case in cases if case[2] == place]) for place in PLACES]
+    return [*(chooser.choice([case for case in cases if case[2] == place]) for place in PLACES), ("pipe x tensor", 1, "forward", "SIGKILL")]
 
 
 def pytest_generate_tests(metafunc):
@@ -345,6 +345,33 @@ def test_a_rank_that_is_slow_within_the_limit_raises_no_alarm(fresh, tmp_path, s
     for rank, end in enumerate(processes._ends):
         seen = Seen(*processes._answer(end, 60))
         assert (seen.kind, seen.ended) == ("nothing", 40), (rank, seen)
+
+
+def keeps_the_error(rank, size):
+    """The first rank fails in its last backward, while the others wait in a sum over all ranks; each keeps what it was told."""
+    calls = [0]
+
+    def before(place):
+        calls[0] += place == "backward"
+        if rank == 0 and calls[0] == MICROBATCHES:
+            time.sleep(0.2)
+            raise ArithmeticError("armed")
+
+    run = Run("3 ranks", before=before)
+    try:
+        run.step()
+    except Exception as error:
+        at = time.time()
+        time.sleep(4.0)
+        return at, str(error)
+
+
+def test_an_error_that_is_kept_holds_up_nobody(fresh, soon):
+    processes = fresh(3)
+    processes(warm)
+    seen = processes(keeps_the_error)
+    assert all("armed" in text for _, text in seen), seen
+    assert max(at for at, _ in seen) - min(at for at, _ in seen) < min(soon, 3.0), seen
 
 
 # -- who leaves, and who skips a call ----------------------------------------------------------

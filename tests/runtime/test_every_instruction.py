@@ -202,14 +202,19 @@ def apart(network, live):
 
 
 def undecidable(network):
-    """Whether a rank has stopped, or its message was lost, between its vote and the end of the step: nobody can tell those below."""
-    voted = {"0"}
+    """Whether a rank has stopped, or its message was lost, between its vote and the end of the step: nobody can tell those below.
+
+    What a rank that is killed has told them of the end may be lost as long as it has told them nothing after it.
+    """
+    voted, telling, struck = {"0"}, set(), False
     for line in network.trace:
         if found := re.search(r" rank (\d+)\.\d+ (vote|begin|publish)", line):
             (voted.add if found[2] == "vote" or found[1] == "0" else voted.discard)(found[1])
-        elif (found := re.search(r" rank (\d+) (kill|freeze|drop)$", line)) and found[1] in voted:
-            return True
-    return False
+        elif found := re.search(r" rank (\d+)\.\d+ send tree", line):
+            (telling.add if found[1] in voted else telling.discard)(found[1])
+        elif found := re.search(r" rank (\d+) (?:(kill|freeze|drop)|loses \d+ messages to \d+ \(tree\))$", line):
+            struck |= found[1] in (voted if found[2] else telling)
+    return struck
 
 
 def names(live, faults, outcomes):
