@@ -156,7 +156,8 @@ def split(
     evaluation) that it is in, and autocast. Values that later stages need travel by skip connections; what depends on
     integer inputs alone (masks, tables of positions) is computed again where it is needed. Random operators,
     ``no_grad`` and ``autocast`` regions, and functions with a backward of their own are kept. Numbers that the
-    model reads from its attributes, and from objects among these, are those of the time at which a step is traced. Checks of
+    model reads from its attributes, and from objects among these, are those of the time at which a step is traced. Control flow
+    and shapes may depend on the values of tensors that come of numbers in its code, such as a mask of ones. Checks of
     values (``torch._check``, the arguments of ``torch.distributions``) are not made by the stages.
 
     Args:
