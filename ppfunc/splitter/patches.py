@@ -94,7 +94,7 @@ def caches_emptied(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def noted(model: nn.Module, names: Iterable[str], note: Callable[[str], None]) -> Iterator[None]:
+def noted(model: nn.Module, names: Iterable[str], note: Callable[[str], object]) -> Iterator[None]:
     """Within it, ``note`` gets the name of each of these modules when this thread calls it, or its ``forward``, for the first time."""
     this, left = threading.get_ident(), set(names)
 
