@@ -1,6 +1,6 @@
 """Measure stages: the seconds and bytes of their programs, as costs of schedules."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ppfunc.making import Stages
+from ppfunc.parallel.counts import require_counts
 from ppfunc.pipeline import value_and_grad
 from ppfunc.runtime.arguments import RawArguments, read_arguments
 from ppfunc.runtime.compile import CompiledStep
@@ -15,6 +16,7 @@ from ppfunc.runtime.execute import fill
 from ppfunc.runtime.rng import preserve_rng
 from ppfunc.runtime.ties import TiedPlaces
 from ppfunc.schedule import Costs, Op, looped_bfs, split_backward
+from ppfunc.schedule.arguments import require_type
 from ppfunc.splitter import Split
 from ppfunc.stage import Engine, Loss, graph
 from ppfunc.stage.tree import tree_leaves
@@ -58,15 +60,15 @@ def measure(
         gradients. Messages have no time of their own: it depends on where ranks are (``step.record`` measures it).
 
     Raises:
-        TypeError: the engine keeps something else than tensors for a backward, whose bytes cannot be known.
+        TypeError: no stages; the engine keeps something else than tensors for a backward, whose bytes cannot be known.
 
     >>> costs = measure([torch.mul] * 2, {0: torch.tensor(2.0), 1: torch.tensor(3.0)}, torch.ones(100), repeats=1)
     >>> costs.bytes
     (400, 0)
     """
+    require_type("stages", stages, Sequence | Split, "one function per stage of the model, or a split model")
     count = len(stages.stages if isinstance(stages, Split) else stages)
-    if repeats < 1:
-        raise ValueError(f"repeats: got {repeats}, expected at least 1")
+    require_counts(repeats=repeats)
     if count < 1:
         raise ValueError("stages: got none")
     if loss_fn is None:

@@ -806,3 +806,23 @@ def test_a_parameter_without_axes_keeps_its_dtype_where_gradients_are_divided(op
         state, _ = trainer.step(trainer.init(params), torch.ones(4, 3), torch.zeros(4, 3))
     assert [state.params[s]["s"].dtype for s in (0, 1)] == [torch.float32] * 2
     assert state.params[0]["s"] < 2 and state.params[1]["s"] < 3
+
+
+# -- what is drawn and not read ---------------------------------------------------------------------------------
+
+
+@every_engine
+def test_numbers_that_nobody_reads_are_drawn_also_where_a_stage_writes_in_place(engine):
+    """The forward seemed to end at the first part of a `chunk`: the draw was left out, and the next one was another by `graph`."""
+
+    def stage(params, x):
+        a, b = (x @ params["w"]).chunk(2, 1)
+        filled = torch.zeros_like(x)
+        filled[:, :2] = a
+        torch.dropout(b, 0.5, True)
+        return torch.dropout(filled + x, 0.5, True)
+
+    params, x, target = {0: {"w": normal(D, 4)}}, normal(8, D), normal(8, D, seed=1)
+    _, expected = pp.value_and_grad([stage], squared, pp.gpipe(1, 2), engine=pp.eager)(params, x, target, seed=(1, 2))
+    _, grads = pp.value_and_grad([stage], squared, pp.gpipe(1, 2), engine=engine)(params, x, target, seed=(1, 2))
+    torch.testing.assert_close(grads, expected)

@@ -69,3 +69,11 @@ def test_a_split_model_is_measured():
 def test_bytes_that_cannot_be_known_are_refused():
     with pytest.raises(TypeError, match="whose bytes cannot be known"):
         measure([stage] * 2, params_of(2), normal(4, D), engine=pp.functional, repeats=1)
+
+
+def test_arguments_of_a_wrong_type_are_refused_by_name():
+    with pytest.raises(TypeError, match="stages: got None of type NoneType, expected one function per stage"):
+        measure(None, params_of(1), normal(4, D))
+    for repeats in (0, 1.5, None):
+        with pytest.raises(ValueError, match=f"repeats = {repeats}, expected an integer of at least 1"):
+            measure([stage], params_of(1), normal(4, D), repeats=repeats)

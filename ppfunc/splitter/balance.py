@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from ppfunc.stage.process import process_lock
 
 from .call import CallForm
 from .functional import fake_sources, replay
+from .patches import noted
 from .trace import LeafForm, Trace, trace, undisturbed
 
 Balance = Literal["flops", "time"]
@@ -145,23 +146,11 @@ def _measured(
             torch.cuda.synchronize(device)
         return time.perf_counter()
 
-    start = now()
-
-    def mark(at: int) -> Callable[..., None]:
-        def note(module: nn.Module, args: Any) -> None:
-            times.setdefault(at, now() - start)
-
-        return note
-
-    handles = [model.get_submodule(name).register_forward_pre_hook(mark(at)) for name, at in begun.items()]
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     args, kwargs = form.arguments(tuple(tensors))
-    try:
-        with process_lock, unmodified(model), torch.random.fork_rng(), torch.no_grad():
-            start = now()
-            torch.func.functional_call(model, buffers, args, kwargs)
-            times[-1] = now() - start
-    finally:
-        for handle in handles:
-            handle.remove()
+    first_calls = noted(model, begun, lambda name: times.setdefault(begun[name], now() - start))
+    with process_lock, unmodified(model), torch.random.fork_rng(), torch.no_grad(), first_calls:
+        start = now()
+        torch.func.functional_call(model, buffers, args, kwargs)
+        times[-1] = now() - start
     return times

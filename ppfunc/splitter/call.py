@@ -43,6 +43,8 @@ class CallForm(NamedTuple):
             args, kwargs = (), args
         kind = "one" if not isinstance(args, tuple) else "args"
         args = args if isinstance(args, tuple) else (args,)
+        if not isinstance(kwargs, Mapping | None):
+            raise TypeError(f"kwargs: got {type(kwargs).__name__}, expected a dictionary of keyword arguments")
         kwargs = dict(kwargs or {})
         if not all(isinstance(key, str) for key in kwargs):
             raise TypeError(f"kwargs: got the keys {list(kwargs)}, expected names of arguments")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import _lru_cache_wrapper
+from functools import _lru_cache_wrapper, partial, wraps
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -91,6 +91,44 @@ def caches_emptied(model: nn.Module) -> Iterator[None]:
         for at, cache in caches.items():
             if cache.cache_info().misses != misses[at]:
                 cache.cache_clear()
+
+
+@contextmanager
+def noted(model: nn.Module, names: Iterable[str], note: Callable[[str], object]) -> Iterator[None]:
+    """Within it, ``note`` gets the name of each of these modules when this thread calls it, or its ``forward``, for the first time."""
+    this, left = threading.get_ident(), set(names)
+
+    def begin(name: str) -> None:
+        if threading.get_ident() == this and name in left:
+            left.remove(name)
+            note(name)
+
+    with ExitStack() as stack:
+        for name in sorted(left):
+            module = model.get_submodule(name)
+            handle = module.register_forward_pre_hook(lambda *_, name=name: begin(name), prepend=True)
+            stack.callback(handle.remove)
+            stack.enter_context(_forward_noted(module, partial(begin, name)))
+        yield
+
+
+@contextmanager
+def _forward_noted(module: nn.Module, begin: Callable[[], None]) -> Iterator[None]:
+    """Within it, ``module.forward`` begins with a call of ``begin``: some models call it by itself, which calls no hooks."""
+    original, attributes = module.forward, vars(module)
+    own = {"forward": attributes["forward"]} if "forward" in attributes else {}
+
+    @wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        begin()
+        return original(*args, **kwargs)
+
+    attributes["forward"] = forward
+    try:
+        yield
+    finally:
+        del attributes["forward"]
+        attributes |= own
 
 
 def _caches_of(value: Any) -> Iterator[_lru_cache_wrapper[Any]]:

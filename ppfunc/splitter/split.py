@@ -78,9 +78,10 @@ class Split:
 
         Raises:
             KeyError: a tensor is not there.
-            ValueError: a tensor has another shape.
+            TypeError: something else than weights, or than numbers of stages.
+            ValueError: a tensor has another shape, or a file is no safetensors file.
         """
-        chosen = range(len(self.stages)) if stages is None else sorted(set(stages))
+        chosen = list(range(len(self.stages)) if stages is None else stages if isinstance(stages, Iterable) else [stages])
         params, state, buffers = read_weights(self._source, self.params, self.state, weights, chosen)
         source = self._source.with_buffers(buffers)
         made = tuple(make_stage(source, stage) for stage in range(len(self.stages)))
@@ -98,6 +99,8 @@ class Split:
             ValueError: places of a tied parameter differ, a stage has other names, or a tensor of the model has no values.
         """
         self._require_form(params, state)
+        if not isinstance(model, nn.Module | None):
+            raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module with the names of the one that was split")
         put_back(self._source.model if model is None else model, join(params, state, self.tied))
 
     def state_dict(self, params: Params, state: Params | None = None) -> dict[str, Tensor]:
@@ -114,13 +117,13 @@ class Split:
             ValueError: places of a tied parameter differ; or stages with a state are given without it.
         """
         self._require_form(params, state)
-        if missing := [stage for stage in params if stage in self.state and stage not in (state or {})]:
+        if missing := [stage for stage in params if stage in self.state and stage not in ({} if state is None else state)]:
             raise ValueError(f"state: got none for stage {missing[0]}, which has one; give what the last step returned, or split.state")
         return state_dict(self._source, join(params, state, self.tied), whole=set(params) == set(range(len(self.stages))))
 
     def _require_form(self, params: Params, state: Params | None) -> None:
         """Raise TypeError or ValueError for something else than stages with their names."""
-        for kind, trees, own in (("params", params, self.params), ("state", state or {}, self.state)):
+        for kind, trees, own in (("params", params, self.params), ("state", {} if state is None else state, self.state)):
             if not isinstance(trees, Mapping) or not all(isinstance(tree, Mapping) for tree in trees.values()):
                 raise TypeError(f"{kind}: got {type(trees).__name__}, expected {{stage: {{name: tensor}}}}, such as split.{kind}")
             for stage, tree in trees.items():
@@ -153,7 +156,8 @@ def split(
     evaluation) that it is in, and autocast. Values that later stages need travel by skip connections; what depends on
     integer inputs alone (masks, tables of positions) is computed again where it is needed. Random operators,
     ``no_grad`` and ``autocast`` regions, and functions with a backward of their own are kept. Numbers that the
-    model reads from its attributes, and from objects among these, are those of the time at which a step is traced. Checks of
+    model reads from its attributes, and from objects among these, are those of the time at which a step is traced. Control flow
+    and shapes may depend on the values of tensors that come of numbers in its code, such as a mask of ones. Checks of
     values (``torch._check``, the arguments of ``torch.distributions``) are not made by the stages.
 
     Args:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ from ppfunc.stage.tree import tree_flatten
 
 from ._torch import enable_python_dispatcher
 from .call import CallForm
-from .patches import GradientsAsked, caches_emptied, functions_kept, unseen_refused, values_unchecked
+from .patches import GradientsAsked, caches_emptied, functions_kept, noted, unseen_refused, values_unchecked
 from .record import BY_HAND, MODEL, Recording
 
 
@@ -111,7 +110,7 @@ def trace(model: nn.Module, form: CallForm, inputs: Sequence[LeafForm], device: 
         stack.enter_context(caches_emptied(model))
         stack.enter_context(values_unchecked())
         stack.enter_context(GradientsAsked())
-        stack.enter_context(_noted(model, names, recording, begun))
+        stack.enter_context(noted(model, names, lambda name: begun.setdefault(name, recording.operators)))
         stack.enter_context(functions_kept(recording))
         called = fakes | {place: fakes[name] for place, name in tensors.places.items()}
         result = _call(model, called, form.arguments(given), recording)
@@ -160,26 +159,6 @@ def undisturbed() -> Iterator[None]:
     """Within it, neither the modes nor the transforms that are active outside are seen."""
     with without_transforms(), without_modes(), torch.inference_mode(False), torch.enable_grad():
         yield
-
-
-@contextmanager
-def _noted(model: nn.Module, names: Iterable[str], recording: Recording, begun: dict[str, int]) -> Iterator[None]:
-    """Within it, the first call of each named module is noted."""
-    this = threading.get_ident()
-
-    def hook(name: str) -> Callable[..., None]:
-        def note(module: nn.Module, args: Any) -> None:
-            if threading.get_ident() == this and name not in begun:
-                begun[name] = recording.operators
-
-        return note
-
-    handles = [model.get_submodule(name).register_forward_pre_hook(hook(name), prepend=True) for name in names]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _require_no_hooks(model: nn.Module) -> None:

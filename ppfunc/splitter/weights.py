@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ppfunc.schedule.arguments import require_type
 from ppfunc.stage._torch import storage, version
 
 from .source import Source
@@ -42,9 +43,10 @@ def read_weights(
     Raises:
         KeyError, ValueError: see `Split.load`.
     """
-    if bad := [stage for stage in stages if stage not in range(source.stages)]:
-        raise ValueError(f"stages: got {bad[0]}, the split has the stages 0 to {source.stages - 1}")
-    tensors = Tensors.of(source.model)
+    if bad := [stage for stage in stages if not isinstance(stage, int) or stage not in range(source.stages)]:
+        raise ValueError(f"stages: got {bad[0]!r}, the split has the stages 0 to {source.stages - 1}")
+    stages, tensors = sorted(set(stages)), Tensors.of(source.model)
+    require_type("weights", weights, str | PathLike | Mapping, "a safetensors file, a folder of them, or a state dict")
     held, read = _mapping_reader(weights) if isinstance(weights, Mapping) else _file_reader(Path(weights))
     aliases: dict[str, list[str]] = {}
     for place, name in tensors.places.items():
@@ -159,6 +161,9 @@ def _home(like: Tensor) -> torch.device:
 def _mapping_reader(weights: Mapping[str, Tensor]) -> tuple[Collection[str], Read]:
     """The names in a state dict, and a function that gives one tensor, which is a copy where another name has its memory too."""
     given: dict[int | None, dict[str, Tensor]] = {}
+    for name, weight in weights.items():
+        require_type(f"weights: the name {name!r}", name, str, "a text")
+        require_type(name, weight, Tensor, "a tensor")
 
     def read(name: str, like: Tensor) -> Tensor:
         weight = weights[name].detach()
@@ -207,6 +212,9 @@ def _files(path: Path) -> dict[str, Path]:
 
 
 def _opened(path: Path) -> Any:
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
-    return safe_open(path, framework="pt")
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"weights: {path} is no safetensors file: {error}") from None

@@ -28,6 +28,7 @@ from split_zoo import MODELS
 from torch import nn
 
 import ppfunc as pp
+from ppfunc.splitter.patches import noted
 from ppfunc.stage.output import Output, Received
 from ppfunc.stage.purity import LogicalDraws
 
@@ -60,22 +61,14 @@ def made(name: str, training: bool) -> nn.Module:
 @contextmanager
 def seeded_where_stages_begin(model: nn.Module, at: tuple[str, ...], microbatch: int) -> Iterator[None]:
     """Within it, one call of the model draws as the stages do in a step, into transposed tensors, too."""
-    seen: set[int] = set()
 
     def begin(stage: int) -> None:
-        if stage not in seen:
-            seen.add(stage)
-            digest = blake2b(repr((*SEED, stage, microbatch)).encode(), digest_size=8).digest()
-            torch.manual_seed(int.from_bytes(digest, "little", signed=True))
+        digest = blake2b(repr((*SEED, stage, microbatch)).encode(), digest_size=8).digest()
+        torch.manual_seed(int.from_bytes(digest, "little", signed=True))
 
-    hooks = [model.get_submodule(n).register_forward_pre_hook(lambda *_, s=s: begin(s), prepend=True) for s, n in enumerate(at, 1)]
     begin(0)
-    try:
-        with LogicalDraws():
-            yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with noted(model, at, lambda name: begin(1 + at.index(name))), LogicalDraws():
+        yield
 
 
 def whole(model: nn.Module, inputs: Tensors) -> dict[str, torch.Tensor]:

@@ -363,6 +363,11 @@ class NumbersInTheCode(Base):
         return self.c(self.b(h)) * torch.tensor(2.0, dtype=x.dtype)
 
 
+class CallsForwardByItself(Base):
+    def forward(self, x):
+        return self.c.forward(self.b.forward(self.a(x)).tanh())
+
+
 class LooksAtAMaskOfItsOwn(Base):
     """Its shapes are those of the values of a mask that it makes, and changes in place through a view."""
 

@@ -48,6 +48,7 @@ ZOO = [
     m.Dropouts,
     m.NumbersInTheCode,
     m.LooksAtAMaskOfItsOwn,
+    m.CallsForwardByItself,
     m.VmapInside,
     m.ShapesOfFloats,
     m.EarlyResult,

@@ -207,3 +207,22 @@ def test_a_split_is_shown_short_and_takes_back_its_own_names_only():
             call({0: {}})
         with pytest.raises(ValueError, match=r"params\[0\] does not know 'x'"):
             call({0: split.params[0] | {"x": torch.zeros(1)}})
+
+
+def test_weights_of_a_wrong_type_are_refused_by_name(tmp_path):
+    parts = pp.split(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.zeros(1, 2), at=["1"])
+    (tmp_path / "no.safetensors").write_text("no")
+    for weights, kind, message in [
+        (3, TypeError, "weights: got 3 of type int, expected a safetensors file, a folder of them, or a state dict"),
+        ({0: torch.zeros(1)}, TypeError, "the name 0: got 0 of type int"),
+        ({"0.bias": [0.0]}, TypeError, r"0.bias: got \[0.0\] of type list, expected a tensor"),
+        (tmp_path / "no.safetensors", ValueError, "no.safetensors is no safetensors file: "),
+    ]:
+        with pytest.raises(kind, match=message):
+            parts.load(weights)
+    with pytest.raises(ValueError, match="stages: got 'ab', the split has the stages 0 to 1"):
+        parts.load({}, ["ab"])
+    with pytest.raises(TypeError, match="model: got str, expected a torch.nn.Module"):
+        parts.put_back(parts.params, "model")
+    with pytest.raises(TypeError, match="kwargs: got int, expected a dictionary of keyword arguments"):
+        pp.split(parts.model, torch.zeros(1, 2), 3, at=["1"])

@@ -15,7 +15,7 @@ from ..differentiable import DifferentiableStage, contiguous
 from ..errors import StageError, first_line
 from ..example import Example, Leaves
 from ..program import Gradients
-from .operators import is_call, is_effect, is_mutable, is_of_forward, is_random
+from .operators import is_call, is_effect, is_element, is_mutable, is_of_forward, is_random
 from .record import Record
 
 Nodes = tuple[Node, ...]
@@ -111,7 +111,7 @@ class _Again(Interpreter):
         self.record = record
 
     def run_node(self, n: Node) -> Any:
-        if is_call(n) and not is_of_forward(n):
+        if is_call(n) and not is_element(n) and not is_of_forward(n):  # an element has the place of its list
             self.record.end_of_forward()
         return super().run_node(n)
 
