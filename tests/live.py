@@ -11,12 +11,13 @@ from ppfunc.stage.purity import tensors_in
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of the storages made within it that live at once: now, after the last operator, and at most."""
+    """Counts the bytes of the storages made within it that live at once: now, at most, and after the last call of each operator."""
 
     def __init__(self) -> None:
         super().__init__()
         self._held: dict[StorageWeakRef, int] = {}
-        self.most = self.last = 0
+        self.most = 0
+        self.after: dict[str, int] = {}
 
     @property
     def now(self) -> int:
@@ -28,6 +29,6 @@ class Live(TorchDispatchMode):
         given = set(map(storage, tensors_in((args, kwargs))))
         new = (t.untyped_storage() for t in tensors_in(made) if storage(t) not in given)
         self._held.update((StorageWeakRef(memory), memory.nbytes()) for memory in new)
-        self.last = self.now
-        self.most = max(self.most, self.last)
+        self.after[func.overloadpacket.__name__] = now = self.now
+        self.most = max(self.most, now)
         return made

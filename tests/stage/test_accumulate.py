@@ -120,7 +120,7 @@ def test_the_function_itself_frees_residuals_after_their_last_use(together):
             assert LAYERS * each <= live.now < (LAYERS + 1) * each
             run()
         gradients = returned * LAYERS * SIZE
-        assert kept * each <= live.last - gradients <= (kept + 4) * each
+        assert kept * each <= live.after["mm"] - gradients <= (kept + 4) * each
 
 
 def test_few_gradients_and_compiled_programs_are_left_as_they_are(together):
