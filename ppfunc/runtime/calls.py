@@ -6,7 +6,7 @@ gradients. Residuals are kept by (stage, microbatch), used once and dropped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -15,9 +15,11 @@ import torch
 from ppfunc.schedule import Instruction
 from ppfunc.stage import FlatProgram, LeafSignature
 from ppfunc.stage.process import process_lock
+from ppfunc.stage.tracing.accumulate import accumulating
+from ppfunc.stage.tracing.emit import TracedFunction
 
 from .buffers import Buffers, Key, Leaves, Tag
-from .gradients import Absent, LeafGradients
+from .gradients import Gradients, LeafGradients, Numbers
 from .lowered import BATCH, Edge, LoweredStage
 from .rng import generator_of
 from .transport import Call
@@ -119,32 +121,34 @@ def load(low: LoweredStage, key: Key) -> Call | None:
 
 def backward_call(low: LoweredStage, program: FlatProgram, key: Key, whole: bool) -> ProgramCall:
     """A full backward, or an input gradient that leaves the rest to a weight gradient."""
-    (stage, microbatch), device, cotangents = key, low.device, _cotangents(low, key)
-    edges = list(_places(low.sources, carrying=True))
-    sources = [(Tag("B", stage, e.stage, microbatch), e.carrying, place) for e, place in edges if e.carrying]
-    absent = _absent(program.backward)
+    (stage, microbatch), cotangents, pass_on = key, _cotangents(low, key), _pass_on(low, key)
+    numbers = _numbers(program.backward)
 
     def take(buffers: Buffers) -> tuple[tuple[Any, ...], Leaves]:
         return buffers.residuals.pop(key), cotangents(buffers)
 
     def put(buffers: Buffers, result: tuple[Any, Any]) -> None:
-        gradients, rest = result
+        first, second = result
         if whole:
-            buffers.gradients[stage].add(gradients, microbatch, absent)
-            gradients = rest
+            _add(buffers.gradients[stage], first, numbers, microbatch)
         else:
-            buffers.residuals[key] = rest
-        for tag, leaves, place in sources:
-            buffers.values[tag] = _dense(gradients[place], leaves, device)
+            buffers.residuals[key] = second
+        pass_on(buffers, second if whole else first)
 
     return ProgramCall(program.backward if whole else program.backward_input, take, put)
 
 
 def backward(low: LoweredStage, program: FlatProgram, key: Key, whole: bool) -> Call:
     """The call of a backward. It hands over the only reference to the residuals, which are freed on the way."""
-    cotangents = _cotangents(low, key)
+    (stage, microbatch), cotangents, pass_on = key, _cotangents(low, key), _pass_on(low, key)
+    add = _accumulating(program.backward) if whole else None
+    if add is not None:
+        return lambda buffers: pass_on(
+            buffers, add()(buffers.residuals.pop(key), cotangents(buffers), (buffers.gradients[stage], microbatch))
+        )
     run, _, put = backward_call(low, program, key, whole)
-    return lambda buffers: put(buffers, run(buffers.residuals.pop(key), cotangents(buffers)))
+    function = _function(run)
+    return lambda buffers: put(buffers, function()(buffers.residuals.pop(key), cotangents(buffers)))
 
 
 def _cotangents(low: LoweredStage, key: Key) -> Callable[[Buffers], Leaves]:
@@ -159,17 +163,53 @@ def _cotangents(low: LoweredStage, key: Key) -> Callable[[Buffers], Leaves]:
     return cotangents
 
 
+def _pass_on(low: LoweredStage, key: Key) -> Callable[[Buffers, LeafGradients], None]:
+    """Puts the gradients of the inputs where the stages that gave these look for them."""
+    (stage, microbatch), device = key, low.device
+    sources = [(Tag("B", stage, e.stage, microbatch), e.carrying, place) for e, place in _places(low.sources, carrying=True) if e.carrying]
+
+    def pass_on(buffers: Buffers, gradients: LeafGradients) -> None:
+        for tag, leaves, place in sources:
+            buffers.values[tag] = _dense(gradients[place], leaves, device)
+
+    return pass_on
+
+
 def weight(program: FlatProgram, key: Key) -> Call:
     """The call of a weight gradient."""
     run, (stage, microbatch) = program.backward_weight, key
-    absent = _absent(run)
-    return lambda buffers: buffers.gradients[stage].add(run(buffers.residuals.pop(key)), microbatch, absent)
+    add = _accumulating(run)
+    if add is not None:
+        return lambda buffers: add()(buffers.residuals.pop(key), (buffers.gradients[stage], microbatch))
+    function, numbers = _function(run), _numbers(run)
+    return lambda buffers: _add(buffers.gradients[stage], function()(buffers.residuals.pop(key)), numbers, microbatch)
 
 
-def _absent(program: Callable[..., Any]) -> Absent | None:
-    """Which parameter gradients a traced program never has; None where only its results tell."""
-    recipe = getattr(program, "recipe", None)
-    return None if recipe is None else tuple(gradient is None for gradient in recipe.part.results[0])
+def _accumulating(program: Callable[..., Any]) -> Callable[[], Callable[..., Any]] | None:
+    """Returns the program that adds parameter gradients up as it makes them; None where it makes all at once, or few."""
+    accumulate = program.derived(accumulating) if isinstance(program, TracedFunction) else None
+    return None if accumulate is None else _function(accumulate)
+
+
+def _function(program: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
+    """Returns the function of a program in whose calls nobody else refers to the arguments, written when it is first called."""
+    return (lambda: program.function) if isinstance(program, TracedFunction) else (lambda: program)
+
+
+def _numbers(program: Callable[..., Any]) -> Numbers | None:
+    """The leaves for which a traced program has gradients; None where only its results tell."""
+    return _present(program.recipe.part.results[0]) if isinstance(program, TracedFunction) else None
+
+
+def _present(gradients: Sequence[object]) -> Numbers:
+    return tuple([n for n, gradient in enumerate(gradients) if gradient is not None])
+
+
+def _add(sums: Gradients, gradients: LeafGradients, numbers: Numbers | None, microbatch: int) -> None:
+    """Add the gradients of all leaves at once."""
+    numbers = _present(gradients) if numbers is None else numbers
+    present: Any = gradients if len(numbers) == len(gradients) else [g for g in gradients if g is not None]
+    sums.add(present, numbers, microbatch)
 
 
 def _dense(gradients: LeafGradients, leaves: tuple[LeafSignature, ...], device: torch.device) -> Leaves:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -16,18 +17,21 @@ from .ownership import Owned
 
 LeafGradients = tuple[torch.Tensor | None, ...]  # one tensor of the parameter's shape and dtype per leaf, None for zero
 Leaves = tuple[torch.Tensor, ...]
-Absent = tuple[bool, ...]  # of every leaf, whether its gradient is None
+Numbers = tuple[int, ...]  # of leaves
 
 
 class Gradients(Protocol):
     """Takes the gradients of microbatches one after the other and makes one tree of them."""
 
-    def add(self, gradients: LeafGradients, microbatch: int, absent: Absent | None = None) -> None:
-        """Take the gradients of one microbatch; ``absent`` says which are None, where that is known beforehand."""
+    def add(self, gradients: Leaves, numbers: Numbers, microbatch: int) -> None:
+        """Take gradients of one microbatch, those of the leaves of these numbers, once each; a leaf that gets none counts as zero.
+
+        They are freed earliest, and added up fastest, where every microbatch gives them in the same parts.
+        """
         ...
 
     def merge(self, gradients: Leaves) -> None:
-        """Take the sum of a replica of the stage."""
+        """Take the sum of a replica of the stage, one gradient per leaf."""
         ...
 
     def signature(self, leaf: LeafSignature) -> LeafSignature:
@@ -42,7 +46,7 @@ class Gradients(Protocol):
 class Sum:
     """Adds up gradients, in place once the sum is its own tensor.
 
-    Equivalent to: ``total = g1 + g2 + g3 + ...``, from left to right, None standing for zero.
+    Equivalent to: ``total = g1 + g2 + g3 + ...``, from left to right, for each leaf.
 
     The first gradients are only borrowed: they may share memory with a message that is still
     on its way, with each other, or with a parameter. The second sum is therefore a new tensor,
@@ -54,34 +58,29 @@ class Sum:
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         self._dtype = dtype
-        self._absent: Absent | None = None  # None until something has come
-        self._total: list[torch.Tensor] | Leaves = ()  # the sums of those that are not absent
-        self._is_own = False
+        self._parts: dict[Numbers, _Part] = {}
 
-    def add(self, gradients: LeafGradients, microbatch: int, absent: Absent | None = None) -> None:
-        absent = tuple([g is None for g in gradients]) if absent is None else absent
-        present: Any = gradients if True not in absent else [g for g in gradients if g is not None]
-        if self._absent is None:
-            self._absent, self._total = absent, [self._wide(g) for g in present] if self._dtype else present
-        elif absent != self._absent:
-            self._add_unlike(gradients)
-        elif transforming():  # several tensors at once is more than vmap can do
-            self._total = [a + b for a, b in zip(self._total, present, strict=True)]
-        elif not present:
+    def add(self, gradients: Leaves, numbers: Numbers, microbatch: int) -> None:
+        part = self._parts.get(numbers)
+        if part is None:
+            self._add_other(gradients, numbers, microbatch)
+        elif not numbers:
             pass
-        elif self._is_own:
-            add_into_each(self._total, present)
+        elif transforming():  # several tensors at once is more than vmap can do
+            self._parts[numbers] = part._replace(total=[a + b for a, b in zip(part.total, gradients, strict=True)])
+        elif part.is_own:
+            add_into_each(part.total, gradients)
         else:
-            self._total, self._is_own = add_each(self._total, present), True
+            self._parts[numbers] = _Part(add_each(part.total, gradients), True)
 
-    def _add_unlike(self, gradients: LeafGradients) -> None:
-        """Add gradients that are absent in other places than those before."""
-        rest = iter(self._total)
-        before = [None if absent else next(rest) for absent in self._absent or ()]
-        wide = [None if g is None else self._wide(g) for g in gradients]
-        total = [b if a is None else a if b is None else a + b for a, b in zip(before, wide, strict=True)]
-        own = [t.clone() if t is a or t is b else t for t, a, b in zip(total, before, gradients, strict=True) if t is not None]
-        self._absent, self._total, self._is_own = tuple([t is None for t in total]), own, True
+    def _add_other(self, gradients: Leaves, numbers: Numbers, microbatch: int) -> None:
+        """Add gradients that have come in other parts so far, or not at all."""
+        if {n for known in self._parts for n in known}.isdisjoint(numbers):
+            self._parts[numbers] = _Part([self._wide(g) for g in gradients] if self._dtype else gradients, False)
+            return
+        self._parts = {(n,): _Part([t], part.is_own) for known, part in self._parts.items() for n, t in zip(known, part.total, strict=True)}
+        for n, gradient in zip(numbers, gradients, strict=True):
+            self.add((gradient,), (n,), microbatch)
 
     def _wide(self, gradient: torch.Tensor) -> torch.Tensor:
         return gradient.to(self._dtype_of(gradient.dtype))
@@ -90,7 +89,7 @@ class Sum:
         return torch.promote_types(dtype, self._dtype) if self._dtype and differentiable(dtype) else dtype
 
     def merge(self, gradients: Leaves) -> None:
-        self.add(gradients, -1)
+        self.add(gradients, tuple(range(len(gradients))), -1)
 
     def signature(self, leaf: LeafSignature) -> LeafSignature:
         if self._dtype is None or (dtype := self._dtype_of(leaf.dtype)) is leaf.dtype:
@@ -98,15 +97,19 @@ class Sum:
         return replace(leaf, dtype=dtype)
 
     def take(self, like: Leaves, owned: Owned) -> Leaves:
-        absent, total, is_own = self._absent, self._total, self._is_own
-        self._absent, self._total, self._is_own = None, (), False
-        total = total if is_own else list(map(owned, total))
-        if absent is not None and True not in absent:
-            return tuple(total)
-        rest = iter(total)
-        missing = [absent is None or absent[i] for i in range(len(like))]
-        pairs = zip(like, missing, strict=True)
-        return tuple([torch.zeros_like(leaf, dtype=self._dtype_of(leaf.dtype)) if none else next(rest) for leaf, none in pairs])
+        parts, self._parts = self._parts, {}
+        whole = parts.get(tuple(range(len(like))))
+        if whole is not None and whole.is_own:
+            return tuple(whole.total)
+        sums = {n: t if part.is_own else owned(t) for known, part in parts.items() for n, t in zip(known, part.total, strict=True)}
+        return tuple([sums[n] if n in sums else torch.zeros_like(leaf, dtype=self._dtype_of(leaf.dtype)) for n, leaf in enumerate(like)])
+
+
+class _Part(NamedTuple):
+    """The sums of leaves whose gradients come together."""
+
+    total: list[torch.Tensor] | Leaves
+    is_own: bool  # whether they share memory with nothing else
 
 
 class Stack:
@@ -119,11 +122,11 @@ class Stack:
     """
 
     def __init__(self, microbatches: int) -> None:
-        self._rows: list[LeafGradients | None] = [None] * microbatches
+        self._rows: list[dict[int, torch.Tensor]] = [{} for _ in range(microbatches)]
         self._merged = Sum()
 
-    def add(self, gradients: LeafGradients, microbatch: int, absent: Absent | None = None) -> None:
-        self._rows[microbatch] = gradients
+    def add(self, gradients: Leaves, numbers: Numbers, microbatch: int) -> None:
+        self._rows[microbatch].update(zip(numbers, gradients, strict=True))
 
     def merge(self, gradients: Leaves) -> None:
         self._merged.merge(gradients)
@@ -132,13 +135,11 @@ class Stack:
         return leaf.stacked(len(self._rows))
 
     def take(self, like: Leaves, owned: Owned) -> Leaves:
-        if any(row is not None for row in self._rows):
-            nothing = (None,) * len(like)
-            columns = zip(*(row or nothing for row in self._rows), strict=True)
-            self.merge(tuple(_stacked(column, leaf) for column, leaf in zip(columns, like, strict=True)))
-            self._rows = [None] * len(self._rows)
+        if any(self._rows):
+            self.merge(tuple(_stacked([row.get(n) for row in self._rows], leaf) for n, leaf in enumerate(like)))
+            self._rows = [{} for _ in self._rows]
         return self._merged.take(tuple(leaf.expand(len(self._rows), *leaf.shape) for leaf in like), owned)
 
 
-def _stacked(column: LeafGradients, leaf: torch.Tensor) -> torch.Tensor:
+def _stacked(column: Sequence[torch.Tensor | None], leaf: torch.Tensor) -> torch.Tensor:
     return torch.stack([torch.zeros_like(leaf) if row is None else row for row in column])

@@ -29,8 +29,9 @@ class FlatProgram(NamedTuple):
     arguments, and parts of it each other: nobody may write into it without owning it.
 
     A backward lets go of each residual after its last use. The memory is free at once if the caller
-    keeps no reference, as in ``backward(slots.pop(key), gy)``; a caller that keeps one may call again
-    (of the graph engine only: the residuals of the other engines serve once).
+    keeps no reference, as in ``backward.function(slots.pop(key), gy)`` of the graph engine (a call of an
+    object keeps its arguments to the end); a caller that keeps one may call again (of the graph engine
+    only: the residuals of the other engines serve once).
 
     Args:
         forward: ``(params, x, extras) -> (outputs, residuals)``: all leaves in order; the outputs

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..runtime.gradients import Absent, LeafGradients, Leaves
+from ..runtime.gradients import Leaves, Numbers
 from ..runtime.ownership import Owned
 from ..stage.signature import LeafSignature
 from ._torch import add_into_each, copy_into_each, users_of
@@ -72,7 +72,7 @@ class Reducer:
             for own in ([t for m in self._memory for t in m.leaves], [t for m in self._memory for t in m.totals])
         )
         self._dims, self._ranks = dims, ranks
-        self._begun = False  # whether the buckets hold gradients of this step
+        self._begun = set[Numbers]()  # the leaves of which the buckets hold gradients of this step, as they came together
         self._merged: Leaves = ()
         self._waits: list[Wait] | None = None  # of the sum over ranks that is under way
         self._storages = [t.untyped_storage() for m in self._memory for t in (m.flat, m.sent, m.total)]
@@ -84,8 +84,8 @@ class Reducer:
         return self._waits is None and list(map(users_of, self._storages)) == self._users
 
     @torch.no_grad()
-    def add(self, gradients: LeafGradients, microbatch: int, absent: Absent | None = None) -> None:
-        """Add the gradients of one microbatch, one per leaf, None for zero; the first of a step are copied.
+    def add(self, gradients: Leaves, numbers: Numbers, microbatch: int) -> None:
+        """Add gradients of one microbatch, those of the leaves of these numbers; the first of a step are copied.
 
         Raises:
             RuntimeError: while a sum over ranks is under way.
@@ -93,19 +93,18 @@ class Reducer:
         """
         if self._waits is not None:
             raise RuntimeError("gradients came while a reduction is under way: wait for it first")
-        if len(gradients) != len(self._views):
-            raise ValueError(f"got {len(gradients)} gradients, expected {len(self._views)}, one per leaf")
-        pairs = [
-            (view, g if dim is None else split(g, dim, self._ranks.size))
-            for view, g, dim in zip(self._views, gradients, self._dims, strict=True)
-            if g is not None
-        ]
-        if not self._begun and len(pairs) < len(gradients):
+        if len(gradients) != len(numbers):
+            raise ValueError(f"got {len(gradients)} gradients, expected {len(numbers)}, one per leaf")
+        if not numbers:
+            return
+        begun = numbers in self._begun
+        if not begun and not self._missing.issuperset(numbers):  # some have come in other parts
             self._zero()
-        if pairs:
-            into, given = map(list, zip(*pairs, strict=True))
-            (add_into_each if self._begun else copy_into_each)(into, given)
-        self._begun = True
+            begun = True
+        into = [self._views[n] for n in numbers]
+        given = [g if (dim := self._dims[n]) is None else split(g, dim, self._ranks.size) for n, g in zip(numbers, gradients, strict=True)]
+        (add_into_each if begun else copy_into_each)(into, given)
+        self._begun.add(numbers)
 
     def merge(self, gradients: Leaves) -> None:
         """Replace the sums that ``take`` gave by those over all places of the leaves.
@@ -120,9 +119,7 @@ class Reducer:
 
     def take(self, like: Leaves, owned: Owned) -> Leaves:
         """The sums over microbatches, in the memory of the buckets: they stay as they are until the next ``launch``."""
-        if not self._begun:
-            self._zero()
-        self._begun = True
+        self._zero()
         pairs = zip(self._views, self._dims, strict=True)
         return tuple(view.detach() if dim is None else view.flatten(dim, dim + 1) for view, dim in pairs)
 
@@ -135,10 +132,10 @@ class Reducer:
         if self._waits is not None:
             raise RuntimeError("a reduction is under way already: wait for it first")
         if self._merged:
-            merged, self._merged, self._begun = self._merged, (), False
-            self.add(merged, -1)
-        elif not self._begun:
-            self._zero()
+            merged, self._merged = self._merged, ()
+            self._begun.clear()
+            self.add(merged, tuple(range(len(merged))), -1)
+        self._zero()
         self._waits = []
         for memory in self._memory:
             if memory.sent is not memory.flat:
@@ -158,12 +155,21 @@ class Reducer:
             raise RuntimeError("no reduction is under way: launch one first")
         for wait in self._waits:
             wait()
-        self._waits, self._begun = None, False
+        self._waits = None
+        self._begun.clear()
         return tuple(map(Tensor.detach, self._totals))  # tensors of their own, so that ``idle`` sees who keeps one
 
+    @property
+    def _missing(self) -> set[int]:
+        """The leaves of which no gradient has come in this step."""
+        return set(range(len(self._views))).difference(*self._begun)
+
     def _zero(self) -> None:
-        for memory in self._memory:
-            memory.flat.zero_()
+        """Make zero what no gradient has come of, from now on as if one had."""
+        missing = tuple(self._missing)
+        for n in missing:
+            self._views[n].zero_()
+        self._begun.add(missing)
 
 
 def _memory(bucket: Bucket, dims: Dims, ranks: int, dtype: torch.dtype | None, device: torch.device | str | None) -> _Memory:

@@ -9,8 +9,7 @@ Run on the CPU::
   rank, beside those of the same block on plain tensors, and beside DTensors under autograd.
 * ``optimizers``: fused kernels on leaves of several sizes, beside torch's optimizers.
 * ``reduction``: forwards, backwards, and the sum of their gradients over two data ranks, beside DistributedDataParallel's on the same
-  model. A traced backward holds all its gradients at once, and glibc gives so much memory back to the system after each; set
-  ``MALLOC_TRIM_THRESHOLD_`` and ``MALLOC_MMAP_THRESHOLD_`` to 1000000000 to leave that out on both sides.
+  model.
 * ``step``: training steps of two pipelines of two ranks, beside torch.distributed.pipelining with DistributedDataParallel and
   torch's fused AdamW on the same model and schedule.
 * ``parameters``: bytes of parameters on a rank under ``shard="params"``, between steps and at most within one, by the storages
@@ -48,6 +47,7 @@ import ppfunc as pp
 from ppfunc.runtime import P2P
 from ppfunc.schedule import Op, Schedule
 from ppfunc.stage.layout import local
+from ppfunc.stage.tracing.accumulate import accumulating
 from ppfunc.stage.tree import tree_leaves
 from ppfunc.training import adamw, parameter_update, sgd
 from ppfunc.training.reducer import Reducer
@@ -132,13 +132,14 @@ def reduction(options: argparse.Namespace) -> None:
             flat = pp.graph(lambda params, x, stage=stage: stage.fn(params, x).square().mean(), (stage.params, x)).flat
             params, weight = tuple(stage.params.values()), (torch.ones(()),)
             leaves = pp.stage.Signature.of(params).leaves
-            reducer = Reducer(leaves, (None,) * len(leaves), ranks)
+            reducer, backward = Reducer(leaves, (None,) * len(leaves), ranks), add_up(flat.backward, len(leaves))
 
             @torch.no_grad()
-            def ours(flat: Any = flat, given: Any = (params, (x,), ()), gy: Any = weight, reducer: Reducer = reducer) -> None:
+            def ours(
+                flat: Any = flat, given: Any = (params, (x,), ()), gy: Any = weight, reducer: Reducer = reducer, add_up: Any = backward
+            ) -> None:
                 for m in range(options.microbatches):
-                    _, residuals = flat.forward(*given)
-                    reducer.add(flat.backward(residuals, gy)[0], m)
+                    add_up(flat.forward(*given)[1], gy, (reducer, m))
                 reducer.launch()
                 reducer.wait()
 
@@ -152,6 +153,14 @@ def reduction(options: argparse.Namespace) -> None:
             size = sum(p.nbytes for p in params) / 2**20
             title = f"{options.microbatches} backwards and a sum, {2 * layers} leaves, {size:.1f} MB"
             compare(title, dict(zip(SIDES, (theirs, ours), strict=True)), options, 10 if size < 10 else 3)
+
+
+def add_up(backward: Any, leaves: int) -> Callable[..., object]:
+    """A backward that adds its gradients up, as steps run it: while it makes them, where they are large."""
+    if (accumulate := backward.derived(accumulating)) is not None:
+        return accumulate.function
+    run, numbers = backward.function, tuple(range(leaves))
+    return lambda residuals, gy, into: into[0].add(run(residuals, gy)[0], numbers, into[1])
 
 
 def step(options: argparse.Namespace) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
+from hypothesis import given, strategies as st
 
 import ppfunc as pp
+from ppfunc.runtime.gradients import Sum
+from ppfunc.runtime.ownership import Owned
 from tests.models import normal
 
 D, M = 8, 64
@@ -66,6 +71,39 @@ def test_microbatches_without_a_gradient_count_as_zero():
     _, wide = pp.value_and_grad([stage] * 2, loss_fn, pp.gpipe(2, M), sum_dtype=torch.float32)(params, *cut)
     _, apart = pp.value_and_grad([stage] * 2, loss_fn, pp.gpipe(2, M), per_microbatch=True)(params, *cut)
     assert worst(wide, {s: {k: g.double().sum(0) for k, g in tree.items()} for s, tree in apart.items()}) < 1e-6
+
+
+LEAVES = 4
+
+
+def gradients_of(seed):
+    """One of each kind: whole, the same as another's, a row of many, in another dtype."""
+    base = normal(3, 2, seed=seed)
+    return base, base, normal(1, 2, seed=50 + seed).expand(3, 2), normal(3, 2, seed=90 + seed).to(BF16)
+
+
+@given(st.lists(st.tuples(st.permutations(range(LEAVES)), st.sets(st.integers(1, LEAVES))), min_size=1, max_size=2), st.data())
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_gradients_may_come_in_any_parts(dtype, ways, data):
+    """The sums have the bits of one after the other, in memory of their own, and nothing that came is changed."""
+    sums, wanted, came, copies = Sum(dtype), [None] * LEAVES, [], []
+    for seed in range(data.draw(st.integers(0, 5))):
+        order, cuts = data.draw(st.sampled_from(ways))
+        for numbers in (tuple(order[a:b]) for a, b in pairwise([0, *sorted(cuts)])):
+            made = [gradients_of(seed)[n] for n in numbers]
+            came, copies = came + made, copies + [g.clone() for g in made]
+            sums.add(made, numbers, seed)
+            for n, g in zip(numbers, made, strict=True):
+                g = g.to(torch.promote_types(g.dtype, dtype or g.dtype)) if wanted[n] is None else g
+                wanted[n] = g if wanted[n] is None else wanted[n] + g
+    like = gradients_of(0)
+    taken = sums.take(like, Owned(came))
+    assert all(map(torch.equal, came, copies))
+    assert not {t.untyped_storage().data_ptr() for t in taken} & {g.untyped_storage().data_ptr() for g in came}
+    assert len({t.untyped_storage().data_ptr() for t in taken}) == LEAVES
+    for one, other, leaf in zip(taken, wanted, like, strict=True):
+        other = torch.zeros_like(leaf, dtype=torch.promote_types(leaf.dtype, dtype or leaf.dtype)) if other is None else other
+        assert one.dtype == other.dtype and torch.equal(one, other)
 
 
 def in_processes(rank, ranks):

@@ -1,13 +1,19 @@
 """Gradients are added up over microbatches and ranks, as one by one."""
 
+from itertools import pairwise
+
 import pytest
 import torch
+from hypothesis import given, strategies as st
 
 from ppfunc.runtime.collective import Collective
 from ppfunc.runtime.ownership import Owned
-from ppfunc.stage import LeafSignature
+from ppfunc.stage import LeafSignature, graph
+from ppfunc.stage.tracing import accumulate
 from ppfunc.training.reducer import Reducer
 from ppfunc.training.sharding import shard
+from tests.live import Live
+from tests.models import normal
 from tests.training.world import World, shard_dims
 
 LEAVES = [
@@ -32,6 +38,13 @@ def gradients(seed):
     return tuple(None if n == 0 and seed % 3 == 0 else g for n, g in enumerate(made))
 
 
+def add(reducer, made, parts=None):
+    """Add gradients, those that are None left aside, all at once or in these parts."""
+    for part in parts or [range(len(made))]:
+        numbers = tuple(n for n in part if made[n] is not None)
+        reducer.add([made[n] for n in numbers], numbers, 0)
+
+
 def total(seeds, dtype=None):
     """The sums over microbatches, in the dtype of each leaf, then in that of the sums over ranks."""
     sums = [torch.zeros(leaf.shape, dtype=leaf.dtype) for leaf in LEAVES]
@@ -50,18 +63,48 @@ def test_sums_over_microbatches(dtype, most):
     reducer = reducer_of(dtype=dtype, most=most)
     for seeds in ((1, 2, 3), (3, 4), (), (6,)):  # one step after the other
         for seed in seeds:
-            given = gradients(seed)
-            kept = [None if g is None else g.clone() for g in given]
-            reducer.add(given, 0)
-            assert all(a is None or torch.equal(a, b) for a, b in zip(given, kept, strict=True))
+            mine = gradients(seed)
+            kept = [None if g is None else g.clone() for g in mine]
+            add(reducer, mine)
+            assert all(a is None or torch.equal(a, b) for a, b in zip(mine, kept, strict=True))
         reducer.launch()
         assert same(reducer.wait(), total(seeds, dtype))
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.permutations(range(len(LEAVES))), st.sets(st.integers(1, len(LEAVES) - 1))), max_size=4))
+def test_sums_of_gradients_that_come_in_parts(microbatches):
+    """In any parts, each microbatch in others: the same bits as one after the other."""
+    reducer, size = reducer_of(most=100), len(LEAVES)
+    for _ in range(2):
+        for seed, order, cuts in microbatches:
+            add(reducer, gradients(seed), [order[a:b] for a, b in pairwise([0, *sorted(cuts), size])])
+        reducer.launch()
+        assert same(reducer.wait(), total([seed for seed, *_ in microbatches]))
+
+
+@torch.no_grad()
+def test_a_backward_holds_few_gradients_beside_the_buckets(monkeypatch):
+    """Those of a layer, where all would be six."""
+    monkeypatch.setattr(accumulate, "_TOGETHER", 1)
+
+    def chain(params, x):
+        for w in params:
+            x = torch.tanh(x @ w)
+        return x
+
+    params, x = tuple(normal(32, 32, seed=n) for n in range(6)), normal(2, 32)
+    flat, reducer = graph(chain, (params, x)).flat, reducer_of(params)
+    for microbatch in range(3):
+        residuals = flat.forward(params, (x,), ())[1]
+        with Live() as live:
+            flat.backward.derived(accumulate.accumulating)(residuals, (x,), (reducer, microbatch))
+        assert params[0].nbytes <= live.most < 2 * params[0].nbytes
 
 
 def test_sums_over_places_are_taken_in_the_place_of_the_own():
     reducer = reducer_of()
     for seed in (1, 2):
-        reducer.add(gradients(seed), 0)
+        add(reducer, gradients(seed))
     taken = reducer.take((), Owned())
     assert same(taken, total((1, 2)))
     reducer.merge((taken[0] + 1, *taken[1:]))
@@ -87,14 +130,14 @@ def test_calls_out_of_order():
     reducer = reducer_of()
     with pytest.raises(RuntimeError, match="no reduction is under way: launch one first"):
         reducer.wait()
-    with pytest.raises(ValueError, match="got 1 gradients, expected 6"):
-        reducer.add((None,), 0)
+    with pytest.raises(ValueError, match="got 1 gradients, expected 2"):
+        reducer.add(gradients(1)[:1], (0, 1), 0)
     reducer.launch()
     assert not reducer.idle
     with pytest.raises(RuntimeError, match="under way already"):
         reducer.launch()
     with pytest.raises(RuntimeError, match="gradients came while a reduction is under way"):
-        reducer.add(gradients(1), 0)
+        add(reducer, gradients(1))
     assert same(reducer.wait(), total(()))
 
 
@@ -106,7 +149,7 @@ def over_ranks(rank, size, dtype, most):
         seeds = [[10 * step + 4 * place + seed for seed in (1, 2)] for place in range(size)]
         for reducer in (whole, cut):
             for seed in seeds[rank]:
-                reducer.add(gradients(seed), 0)
+                add(reducer, gradients(seed))
             reducer.launch()
         expected = [a + b for a, b in zip(*(total(own, dtype) for own in seeds), strict=True)]
         assert same(whole.wait(), expected)

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import ppfunc as pp
 from ppfunc.schedule import Op
 from ppfunc.stage._torch import TorchDispatchMode
+from ppfunc.stage.tracing import accumulate
 from ppfunc.stage.tree import tree_leaves, tree_map
 from tests.models import normal, squared
 
@@ -72,6 +74,29 @@ def test_the_memory_of_gradients_serves_the_next_step_unless_the_optimizer_keeps
 
 def test_parts_of_gradients_too(two):
     assert two(kept, "optimizer") == [[4, 1]] * 2
+
+
+def accumulated(rank, size, together):
+    """States after some steps, sums of gradients whole and in parts, with so many bytes of gradients added up at once."""
+    mesh, made = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp")), []
+    params, x, y = problem(1)
+    before, accumulate._TOGETHER = accumulate._TOGETHER, together
+    for shard in ("none", "optimizer", "params"):
+        for schedule in (pp.gpipe(1, MICROBATCHES), pp.zb_h1(1, MICROBATCHES)):
+            stages = [lambda p, x: dense(p, torch.tanh(x @ p["w"]))]
+            precision = pp.Precision(reduce=torch.float32)
+            with pp.train_step(stages, squared, schedule, pp.adamw(0.1), mesh, axes=AXES, shard=shard, precision=precision) as trainer:
+                state = trainer.init(params)
+                for _ in range(3):
+                    state, _ = trainer.step(state, x, y)
+                made += [t.full_tensor() if isinstance(t, DTensor) else t for t in tree_leaves(state)]
+    accumulate._TOGETHER = before
+    return made
+
+
+def test_gradients_that_are_added_up_one_by_one_have_the_same_bits(two):
+    whole, parts = two(accumulated, 2**20)[0], two(accumulated, 1)[0]
+    assert len(whole) == len(parts) > 6 and all(map(torch.equal, whole, parts))
 
 
 def emptied(rank, size):

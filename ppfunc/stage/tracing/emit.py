@@ -6,10 +6,11 @@ import builtins
 import math
 import threading
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from ..errors import warn
 from .compiled import compiled
@@ -32,6 +33,29 @@ class Recipe(NamedTuple):
     warning: str = ""  # given when the function is first called
 
 
+def copied(graph: Graph, recipe: Recipe, constants: dict[str, torch.Tensor]) -> Part:
+    """The part in another graph, where its values have names of their own; its constants join the others."""
+    part = recipe.part
+    copies: dict[Node, Node] = {}
+    for node in chain(*part.arguments):
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+
+    def copy(node: Node) -> Node:
+        if node not in copies:
+            copies[node] = graph.node_copy(node, copy)
+            if node.op == "get_attr":
+                copies[node].target = name = f"constant{len(constants)}"
+                constants[name] = recipe.constants[constant_name(node)]
+        return copies[node]
+
+    return Part(
+        tuple(tuple(map(copy, nodes)) for nodes in part.arguments),
+        tuple(map(copy, part.body)),
+        tuple(tuple(n and copy(n) for n in nodes) for nodes in part.results),
+    )
+
+
 class TracedFunction:
     """A function made of a part of a trace, whose docstring is its source. Every value is let go right after its last use.
 
@@ -41,16 +65,30 @@ class TracedFunction:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self._function: Callable[..., Any] | None = None
+        self._derived: dict[Callable[[Recipe], Recipe | None], TracedFunction | None] = {}
         for node in () if recipe.compile else recipe.part.body:
             if not is_element(node):
                 find_call(node)  # now, since transforms and modes may be active at the first call
 
     def __call__(self, *arguments: Any) -> Any:
-        return (self._function or self._written())(*arguments)
+        return self.function(*arguments)
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The function itself. In a call of this object, Python keeps the arguments to the end; in one of the function, nobody does."""
+        return self._function or self._written()
+
+    def derived(self, change: Callable[[Recipe], Recipe | None]) -> TracedFunction | None:
+        """The function of the changed recipe, made once; None where there is none."""
+        with _writing:
+            if change not in self._derived:
+                recipe = change(self.recipe)
+                self._derived[change] = None if recipe is None else TracedFunction(recipe)
+            return self._derived[change]
 
     @property
     def __doc__(self) -> str | None:  # type: ignore[override]  # written at the first call
-        return self._written().__doc__
+        return self.function.__doc__
 
     def _written(self) -> Callable[..., Any]:
         with _writing:

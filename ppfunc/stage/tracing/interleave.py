@@ -9,8 +9,7 @@ import torch
 from torch.fx import Graph, Node
 
 from .cut import Part
-from .emit import Recipe
-from .operators import constant_name
+from .emit import Recipe, copied
 
 
 def interleave(first: Recipe, second: Recipe) -> Recipe:
@@ -21,31 +20,11 @@ def interleave(first: Recipe, second: Recipe) -> Recipe:
     """
     both = Graph()
     constants: dict[str, torch.Tensor] = {}
-    one, two = (_copied(both, recipe, constants) for recipe in (first, second))
+    one, two = (copied(both, recipe, constants) for recipe in (first, second))
     part = Part(one.arguments + two.arguments, tuple(_in_turn(one, two)), one.results + two.results)
     title = f"{first.title} and {second.title} together"
     settle, compile, warning = first.settle + second.settle, first.compile or second.compile, first.warning + second.warning
     return Recipe(part, first.names + second.names, constants, title, settle, compile, warning)
-
-
-def _copied(both: Graph, recipe: Recipe, constants: dict[str, torch.Tensor]) -> Part:
-    """The part in another graph, where its values have names of their own; its constants join the others."""
-    part = recipe.part
-    copies: dict[Node, Node] = {}
-
-    def copy(node: Node) -> Node:
-        if node not in copies:
-            copies[node] = both.node_copy(node, copy)
-            if node.op == "get_attr":
-                copies[node].target = name = f"constant{len(constants)}"
-                constants[name] = recipe.constants[constant_name(node)]
-        return copies[node]
-
-    return Part(
-        tuple(tuple(map(copy, nodes)) for nodes in part.arguments),
-        tuple(map(copy, part.body)),
-        tuple(tuple(n and copy(n) for n in nodes) for nodes in part.results),
-    )
 
 
 def _in_turn(one: Part, two: Part) -> Iterator[Node]:

@@ -1,0 +1,140 @@
+"""Gradients are added up while the backward makes them: the same bits, and the memory of a few."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import ppfunc as pp
+from ppfunc.stage.tracing import accumulate
+from ppfunc.stage.tree import tree_leaves
+from tests.live import Live
+from tests.models import normal, squared
+
+WIDTH, LAYERS, M = 16, 5, 4
+SIZE = 8 * WIDTH * WIDTH  # bytes of the weight of a layer
+
+
+def stage():
+    """A new function, so that its programs are made anew; its first leaf is used twice, one more is none of the gradient's."""
+
+    def chain(params, x):
+        for w in params["w"]:
+            x = torch.tanh(x @ w + params["b"])
+        return x @ params["w"][0] + params["frozen"]
+
+    return chain
+
+
+def problem(schedule):
+    params = {
+        s: {"w": [normal(WIDTH, WIDTH, seed=10 * s + n) / 4 for n in range(LAYERS)], "b": normal(WIDTH), "frozen": torch.tensor(2)}
+        for s in set(schedule.model_stages)
+    }
+    return params, normal(2 * M, WIDTH, seed=8), normal(2 * M, WIDTH, seed=9)
+
+
+def in_parts(monkeypatch, run):
+    """What is made with all gradients at once, two at once, and one after the other."""
+    made = []
+    for size in (2**20, 2 * SIZE, 1):
+        monkeypatch.setattr(accumulate, "_TOGETHER", size)
+        made.append(run())
+    return [tree_leaves(one) for one in made]
+
+
+CASES = {
+    "1f1b": (pp.one_f_one_b(2, M), {}),
+    "I and W apart": (pp.zb_h1(2, M), {}),
+    "replicas": (pp.dualpipe(2, M), {}),
+    "interleaved in one program": (pp.dualpipev(2, M), {"overlapped": pp.interleaved()}),
+    "wider sums": (pp.one_f_one_b(2, M), {"sum_dtype": torch.float64}),
+    "microbatches beside each other": (pp.zb_h1(2, M), {"per_microbatch": True}),
+    "tied": (pp.one_f_one_b(2, M), {"tied": {"first": [(0, "w.0"), (1, "w.1")]}}),
+    "computed again": (pp.one_f_one_b(2, M), {"engine": pp.graph(remat="full")}),
+    "functional": (pp.one_f_one_b(2, M), {"engine": pp.functional}),
+}
+
+
+@pytest.mark.parametrize("schedule, options", CASES.values(), ids=CASES)
+def test_the_sums_have_the_same_bits(schedule, options, monkeypatch):
+    params, inputs, targets = problem(schedule)
+    if "tied" in options:
+        params[1]["w"][1] = params[0]["w"][0].clone()
+    if "sum_dtype" in options:
+        params, inputs, targets = ({s: pp.stage.tree.tree_map(narrow, t) for s, t in params.items()}, narrow(inputs), narrow(targets))
+
+    def run():
+        step = pp.value_and_grad([stage() for _ in params], squared, schedule, **options)
+        return [step(params, inputs, targets) for _ in range(2)]
+
+    whole, *others = in_parts(monkeypatch, run)
+    for parts in others:
+        assert all(one.dtype == other.dtype and torch.equal(one, other) for one, other in zip(whole, parts, strict=True))
+
+
+def narrow(t):
+    return t.to(torch.bfloat16) if t.is_floating_point() else t
+
+
+@pytest.mark.filterwarnings("ignore:.*nothing depends on")
+def test_microbatches_whose_gradients_come_in_other_parts(monkeypatch):
+    """A row more, and another path: leaves are used in another order, or not at all."""
+
+    def crooked():
+        def run(params, x):
+            names = ("a", "b", "c") if len(x) == 2 else ("c", "a")
+            for name in names:
+                x = torch.tanh(x @ params[name])
+            return x
+
+        return run
+
+    params = {0: {name: normal(WIDTH, WIDTH, seed=n) / 4 for n, name in enumerate("abc")}}
+    sizes = [3, 2, 2, 3, 2]
+    batch = [pp.Microbatches(list(normal(sum(sizes), WIDTH, seed=seed).split(sizes))) for seed in (1, 2)]
+    for schedule in (pp.gpipe(1, 5), pp.zb_h1(1, 5)):
+        whole, *others = in_parts(monkeypatch, lambda schedule=schedule: pp.value_and_grad([crooked()], squared, schedule)(params, *batch))
+        assert all(all(map(torch.equal, whole, parts)) for parts in others)
+
+
+@pytest.mark.parametrize("schedule", [pp.gpipe(1, M), pp.zb_h1(1, M)], ids=["whole", "I and W apart"])
+def test_a_step_holds_few_gradients_beside_their_sums(schedule, monkeypatch):
+    """Those of a layer, and the new sum of one; with all at once, the gradients and the new sums of the whole stage."""
+    params, inputs, targets = problem(schedule)
+    most = []
+
+    def run():
+        step = pp.value_and_grad([stage()], squared, schedule)
+        step(params, inputs, targets)
+        with Live() as live:
+            step(params, inputs, targets)
+        most.append(live.most)
+        return ()
+
+    in_parts(monkeypatch, run)
+    few = 3 * SIZE + (M * LAYERS + 8) * 2 * 8 * WIDTH * 2  # and activations
+    assert most[0] > 3 * LAYERS * SIZE
+    assert LAYERS * SIZE < most[-1] < LAYERS * SIZE + few
+
+
+@pytest.mark.parametrize("schedule", [pp.gpipe(1, 1), pp.zb_h1(1, 1)], ids=["whole", "I and W apart"])
+def test_a_backward_frees_what_it_has_used(schedule):
+    """What lives at its last operator but few does not grow with the number of layers, whose activations its forward has kept."""
+
+    def kept(layers):
+        def deep(params, x):
+            for _ in range(layers):
+                x = torch.tanh(x * params)
+            return x
+
+        x = normal(64, 64)
+        step = pp.value_and_grad([deep], squared, schedule)
+        step({0: normal(64)}, x, x)
+        with Live() as live:
+            step({0: normal(64)}, x, x)
+        return live.most, live.after["tanh_backward"]
+
+    (few, last), (many, last_of_many) = kept(5), kept(20)
+    assert many - few > 15 * 8 * 64 * 64 * 0.9
+    assert last_of_many == last
