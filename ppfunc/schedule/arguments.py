@@ -1,5 +1,6 @@
-"""Refuse arguments of a wrong type by their names."""
+"""Refuse arguments of a wrong type or value by their names."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from .._text import shown
@@ -13,3 +14,27 @@ def require_type(name: str, value: Any, kind: Any, expected: str) -> None:
     """
     if not isinstance(value, kind):
         raise TypeError(f"{name}: got {shown(value)}, expected {expected}")
+
+
+def require_number(name: str, value: object, count: int) -> None:
+    """Check that the argument ``name`` is one of so many ranks or stages.
+
+    Raises:
+        ValueError: it is no integer from 0 to ``count`` - 1.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < count:
+        raise ValueError(f"{name}: got {value!r}, expected a number from 0 to {count - 1}")
+
+
+def require_stages(name: str, value: Iterable[int], count: int) -> set[int]:
+    """Check that the argument ``name`` holds stages, of so many; return them.
+
+    Raises:
+        TypeError: it holds nothing.
+        ValueError: it holds something else.
+    """
+    require_type(name, value, Iterable, "stages, such as [0, 1]")
+    stages = list(value)
+    for stage in stages:
+        require_number(name, stage, count)
+    return set(stages)

@@ -115,7 +115,7 @@ def check(schedule: Schedule, *, queue: str = "pair", max_activations: int | Non
     no deadlock       by data dependencies
     step-atomic       yes
     """
-    if queue not in _QUEUES:
+    if not isinstance(queue, str) or queue not in _QUEUES:
         raise ValueError(f"queue is {queue!r}, expected 'pair' or 'rank'")
     if max_activations is not None:
         require_counts(0, max_activations=max_activations)

@@ -28,11 +28,11 @@ class EarliestTimes(NamedTuple):
 Line = tuple[dict[int, Time], dict[int, list[int]]]
 """The values of one stage and kind: by microbatch, when each is there, and the ranks that wait for it. The number of a line is that of
 its value for microbatch 0."""
-Work = tuple[Any, "Kind"]
+Work = tuple[Any, "TimedOp"]
 """The microbatch of an instruction, None for those of a whole stage, and its kind."""
 
 
-class Kind(NamedTuple):
+class TimedOp(NamedTuple):
     """Instructions of one op and stage, or pairs of them; distances are from the microbatch of the first."""
 
     op: Op
@@ -143,32 +143,32 @@ def _kinds(
     duration: Duration,
     delay: Callable[[int, int], Time],
     whole: Mapping[Op, Callable[[int], Time]],
-) -> dict[tuple[Any, ...], Kind]:
+) -> dict[tuple[Any, ...], TimedOp]:
     """The kinds of instruction that occur, by op and stage; without those of pairs."""
     home, found = schedule.placement, {}
     for stage in range(schedule.stages):
         first = flow.output(stage, 0)
         for op in whole:
-            found[op, stage] = Kind(op, (stage,), whole[op](stage), (), ())
+            found[op, stage] = TimedOp(op, (stage,), whole[op](stage), (), ())
         for op in flow.needs.keys() & schedule.ops:
             inputs = ((first + d, delay(origin, stage) if home[origin] != home[stage] else 0) for d, origin in flow.needs[op][stage])
             product = PRODUCT[op]
             products = () if product is None else ((lines[first + product], 0),)
-            found[op, stage] = Kind(op, (stage,), duration(op, stage), tuple((lines[n], 0, late) for n, late in inputs), products)
+            found[op, stage] = TimedOp(op, (stage,), duration(op, stage), tuple((lines[n], 0, late) for n, late in inputs), products)
     return found
 
 
-def _work(program: Program, timed: Set[Op], kinds: dict[tuple[Any, ...], Kind], pair: PairDuration) -> list[Work]:
+def _work(program: Program, timed: Set[Op], kinds: dict[tuple[Any, ...], TimedOp], pair: PairDuration) -> list[Work]:
     """The instructions of a rank that have a cost. Kinds of pairs are added where they are met first."""
 
-    def of_pair(forward: Instruction, backward: Instruction) -> Kind:
+    def of_pair(forward: Instruction, backward: Instruction) -> TimedOp:
         distance = microbatch_of(backward) - microbatch_of(forward)
         key = (*forward[:2], *backward[:2], distance)
         if key not in kinds:
             one, other = kinds[forward[:2]], kinds[backward[:2]]
             inputs = (*one.inputs, *((line, distance, late) for line, _, late in other.inputs))
             products = (*one.products, *((line, distance) for line, _ in other.products))
-            kinds[key] = Kind(Op.OVERLAP_F_B, one.stages + other.stages, pair(forward, backward), inputs, products)
+            kinds[key] = TimedOp(Op.OVERLAP_F_B, one.stages + other.stages, pair(forward, backward), inputs, products)
         return kinds[key]
 
     return [(i[2], of_pair(*i[5]) if i[5] else kinds[i[:2]]) for step in program for i in step if i[0] in timed]

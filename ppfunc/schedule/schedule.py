@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from .._lazy import late
 from ..parallel.placement import stages_of
-from .arguments import require_type
+from .arguments import require_number, require_type
 from .instruction import COMMUNICATION, Instruction, Op
 
 Step = tuple[Instruction, ...]
@@ -88,12 +88,12 @@ class Schedule:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that ``rank`` holds, ascending."""
-        _require_number("rank", rank, self.ranks)
+        require_number("rank", rank, self.ranks)
         return stages_of(self.placement, rank)
 
     def instructions(self, rank: int) -> Iterator[Instruction]:
         """The instructions of ``rank`` in order, steps opened up, overlapped pairs whole."""
-        _require_number("rank", rank, self.ranks)
+        require_number("rank", rank, self.ranks)
         return (i for step in self.programs[rank] for i in step)
 
     @cached_property
@@ -140,12 +140,12 @@ class Schedule:
 
     def successor(self, stage: int) -> int | None:
         """The next stage of its chain, None for the last."""
-        _require_number("stage", stage, self.stages)
+        require_number("stage", stage, self.stages)
         return self._successors.get(stage)
 
     def predecessor(self, stage: int) -> int | None:
         """The stage before it in its chain, None for the first."""
-        _require_number("stage", stage, self.stages)
+        require_number("stage", stage, self.stages)
         return self._predecessors.get(stage)
 
     def other_end(self, message: Instruction) -> int | None:
@@ -200,11 +200,6 @@ class Schedule:
             pairs = [list(map(str, of_one)) for of_one in parts] if any(parts) else None
             state.update(f"\n{' '.join(ops)} {given} {pairs} {list(map(len, program))}".encode())
         return state.hexdigest()
-
-
-def _require_number(what: str, given: object, count: int) -> None:
-    if isinstance(given, bool) or not isinstance(given, int) or not 0 <= given < count:
-        raise ValueError(f"{what}: got {given!r}, expected a number from 0 to {count - 1}")
 
 
 def _flat(programs: Iterable[Program]) -> Iterator[Instruction]:

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ...parallel.counts import require_counts
+from ..arguments import require_stages
 from ..instruction import COMMUNICATION, COMPUTE, Instruction, Op, parts_of
 from ..proof.structure import require_schedule
 from ..schedule import Program, Schedule, Step
@@ -65,10 +66,8 @@ def insert_offloads(schedule: Schedule, stages: Iterable[int] | None = None, *, 
         ValueError: a negative lookahead, or a stage that does not exist.
     """
     require_schedule(schedule)
-    chosen = set(range(schedule.stages) if stages is None else stages)
+    chosen = require_stages("stages", range(schedule.stages) if stages is None else stages, schedule.stages)
     require_counts(0, lookahead=lookahead)
-    if not chosen <= set(range(schedule.stages)):
-        raise ValueError(f"stages are {sorted(chosen)}, expected stages from 0 to {schedule.stages - 1}")
     programs = tuple(_move(program, chosen, lookahead) for program in remove_slots(schedule).programs)
     return replace(schedule, programs=programs)
 

@@ -7,6 +7,7 @@ from math import inf
 from operator import itemgetter
 from typing import NamedTuple
 
+from ...parallel.counts import require_counts
 from ..collector import collector_paused
 from ..dataflow import PRODUCT, Dataflow, EdgeFlow, dataflow, edge_flows
 from ..earliest import earliest
@@ -61,9 +62,11 @@ def place_communication(schedule: Schedule, *, lookahead: int = 0) -> Schedule:
             pair lets it. A message then crosses while the rank computes; its buffer lives longer by as much.
 
     Raises:
+        ValueError: a negative lookahead.
         ScheduleError: the compute order waits for something that can never come.
     """
     require_schedule(schedule)
+    require_counts(0, lookahead=lookahead)
     if schedule.ops & COMMUNICATION:
         return schedule
     schedule = remove_slots(schedule)

@@ -8,6 +8,7 @@ wire, so the tensors are let go early and no deadlock is added, whatever the sch
 from bisect import bisect_left
 from collections.abc import Iterator
 
+from ..arguments import require_number
 from ..dataflow import Dataflow, Routes, dataflow, find_routes, message_number
 from ..instruction import COMMUNICATION, SENDS, Instruction, Op
 from ..proof.structure import require_schedule
@@ -33,6 +34,7 @@ def send_completion(schedule: Schedule, rank: int) -> dict[int, list[Instruction
     {2: ['0SEND_F0'], 3: ['0SEND_F1']}
     """
     require_schedule(schedule)
+    require_number("rank", rank, schedule.ranks)
     last = len(schedule.programs[rank]) - 1
     flow = dataflow(schedule)
     routes = find_routes(schedule, flow)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
+from ..arguments import require_stages
 from ..instruction import SHARDING, TAIL, Instruction, Op, parts_of
 from ..proof.structure import require_schedule
 from ..schedule import Program, Schedule, Step
@@ -40,9 +41,8 @@ def append_tail(schedule: Schedule, *, tied: bool | Collection[int] | None = Non
     """
     require_schedule(schedule)
     tied = bool(schedule.replicas) if tied is None else tied
-    chosen = set(range(schedule.stages) if tied is True else tied or ())
-    if not chosen <= set(range(schedule.stages)):
-        raise ValueError(f"tied is {sorted(chosen)}, expected stages from 0 to {schedule.stages - 1}")
+    everywhere: tuple[Collection[int], Collection[int]] = (), range(schedule.stages)
+    chosen = require_stages("tied", everywhere[tied] if isinstance(tied, bool) else tied, schedule.stages)
     there = {(i.op, i.stage) for program in schedule.programs for step in program for i in step if i.op in TAIL}
     added: list[Instruction] = []
     group = {stage: number for number, stages in enumerate(schedule.replicas) for stage in stages}
