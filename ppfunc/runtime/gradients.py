@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
@@ -13,11 +13,11 @@ from ppfunc.stage._torch import add_each, add_into_each
 from ppfunc.stage.signature import differentiable
 
 from .functorch import transforming
-from .ownership import Owned
 
 LeafGradients = tuple[torch.Tensor | None, ...]  # one tensor of the parameter's shape and dtype per leaf, None for zero
 Leaves = tuple[torch.Tensor, ...]
 Numbers = tuple[int, ...]  # of leaves
+Owner = Callable[[torch.Tensor], torch.Tensor]  # returns a tensor, or a copy where anything else uses its memory
 
 
 class Gradients(Protocol):
@@ -38,7 +38,7 @@ class Gradients(Protocol):
         """Signature of the result for a parameter of this signature."""
         ...
 
-    def take(self, like: Leaves, owned: Owned) -> Leaves:
+    def take(self, like: Leaves, owned: Owner) -> Leaves:
         """The result, every leaf its own memory, for parameters ``like``; empties it."""
         ...
 
@@ -96,7 +96,7 @@ class Sum:
             return leaf
         return replace(leaf, dtype=dtype)
 
-    def take(self, like: Leaves, owned: Owned) -> Leaves:
+    def take(self, like: Leaves, owned: Owner) -> Leaves:
         parts, self._parts = self._parts, {}
         whole = parts.get(tuple(range(len(like))))
         if whole is not None and whole.is_own:
@@ -134,7 +134,7 @@ class Stack:
     def signature(self, leaf: LeafSignature) -> LeafSignature:
         return leaf.stacked(len(self._rows))
 
-    def take(self, like: Leaves, owned: Owned) -> Leaves:
+    def take(self, like: Leaves, owned: Owner) -> Leaves:
         if any(self._rows):
             self.merge(tuple(_stacked([row.get(n) for row in self._rows], leaf) for n, leaf in enumerate(like)))
             self._rows = [{} for _ in self._rows]

@@ -17,13 +17,16 @@ class Owned:
     """Copies a tensor unless it is the only one that uses its memory.
 
     Args:
-        arguments: tensors of the caller, whose memory results must not share.
+        arguments: tensors of the caller, whose memory results must not share; looked at before the first result that may.
     """
 
-    def __init__(self, arguments: Iterable[torch.Tensor] = ()) -> None:
-        self._taken = {t.untyped_storage().data_ptr() for t in arguments if not transformed(t)}
+    def __init__(self, arguments: Iterable[torch.Tensor]) -> None:
+        self._arguments = arguments
+        self._taken: set[int] | None = None
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._taken is None:
+            self._taken = {t.untyped_storage().data_ptr() for t in self._arguments if not transformed(t)}
         if (layout := layout_of(tensor)) is not None:
             return distributed(self(local(tensor)), layout)
         if transformed(tensor):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -54,7 +55,7 @@ class StepResult(NamedTuple):
 
 def collect(lowered: LoweredStep, passes: Sequence[StepArguments], buffers: Buffers) -> StepResult:
     """Make what is wanted out of the buffers of the last pass, but for the loss, which needs those of the other ranks."""
-    wants, owned, arguments = lowered.spec.wants, _owner(lowered, passes), passes[0]
+    wants, owned, arguments = lowered.spec.wants, Owned(_tensors(passes)), passes[0]
     return StepResult(
         None,
         _gradients(lowered, arguments, buffers, owned) if "grads" in wants else None,
@@ -65,14 +66,12 @@ def collect(lowered: LoweredStep, passes: Sequence[StepArguments], buffers: Buff
     )
 
 
-def _owner(lowered: LoweredStep, passes: Sequence[StepArguments]) -> Owned:
-    """Copies results that may share memory; knows the caller's tensors where a result may be one of them."""
-    arguments = passes[0]
-    if lowered.schedule.microbatches > 1 and lowered.form.rows is not None and not arguments.state:
-        return Owned()
-    batches = (batch for part in passes for batch in (part.inputs, part.targets, *part.extras.values()))
-    trees = (*arguments.params.values(), *arguments.state.values(), *(row for batch in batches for row in batch))
-    return Owned(t for leaves in trees for t in leaves)
+def _tensors(passes: Sequence[StepArguments]) -> Iterator[torch.Tensor]:
+    """The caller's tensors."""
+    yield from chain.from_iterable((*passes[0].params.values(), *passes[0].state.values()))
+    for part in passes:
+        for batch in (part.inputs, part.targets, *part.extras.values()):
+            yield from chain.from_iterable(batch)
 
 
 def _gradients(lowered: LoweredStep, arguments: StepArguments, buffers: Buffers, owned: Owned) -> dict[int, Any]:

@@ -14,7 +14,6 @@ from .calls import Place
 from .errors import AgreementError
 from .functorch import transformed
 from .lowered import BATCH, LoweredStep
-from .ownership import Owned
 from .ties import DIGEST, SharedLeaf, digest, same_bits, shared_leaves
 from .transport import Call, DataTransport, Transfer
 
@@ -108,7 +107,7 @@ def _publish(lowered: LoweredStep, stage: int, outgoing: Sequence[_Message]) -> 
 
     def publish(buffers: Buffers) -> None:
         params = buffers.params[model]
-        total = buffers.gradients[stage].take(tuple(params[n] for n in wanted), Owned()) if training else ()
+        total = buffers.gradients[stage].take(tuple(params[n] for n in wanted), torch.clone) if training else ()
         gradients = dict(zip(wanted, total, strict=training))
         buffers.values[Tag("R", stage, stage, -1)] = total
         for message in outgoing:

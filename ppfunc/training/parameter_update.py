@@ -12,7 +12,6 @@ from torch import Tensor
 from ..runtime.arguments import StepArguments
 from ..runtime.buffers import Buffers
 from ..runtime.gradients import Gradients
-from ..runtime.ownership import Owned
 from ..runtime.spec import ParameterUpdate
 from ..stage import LeafSignature
 from ..stage._torch import versions
@@ -89,7 +88,7 @@ def _reduce(buffers: Buffers, stage: int, sums: Gradients, numbers: Sequence[int
         progress.reducers[stage] = sums, numbers
     else:
         like = tuple(buffers.params[stage][n] for n in numbers)
-        progress.gradients[stage] = dict(zip(numbers, sums.take(like, Owned()), strict=True))
+        progress.gradients[stage] = dict(zip(numbers, sums.take(like, torch.clone), strict=True))
 
 
 def _step(rule: UpdateRule, ranks: TrainingRanks, idle: Idle, buffers: Buffers, stage: int) -> None:

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..runtime.gradients import Leaves, Numbers
-from ..runtime.ownership import Owned
+from ..runtime.gradients import Leaves, Numbers, Owner
 from ..stage.signature import LeafSignature
 from ._torch import add_into_each, copy_into_each, users_of
 from .buckets import MOST, Bucket, plan_buckets, views
@@ -117,7 +116,7 @@ class Reducer:
         """Signature of a sum over microbatches."""
         return leaf
 
-    def take(self, like: Leaves, owned: Owned) -> Leaves:
+    def take(self, like: Leaves, owned: Owner) -> Leaves:
         """The sums over microbatches, in the memory of the buckets: they stay as they are until the next ``launch``."""
         self._zero()
         pairs = zip(self._views, self._dims, strict=True)

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, strategies as st
 
 from ppfunc.runtime.collective import Collective
-from ppfunc.runtime.ownership import Owned
 from ppfunc.stage import LeafSignature, graph
 from ppfunc.stage.tracing import accumulate
 from ppfunc.training.reducer import Reducer
@@ -105,7 +104,7 @@ def test_sums_over_places_are_taken_in_the_place_of_the_own():
     reducer = reducer_of()
     for seed in (1, 2):
         add(reducer, gradients(seed))
-    taken = reducer.take((), Owned())
+    taken = reducer.take((), torch.clone)
     assert same(taken, total((1, 2)))
     reducer.merge((taken[0] + 1, *taken[1:]))
     assert same(taken, total((1, 2)))  # which other places may still be sent
@@ -154,7 +153,7 @@ def over_ranks(rank, size, dtype, most):
         expected = [a + b for a, b in zip(*(total(own, dtype) for own in seeds), strict=True)]
         assert same(whole.wait(), expected)
         assert same(cut.wait(), shard(expected, dims, size, rank))
-        merged = [reducer.take((), Owned()) for reducer in (whole, cut)]  # nothing has come: zeros
+        merged = [reducer.take((), torch.clone) for reducer in (whole, cut)]  # nothing has come: zeros
         assert all(not leaf.any() for leaves in merged for leaf in leaves)
         for reducer in (whole, cut):
             reducer.merge(tuple(total([rank], None)))
