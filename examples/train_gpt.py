@@ -93,8 +93,6 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def require_usable(folder: Path, resume: bool) -> None:
     """Raise ValueError where the first checkpoint could not be saved there."""
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"--save: {folder} is a file; give a folder")
     if (folder / "manifest.json").exists():
         raise ValueError(f"--save: {folder} is a checkpoint itself; give the folder that it is in")
     steps = [int(path.name.removeprefix("step-")) for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit()]

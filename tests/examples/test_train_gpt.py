@@ -245,7 +245,7 @@ def test_options_that_do_not_fit_are_refused_at_once(example, capsys, tmp_path):
         ("--every 0", "--every: got 0"),
         (f"--save {tmp_path}/runs", "runs has checkpoints, the last of step 10; go on with --resume, or give another folder"),
         (f"--save {tmp_path}/runs/step-9 --resume", "step-9 is a checkpoint itself; give the folder that it is in"),
-        (f"--save {tmp_path}/file", "file is a file; give a folder"),
+        (f"--save {tmp_path}/file", "file is a file, expected a folder"),
     ]:
         with pytest.raises(SystemExit) as caught:
             train_gpt.parse_options(wrong.split())
