@@ -241,7 +241,8 @@ class Control:
         """Publish a failure, begin the next generation, and return the error to raise.
 
         Returns:
-            The cause itself where it arose here outside the program; else the first failure, which rank it was and where.
+            The cause itself where it arose here outside the program, or no step can be run any more; else the first failure, which
+            rank it was and where.
         """
         cause, rank = failure.cause, self.links.rank
         failure, refused = failure._replace(rank=self.line[failure.rank]), self._unusable is not None
