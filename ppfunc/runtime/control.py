@@ -156,17 +156,16 @@ class Control:
             texts = self._line.gather_texts(text)
         return [texts[rank] for rank in self.line]
 
-    def require_same(self, facts: str, among: Literal["world", "peers", "data"] = "world") -> bool:
+    def require_same(self, facts: str, among: Literal["world", "peers", "data"] = "world") -> None:
         tree = {"world": self._world, "peers": self._replica, "data": self._data}[among]
         if among == "peers" and tree is self._line:
-            return False
+            return
         with self.hold_interrupts():
             texts = tree.gather_texts(json.dumps([self.rank, facts]))
         for rank, text in sorted(texts.items()):
             place, theirs = json.loads(text)
             if among != "peers" or place == self.rank:
                 require_same_facts(facts, theirs, self.links.rank, rank)
-        return True
 
     def send_text(self, peer: int, text: str) -> None:
         with self.hold_interrupts():
