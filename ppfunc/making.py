@@ -94,10 +94,10 @@ def make_step(
     *,
     training: bool = True,
 ) -> StepFunction[..., Any]:
-    """Make the step function of :func:`value_and_grad`, :func:`evaluate` and the transforms.
+    """Make the step function of :func:`value_and_grad`, :func:`evaluate`, the transforms and the trainer.
 
     Args:
-        prepare: ``(*arguments of a call) -> RawArguments``.
+        prepare: ``(*arguments of a call) -> RawArguments``, or a list of those of several passes.
         finish: ``(results, arguments) -> return value of a call``.
         loss_weights: the weights that ``prepare`` gives where a call has none of its own.
         training: whether there are backwards.

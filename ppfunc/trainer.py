@@ -14,7 +14,7 @@ import torch
 from ppfunc._text import shown
 from ppfunc.making import make_step
 from ppfunc.runtime import P2P, Microbatches, StepSpec, Transport
-from ppfunc.runtime.arguments import LossWeights, RawArguments, Seed, read_loss_weights
+from ppfunc.runtime.arguments import LossWeights, RawArguments, Seed, read_loss_weights, read_seed
 from ppfunc.runtime.results import StepResult
 from ppfunc.runtime.ties import Tied
 from ppfunc.schedule import Schedule, Timeline, forward_only, insert_unshards, remove_tail, remove_unshards
@@ -189,11 +189,12 @@ class Trainer:
             raise TypeError(f"batches: got {shown(batches)}, expected a list of (inputs, targets), one for every step")
         if not batches:
             raise ValueError("batches: got none, expected inputs and targets of at least one step")
+        seed = read_seed(seed)
         given: Sequence[LossWeights] = [None] * len(batches) if weights is None else weights
         common = self._common(state, given[0] is not None, written)
         made: list[RawArguments] = []
         for n, (inputs, targets) in enumerate(batches):
-            later = (seed[0], seed[1] + n) if n and isinstance(seed, tuple | list) else seed  # the first is checked where it is read
+            later = None if seed is None else (seed[0], seed[1] + n)
             made += self._passes(common, inputs, targets, given[n], later, extras)
         made[0] = made[0]._replace(common=f"{len(batches)} steps, {made[0].common}")
         return made

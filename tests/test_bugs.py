@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import ppfunc as pp
+from ppfunc.runtime.simulated import Simulated
 from ppfunc.runtime.ties import digest
 from ppfunc.schedule import Instruction, Op, append_tail, remove_tail
 from ppfunc.stage import Signature
@@ -826,3 +827,24 @@ def test_numbers_that_nobody_reads_are_drawn_also_where_a_stage_writes_in_place(
     _, expected = pp.value_and_grad([stage], squared, pp.gpipe(1, 2), engine=pp.eager)(params, x, target, seed=(1, 2))
     _, grads = pp.value_and_grad([stage], squared, pp.gpipe(1, 2), engine=engine)(params, x, target, seed=(1, 2))
     torch.testing.assert_close(grads, expected)
+
+
+# -- what the ranks agree on, and what each of them keeps -----------------------------------------------------------
+
+
+def test_a_rank_that_has_kept_a_program_takes_part_where_the_others_agree_anew(monkeypatch):
+    """Lowering for further shapes evicted the agreement, not the program: one rank went on with it while the other waited for shapes."""
+    monkeypatch.setattr("ppfunc.runtime.cache.CACHE_SIZE", 2)
+    x, y = torch.ones(1, D), torch.zeros(1, D)
+
+    def function(rank, transport):
+        step = pp.value_and_grad([lambda w, x: x @ w] * 2, squared, pp.gpipe(2, 1), transport, engine=pp.functional)
+        first, _ = step({rank: torch.eye(D)}, x, y)
+        for rows in (2, 3):
+            step.lower({rank: torch.eye(D)}, torch.ones(rows, D), torch.zeros(rows, D))
+        other = torch.eye(D) if rank == 0 else torch.eye(D).t()  # in memory of another layout: this rank has no program for it
+        return first, step({rank: other}, x, y)[0]
+
+    for outcome in Simulated(2, 0).run(function):
+        assert outcome.error is None, outcome.error
+        assert torch.equal(*outcome.value)

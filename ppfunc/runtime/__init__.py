@@ -4,18 +4,31 @@ A step function is called, and the data flows in one direction::
 
     step.py          StepFunction(params, inputs, targets)
       arguments.py     read_arguments    what the caller gave  -> leaves, and the form of all trees (form.py)
-      agreement.py     begin             all ranks agree on the call and on the form of the batch
-      lower.py         lower             stages, schedule, form -> LoweredStep (lowered.py): every edge        } once
-      compile.py       compile_step      LoweredStep -> CompiledStep: stage programs, one flat list of calls   } per form
-      execute.py       fill, execute     leaves -> buffers of this call alone; every call in turn
+      compiled_steps.py  find            the compiled step for this form, kept or new (cache.py):
+        agreement.py   begin             all ranks agree on the call and on the form of the batch
+        lower.py       lower             stages, schedule, form -> LoweredStep (lowered.py): every edge        } once
+        compile.py     compile_step      LoweredStep -> CompiledStep: stage programs, one flat list of calls   } per
+        agreement.py   conclude          all ranks agree on the forms of losses and of shared parameters       } form
+      nonfinite.py     execute_passes    every pass of the schedule; again, to find which call was first, where numbers are not finite:
+        execute.py     fill, execute     leaves -> buffers of this call alone; every call in turn
       results.py       collect           buffers -> losses, gradients, outputs, metrics, state
       transport        end               the sum of the losses; a step fails on every rank or on none
 
 `spec.py` says what the caller wants of a step; `refusals.py` refuses what nothing would honour. `calls.py` makes the calls of stage
 programs, `tail.py` those that end a program; `record.py` measures them. A transport is two protocols (`transport.py`), data and
-control, with three implementations: `InProcess`, `P2P` and `Simulated`. `control.py` is the tree along which ranks agree; where
-several pipelines train together, `grid.py` says which rank belongs where, `meshes.py` compares how tensors lie over them, and
-`collective.py` sums among them.
+control, with three implementations: `InProcess`, `P2P` and `Simulated`. Where several pipelines train together, `grid.py` says which
+rank belongs where, `meshes.py` compares how tensors lie over them, and `collective.py` sums among them.
+
+Between processes, from what a step sees down to sockets::
+
+    p2p.py             P2P               the transport of a process, of both halves:
+      control.py       Control           a step begins, ends or fails on all ranks (with Simulated, too)
+        tree_messages.py                 messages to neighbours in a binary tree of ranks (rank_tree.py)
+        links.py       Links             bytes between ranks, and which failure is the first
+          socket_links.py  SocketLinks   over TCP: failure_tree.py decides on failures, suspects.py finds who holds up the others,
+                                         meeting.py learns where ranks listen, first of a store (rendezvous.py),
+                                         connections.py owns and watches the connections (sockets.py)
+      channels.py      Channels          tensors between two ranks, over gloo or NCCL; opening.py opens their communicators
 """
 
 from .analysis import Lowered as Lowered

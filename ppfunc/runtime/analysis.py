@@ -29,7 +29,7 @@ class Memory(NamedTuple):
         batch: inputs, targets and extras that this rank reads.
         residuals: what forwards keep for their backwards, at the peak of live microbatches; None where an
             engine cannot know it.
-        messages: the largest activation and gradient that it sends and receives.
+        messages: the largest message that it sends or receives.
         outputs: what is kept for the caller: losses, outputs, metrics, the last state.
     """
 
@@ -154,7 +154,7 @@ def _memory(step: LoweredStep, programs: dict[Key, StageProgram], rank: int) -> 
     gradients = sum(new_gradients(step).signature(leaf).nbytes for leaf in summed)
     own = [(key, low) for key, low in step.stages.items() if key[0] in stages]
     batch = sum(low.sources[0].signature.nbytes for _, low in own if low.sources[0].stage == BATCH)
-    batch += sum(form.targets[m].nbytes for (_, m), low in own if not low.sinks and form.targets) if form.targets else 0
+    batch += sum(form.targets[m].nbytes for (_, m), low in own if not low.sinks) if form.targets else 0
     batch += sum(form.extras[model][m].nbytes for (s, m), _ in own if (model := schedule.model_stages[s]) in form.extras)
     messages = [_message_bytes(step, i) for program in (schedule.programs[rank],) for s in program for i in s if i.op in COMMUNICATION]
     kept = sum(low.outputs.nbytes + low.metrics.nbytes + (low.loss.nbytes if low.loss else 0) for _, low in own)

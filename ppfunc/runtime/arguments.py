@@ -146,7 +146,7 @@ def read_arguments(
             require_values(trees)
         form = step_form(trees, stages, m, params, inputs)
     weights = read_loss_weights(raw.loss_weights, m)
-    seed = _read_seed(raw.seed)
+    seed = read_seed(raw.seed)
     return StepArguments(
         params, states, inputs, targets, further, weights, seed, form, trees, raw.ends, raw.first, raw.scale, raw.carry, raw.common
     )
@@ -251,7 +251,12 @@ def _keys(trees: Mapping[Any, Any]) -> list[Any]:
     return sorted(trees, key=lambda key: (str(type(key)), key) if isinstance(key, int | str) else (str(type(key)), str(key)))
 
 
-def _read_seed(seed: Any) -> Seed:
+def read_seed(seed: Any) -> Seed:
+    """A seed as integers, None where there is none.
+
+    Raises:
+        TypeError: something else than two integers.
+    """
     if seed is None:
         return None
     if isinstance(seed, tuple | list) and len(seed) == 2 and all(isinstance(n, Integral) and not isinstance(n, bool) for n in seed):

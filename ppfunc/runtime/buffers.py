@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .batch import Leaves as Leaves
 from .gradients import Gradients
 
 Key = tuple[int, int]  # (stage of the schedule, microbatch)
-Leaves = tuple[torch.Tensor, ...]
 
 
 class Tag(NamedTuple):

@@ -31,7 +31,7 @@ class CacheInfo(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A compiled step, the modes of its modules for which it holds, the form of the losses of all ranks, and its DTensors."""
+    """A compiled step, the modes of its modules for which it holds, the form of the losses of all ranks, and how its DTensors lie."""
 
     compiled: CompiledStep
     modes: tuple[tuple[Outline, tuple[bool, ...]], ...]

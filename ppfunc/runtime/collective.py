@@ -1,4 +1,4 @@
-"""Collective operations among ranks of several pipelines, over communicators that a transport opens again after a failure."""
+"""Collective operations among the ranks of a pipeline, or of several, over communicators that a transport opens again after a failure."""
 
 from __future__ import annotations
 

@@ -68,6 +68,8 @@ class CompiledSteps:
             return last.entry
         own = (name, arguments.key, now)
         with self._lock:
+            if not known:  # the ranks agree anew, and nobody may be left out: agreements are evicted in another order than programs
+                self._entries.pop(own, None)
             entry = self._found(own)
         entry = entry or self._build(arguments, name, own)
         self.last = Last.of(arguments, name, entry)

@@ -156,17 +156,16 @@ class Control:
             texts = self._line.gather_texts(text)
         return [texts[rank] for rank in self.line]
 
-    def require_same(self, facts: str, among: Literal["world", "peers", "data"] = "world") -> bool:
+    def require_same(self, facts: str, among: Literal["world", "peers", "data"] = "world") -> None:
         tree = {"world": self._world, "peers": self._replica, "data": self._data}[among]
         if among == "peers" and tree is self._line:
-            return False
+            return
         with self.hold_interrupts():
             texts = tree.gather_texts(json.dumps([self.rank, facts]))
         for rank, text in sorted(texts.items()):
             place, theirs = json.loads(text)
             if among != "peers" or place == self.rank:
                 require_same_facts(facts, theirs, self.links.rank, rank)
-        return True
 
     def send_text(self, peer: int, text: str) -> None:
         with self.hold_interrupts():
@@ -241,7 +240,8 @@ class Control:
         """Publish a failure, begin the next generation, and return the error to raise.
 
         Returns:
-            The cause itself where it arose here outside the program; else the first failure, which rank it was and where.
+            The cause itself where it arose here outside the program, or no step can be run any more; else the first failure, which
+            rank it was and where.
         """
         cause, rank = failure.cause, self.links.rank
         failure, refused = failure._replace(rank=self.line[failure.rank]), self._unusable is not None

@@ -12,10 +12,10 @@ from ppfunc.stage import LeafSignature
 from ppfunc.stage._torch import add_each, add_into_each
 from ppfunc.stage.signature import differentiable
 
+from .batch import Leaves as Leaves
 from .functorch import transforming
 
 LeafGradients = tuple[torch.Tensor | None, ...]  # one tensor of the parameter's shape and dtype per leaf, None for zero
-Leaves = tuple[torch.Tensor, ...]
 Numbers = tuple[int, ...]  # of leaves
 Owner = Callable[[torch.Tensor], torch.Tensor]  # returns a tensor, or a copy where anything else uses its memory
 
@@ -31,7 +31,7 @@ class Gradients(Protocol):
         ...
 
     def merge(self, gradients: Leaves) -> None:
-        """Take the sum of a replica of the stage, one gradient per leaf."""
+        """Put sums over all places of the parameters in the place of what ``take`` gave, one gradient per leaf."""
         ...
 
     def signature(self, leaf: LeafSignature) -> LeafSignature:
@@ -39,7 +39,8 @@ class Gradients(Protocol):
         ...
 
     def take(self, like: Leaves, owned: Owner) -> Leaves:
-        """The result, every leaf its own memory, for parameters ``like``; empties it."""
+        """The result for parameters ``like``. It is in memory of its own, and gone from here; or it may stay in the memory of an
+        update, which goes on with it."""
         ...
 
 

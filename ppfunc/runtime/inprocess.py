@@ -45,8 +45,8 @@ class InProcess:
     def recv_text(self, peer: int) -> str:
         raise AssertionError("ranks of one process need no texts")
 
-    def require_same(self, facts: str, among: Literal["world", "peers", "data"] = "world") -> bool:
-        return False
+    def require_same(self, facts: str, among: Literal["world", "peers", "data"] = "world") -> None:
+        pass
 
     def begin(self, call: str, key: str | None, source: int, common: str = "") -> str:
         assert key is not None  # one process holds the first stage, and so the batch

@@ -46,7 +46,8 @@ class Links(Protocol):
         """Raise where a failure has been published, or a neighbour in the tree is gone.
 
         Raises:
-            LinkError: with that rank.
+            LinkError: of the peer -1 and the kind ``"failed"``, or of the neighbour.
+            RuntimeError: the links have been closed.
         """
         ...
 

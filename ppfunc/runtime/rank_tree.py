@@ -11,13 +11,11 @@ class RankTree(NamedTuple):
 
     Args:
         members: the ranks; that at place n has those at 2n + 1 and 2n + 2 below it.
-        place: of this rank.
         parent: the rank above, None at the top.
         children: the ranks below, by place.
     """
 
     members: Sequence[int]
-    place: int
     parent: int | None
     children: dict[int, int]
 
@@ -30,7 +28,7 @@ class RankTree(NamedTuple):
         """
         place = members.index(rank)
         below = (n for n in (2 * place + 1, 2 * place + 2) if n < len(members))
-        return cls(members, place, members[(place - 1) // 2] if place else None, {n: members[n] for n in below})
+        return cls(members, members[(place - 1) // 2] if place else None, {n: members[n] for n in below})
 
     @property
     def neighbours(self) -> list[int]:

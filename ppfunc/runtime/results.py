@@ -21,7 +21,7 @@ _NOTHING = tree_structure(None)
 
 
 class Aux(NamedTuple):
-    """Collect the metrics and states that the stages of this process return, by stage of the model.
+    """The metrics and states that the stages of this process return, by stage of the model.
 
     Args:
         metrics: trees with a leading axis of the microbatches that this process ran, ascending, pass after pass; Microbatches, with

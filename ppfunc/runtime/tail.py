@@ -1,4 +1,4 @@
-"""Bind the exchanges that end a program: sums over the places of a parameter, and gradients of the inputs."""
+"""Bind what ends a program: sums over the places of a parameter, gradients of the inputs, and the calls of an update."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce

@@ -77,7 +77,7 @@ class DataTransport(Protocol):
         ...
 
     def collective(self, among: Among) -> Collective:
-        """Operations among the ranks of several pipelines; of this rank alone where there is one. To be had before ``connect``."""
+        """Operations among these ranks; of this one alone where there are no others. To be had before ``connect``."""
         ...
 
     def post(self, batch: Sequence[Transfer]) -> Call | None:
@@ -125,16 +125,13 @@ class ControlTransport(Protocol):
         """The text of every process of the pipeline, by rank. Collective."""
         ...
 
-    def require_same(self, facts: str, among: Literal["world", "peers", "data"] = "world") -> bool:
+    def require_same(self, facts: str, among: Literal["world", "peers", "data"] = "world") -> None:
         """Raise AgreementError on every rank where one has other facts. Collective.
 
         Args:
             facts: terms separated by ``"; "``.
             among: all ranks that train together; those that hold the same parameters, for other batches; or those that have this
                 rank's place in other pipelines on the same batch.
-
-        Returns:
-            Whether there may be others.
         """
         ...
 

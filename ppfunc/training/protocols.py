@@ -9,13 +9,12 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..runtime.collective import Wait as Wait
 from ..stage._torch import versions
 from ..stage.signature import differentiable
 from ..stage.tree import tree_leaves, tree_map
 
 Tree = Any
-Wait = Callable[[], None]
-"""Waits until a collective is done."""
 
 
 class ShardOf(NamedTuple):

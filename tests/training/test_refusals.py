@@ -179,8 +179,9 @@ def test_batches_of_several_steps_are_pairs():
             trainer.steps(trainer.init(params), given)
     with pytest.raises(ValueError, match="batches: got none"):
         trainer.steps(trainer.init(params), [])
-    with pytest.raises(TypeError, match="seed: got 3, expected"):
-        trainer.steps(trainer.init(params), [(x, y)] * 2, seed=3)
+    for seed in (3, (1,), ("a", "b")):
+        with pytest.raises(TypeError, match=r"seed: got .*, expected \(seed, step\), two integers"):
+            trainer.steps(trainer.init(params), [(x, y)] * 2, seed=seed)
 
 
 @pytest.mark.parametrize(
