@@ -2,13 +2,14 @@
 
 import hashlib
 import json
+import struct
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .._lazy import late
 from ..parallel.placement import stages_of
@@ -195,11 +196,22 @@ class Schedule:
         head = [list(self.placement), [[c.stages, [c.microbatches.start, c.microbatches.stop]] for c in self.chains], self.skips]
         state = hashlib.sha256(json.dumps(head, separators=(",", ":")).encode())
         for program in self.programs:
-            ops, *numbers, parts = zip(*_flat([program]), strict=True) if any(program) else ((), ())
-            given = [None if column.count(None) == len(column) else column for column in numbers]
+            ops, *numbers, parts = zip(*_flat([program]), strict=True) if any(program) else ((), (), ())
             pairs = [list(map(str, of_one)) for of_one in parts] if any(parts) else None
-            state.update(f"\n{' '.join(ops)} {given} {pairs} {list(map(len, program))}".encode())
+            state.update(f"\n{' '.join(ops)} {pairs}".encode())
+            for column in (*numbers, tuple(map(len, program))):
+                state.update(_column_bytes(column))
         return state.hexdigest()
+
+
+def _column_bytes(column: Sequence[Any]) -> bytes:
+    """A column of the digest, with its length: integers in eight bytes each, the least first; as text where it holds anything else."""
+    if column.count(None) == len(column):
+        return b"\n%d None" % len(column)
+    try:
+        return b"\n%d integers " % len(column) + struct.pack(f"<{len(column)}q", *column)
+    except struct.error:  # None among them, or what no proof would accept
+        return f"\n{list(column)}".encode()
 
 
 def _flat(programs: Iterable[Program]) -> Iterator[Instruction]:

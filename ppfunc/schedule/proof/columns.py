@@ -199,21 +199,20 @@ def _of(values: Sequence[int] | dict[int, int], places: Column) -> Column:
 def _ends(waits: Sequence[Sequence[Wait]]) -> bool:
     """Whether all ranks come to their ends."""
     begun: list[float] = [0] * len(waits)
-    at = [0] * len(waits)
+    left = list(map(iter, waits))
     blocked: list[list[tuple[int, int]]] = [[] for _ in waits]  # per rank, the steps that others wait for it to begin
-    ready = list(range(len(waits)))
+    ready = list(zip(begun, range(len(waits))))
     while ready:
-        rank = ready.pop()
-        todo = waits[rank]
+        _, rank = ready.pop()  # where it was blocked, that wait is over
         now: float = inf
-        for number in range(at[rank], len(todo)):
-            step, other, awaited = todo[number]
+        for step, other, awaited in left[rank]:
             if begun[other] < awaited:
-                at[rank], now = number, step
+                now = step
                 blocked[other].append((awaited, rank))
                 break
         begun[rank] = now
-        if blocked[rank]:
-            ready += [waiter for awaited, waiter in blocked[rank] if awaited <= now]
-            blocked[rank] = [item for item in blocked[rank] if item[0] > now]
+        if waiters := blocked[rank]:
+            blocked[rank] = still = []
+            for waiter in waiters:
+                (ready if waiter[0] <= now else still).append(waiter)
     return all(now == inf for now in begun)
