@@ -2,13 +2,13 @@
 
 import hashlib
 import json
+import struct
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import chain, pairwise
-from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .._lazy import late
 from ..parallel.placement import stages_of
@@ -29,6 +29,17 @@ class Chain(NamedTuple):
 
     stages: tuple[int, ...]
     microbatches: range
+
+
+class ProgramColumns(NamedTuple):
+    """The instructions of one rank in columns, one per field."""
+
+    op: tuple[Op, ...]
+    stage: tuple[int, ...]
+    microbatch: tuple[int | None, ...]
+    peer: tuple[int | None, ...]
+    slot: tuple[int | None, ...]
+    parts: tuple[tuple[Instruction, ...], ...]
 
 
 @dataclass(frozen=True, repr=False)
@@ -68,6 +79,9 @@ class Schedule:
             f"instructions={sum(self.counts.values())}, digest={self.digest[:12]!r})"
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}  # copies make anew what is kept beside the fields
+
     _repr_pretty_ = late("ppfunc.schedule.formats.grid", "show_grid")
     _repr_svg_ = late("ppfunc.schedule.formats.svg", "picture")
 
@@ -97,23 +111,28 @@ class Schedule:
         return (i for step in self.programs[rank] for i in step)
 
     @cached_property
+    def columns(self) -> tuple[ProgramColumns, ...]:
+        """Per rank, its instructions in columns, through which a million instructions are walked fast."""
+        return tuple(ProgramColumns(*zip(*chain.from_iterable(p), strict=True) if any(p) else [()] * 6) for p in self.programs)
+
+    @cached_property
     def counts(self) -> dict[Op, int]:
         """Number of instructions of each kind that occurs, overlapped pairs counted as pairs."""
-        return dict(Counter(map(itemgetter(0), _flat(self.programs))))
+        return dict(Counter(chain.from_iterable(columns.op for columns in self.columns)))
 
     @cached_property
     def ops(self) -> frozenset[Op]:
         """The kinds of instruction that occur, overlapped pairs and their parts both counted."""
         found = set(self.counts)
         if Op.OVERLAP_F_B in found:
-            found |= {part.op for i in _flat(self.programs) for part in i.parts}
+            found |= {part.op for columns in self.columns for parts in columns.parts for part in parts}
         return frozenset(found)
 
     @cached_property
     def has_slots(self) -> bool:
         """Whether any instruction names a slot."""
-        parts = (part for i in _flat(self.programs) for part in i.parts) if Op.OVERLAP_F_B in self.ops else ()
-        return not {i.slot for i in parts} | set(map(itemgetter(4), _flat(self.programs))) <= {None}
+        parts = (part for columns in self.columns for of_one in columns.parts for part in of_one) if Op.OVERLAP_F_B in self.ops else ()
+        return not {part.slot for part in parts}.union(*(columns.slot for columns in self.columns)) <= {None}
 
     @property
     def lowered(self) -> bool:
@@ -194,16 +213,22 @@ class Schedule:
         """
         head = [list(self.placement), [[c.stages, [c.microbatches.start, c.microbatches.stop]] for c in self.chains], self.skips]
         state = hashlib.sha256(json.dumps(head, separators=(",", ":")).encode())
-        for program in self.programs:
-            ops, *numbers, parts = zip(*_flat([program]), strict=True) if any(program) else ((), ())
-            given = [None if column.count(None) == len(column) else column for column in numbers]
+        for program, (ops, *numbers, parts) in zip(self.programs, self.columns, strict=True):
             pairs = [list(map(str, of_one)) for of_one in parts] if any(parts) else None
-            state.update(f"\n{' '.join(ops)} {given} {pairs} {list(map(len, program))}".encode())
+            state.update(f"\n{' '.join(ops)} {pairs}".encode())
+            for column in (*numbers, tuple(map(len, program))):
+                state.update(_column_bytes(column))
         return state.hexdigest()
 
 
-def _flat(programs: Iterable[Program]) -> Iterator[Instruction]:
-    return chain.from_iterable(chain.from_iterable(programs))
+def _column_bytes(column: Sequence[Any]) -> bytes:
+    """A column of the digest, with its length: integers in eight bytes each, the least first; as text where it holds anything else."""
+    if column.count(None) == len(column):
+        return b"\n%d None" % len(column)
+    try:
+        return b"\n%d integers " % len(column) + struct.pack(f"<{len(column)}q", *column)
+    except struct.error:  # None among them, or what no proof would accept
+        return f"\n{list(column)}".encode()
 
 
 def single_chain(name: str, placement: Iterable[int], microbatches: int, programs: Iterable[Iterable[Instruction]]) -> Schedule:

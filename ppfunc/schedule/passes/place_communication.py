@@ -114,11 +114,11 @@ def _along(schedule: Schedule, flow: Dataflow, edge: EdgeFlow, done: Mapping[int
     a, b, op, send, receive, far, near = edge
     first, then = (flow.output(stage, 0) + (PRODUCT[op] or 0) for stage in (a, b))
     made, used = done.get(first, {}), done.get(then, {})
-    numbers = [m for m in made if m in used]
+    numbers, stages = [m for m in made if m in used], schedule.stages
     return zip(
         map(made.__getitem__, numbers),
         repeat(schedule.placement[a]),
-        [(first + 2 * m) * schedule.stages + b for m in numbers],
+        [(first + 2 * m) * stages + b for m in numbers],
         map(used.__getitem__, numbers),
         instructions_of(send, a, numbers, far),
         instructions_of(receive, b, numbers, near),

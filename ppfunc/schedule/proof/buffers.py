@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterator
 from itertools import accumulate, chain, islice, repeat
-from operator import itemgetter
 
 from ..errors import fault_at, schedule_error
 from ..instruction import COMPUTE, WHOLE_STAGE, Instruction, Op, parts_of
@@ -32,8 +31,7 @@ def check_activations(schedule: Schedule, limit: int | None) -> tuple[int, ...]:
     peaks = []
     pairs = Op.OVERLAP_F_B in schedule.ops
     for rank, program in enumerate(schedule.programs):
-        flat = chain.from_iterable(program)
-        ops = (part[0] for i in flat for part in i[5] or (i,)) if pairs else map(itemgetter(0), flat)
+        ops = (part[0] for i in chain.from_iterable(program) for part in i[5] or (i,)) if pairs else schedule.columns[rank].op
         changes = map(_LIVE.get, ops, repeat(0))
         live = list(changes if schedule.forward_only else accumulate(changes))
         peaks.append(max(0, max(live, default=0)))

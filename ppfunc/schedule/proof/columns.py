@@ -14,15 +14,17 @@ So a rank only ever waits for another to begin a step, and one run over these wa
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain, compress, count, repeat
 from math import inf
-from operator import itemgetter, le, lt
-from typing import NamedTuple
+from operator import le, lt
+from typing import Any, NamedTuple
 
 from ..dataflow import edge_flows
-from ..instruction import COMMUNICATION, COMPUTE, SHARDING, TAIL, WHOLE_STAGE, Instruction, Op
+from ..instruction import COMMUNICATION, COMPUTE, SHARDING, TAIL, WHOLE_STAGE, Op
 from ..schedule import Program, Schedule
+
+_SPLIT = {Op.I, Op.W}  # which make one backward
 
 Column = list[int]
 Kind = tuple[Op, int, int | None]
@@ -82,23 +84,32 @@ def _require(holds: bool) -> None:
 def _columns(schedule: Schedule, rank: int) -> Columns:
     """The columns of one rank, which has everything once and in the usual order."""
     program = schedule.programs[rank]
+    ops, stages, microbatches, peers, _, parts = schedule.columns[rank]
+    places: dict[Kind, Column] = defaultdict(list)
+    for place, kind in enumerate(zip(ops, stages, peers, strict=True)):
+        places[kind].append(place)
+    walks = {stage: c.microbatches for c in schedule.chains for stage in c.stages}
+    at: dict[Kind, Column] = {}  # the usual columns: complete and in the order of the microbatches
     found: dict[Kind, dict[int | None, int]] = defaultdict(dict)
-    flat = list(chain.from_iterable(program))
-    apart = 0  # how many more instructions there are than entries, or fewer where it is negative
-    for position, (op, stage, microbatch, peer, _, parts) in enumerate(flat):
-        if parts:
-            apart -= 1
-            for part in parts:
-                found[part[0], part[1], None][part[2]] = position
-        elif op in SHARDING:
-            apart += 1
-        else:
-            found[op, stage, peer][microbatch] = position
-    _require(sum(map(len, found.values())) == len(flat) - apart and _in_phases(schedule, program, flat))
+    entries = 0
+    for kind, column in places.items():
+        if kind[0] is Op.OVERLAP_F_B:
+            entries += 2 * len(column)
+            for place in column:
+                for op, stage, microbatch, *_ in parts[place]:
+                    found[op, stage, None][microbatch] = place
+        elif kind[0] not in _SPLIT and _of(microbatches, column) == list(walks[kind[1]][: len(column) + 1]):
+            at[kind] = column
+        elif kind[0] not in SHARDING:
+            entries += len(column)
+            found[kind].update(zip(_of(microbatches, column), column, strict=True))
+    _require(sum(map(len, found.values())) == entries and _in_phases(schedule, program, ops))
     whole = [found.pop(kind) for kind in list(found) if kind[0] in TAIL]
     if _sums(schedule):
         _require(sum(map(len, whole)) == (sum(i[0] in TAIL for i in program[-1]) if program else 0))
-    return Columns(_complete(schedule, found), list(chain.from_iterable(map(repeat, count(), map(len, program)))))
+    others = _complete(found, walks)
+    _require(at.keys().isdisjoint(others))
+    return Columns(at | others, list(chain.from_iterable(map(repeat, count(), map(len, program)))))
 
 
 def _sums(schedule: Schedule) -> bool:
@@ -106,9 +117,9 @@ def _sums(schedule: Schedule) -> bool:
     return Op.REDUCE_TIED in schedule.ops and bool(schedule.replicas)
 
 
-def _in_phases(schedule: Schedule, program: Program, flat: Sequence[Instruction]) -> bool:
+def _in_phases(schedule: Schedule, program: Program, ops: Sequence[Op]) -> bool:
     """Whether each step has its messages first, and a last step with a tail the sums over replicas before all else."""
-    talks = list(map(COMMUNICATION.__contains__, map(itemgetter(0), flat)))
+    talks = list(map(COMMUNICATION.__contains__, ops))
     starts = set(accumulate(map(len, program)))
     if not starts.issuperset(compress(count(1), map(lt, talks, talks[1:]))):
         return False
@@ -118,7 +129,7 @@ def _in_phases(schedule: Schedule, program: Program, flat: Sequence[Instruction]
     return set(tail) <= set(TAIL) and Op.REDUCE_TIED not in tail[tail.count(Op.REDUCE_TIED) :]
 
 
-def _complete(schedule: Schedule, found: dict[Kind, dict[int | None, int]]) -> dict[Kind, Column]:
+def _complete(found: dict[Kind, dict[int | None, int]], walks: Mapping[int, range]) -> dict[Kind, Column]:
     """The column of each kind, which has every microbatch of its chain once; W follows its I."""
     for op, stage, _ in [kind for kind in found if kind[0] is Op.I]:
         gradients, weights = found.pop((op, stage, None)), found.pop((Op.W, stage, None), {})
@@ -126,7 +137,6 @@ def _complete(schedule: Schedule, found: dict[Kind, dict[int | None, int]]) -> d
         whole = found.get((Op.B, stage, None), {})
         _require(whole.keys().isdisjoint(gradients))
         found[Op.B, stage, None] = whole | gradients
-    walks = {stage: c.microbatches for c in schedule.chains for stage in c.stages}
     at: dict[Kind, Column] = {}
     for kind, places in found.items():
         walk = walks[kind[1]]
@@ -172,7 +182,7 @@ def _waits(links: Sequence[EdgeColumns], step: Sequence[Column]) -> list[list[Wa
     waits: list[list[Wait]] = [[] for _ in step]
     for (low, high), both in between.items():
         for source in (low, high):
-            stream = sorted(pair for link in both if link.source == source for pair in zip(link.sent, link.received, strict=True))
+            stream = sorted(chain.from_iterable(zip(link.sent, link.received, strict=True) for link in both if link.source == source))
             received = [there for _, there in stream]
             _require(all(map(lt, received, received[1:])))
         posted: list[tuple[int, int]] = []  # steps on the lower and on the higher rank
@@ -192,28 +202,28 @@ def _waits(links: Sequence[EdgeColumns], step: Sequence[Column]) -> list[list[Wa
     return waits
 
 
-def _of(values: Sequence[int] | dict[int, int], places: Column) -> Column:
+def _of(values: Sequence[Any] | dict[int, int], places: Column) -> list[Any]:
     return list(map(values.__getitem__, places))
 
 
 def _ends(waits: Sequence[Sequence[Wait]]) -> bool:
     """Whether all ranks come to their ends."""
     begun: list[float] = [0] * len(waits)
-    at = [0] * len(waits)
+    left = list(map(iter, waits))
     blocked: list[list[tuple[int, int]]] = [[] for _ in waits]  # per rank, the steps that others wait for it to begin
-    ready = list(range(len(waits)))
+    ready = [(0, rank) for rank in range(len(waits))]
     while ready:
-        rank = ready.pop()
-        todo = waits[rank]
+        _, rank = ready.pop()  # where it was blocked, that wait is over
         now: float = inf
-        for number in range(at[rank], len(todo)):
-            step, other, awaited = todo[number]
+        for step, other, awaited in left[rank]:
             if begun[other] < awaited:
-                at[rank], now = number, step
+                now = step
                 blocked[other].append((awaited, rank))
                 break
         begun[rank] = now
-        if blocked[rank]:
-            ready += [waiter for awaited, waiter in blocked[rank] if awaited <= now]
-            blocked[rank] = [item for item in blocked[rank] if item[0] > now]
+        if waiters := blocked[rank]:
+            still: list[tuple[int, int]] = []
+            blocked[rank] = still
+            for waiter in waiters:
+                (ready if waiter[0] <= now else still).append(waiter)
     return all(now == inf for now in begun)
