@@ -848,3 +848,49 @@ def test_a_rank_that_has_kept_a_program_takes_part_where_the_others_agree_anew(m
     for outcome in Simulated(2, 0).run(function):
         assert outcome.error is None, outcome.error
         assert torch.equal(*outcome.value)
+
+
+@pytest.mark.parametrize("which", ["made", "parameter", "constant"])
+def test_an_assignment_to_data_is_no_operator(which):
+    """Programs were traced as if the tensor had kept its values: wrong losses and gradients, without an error."""
+
+    def stage(p, x):
+        y, factor = x @ p["w"], torch.zeros(3, dtype=x.dtype)
+        if which == "made":
+            y.data = y.data.clamp(-0.5, 0.5)
+        elif which == "constant":
+            factor.data = torch.ones(3, dtype=x.dtype)
+        else:
+            x.data = x.data * 2
+        return y * p["w"][0] + factor
+
+    given = {0: {"w": normal(3, 3)}}, normal(4, 3, seed=1), normal(4, 3, seed=2)
+    with pytest.raises(pp.StageError, match="stage 0: it assigns to the data of a tensor, which is not traced"):
+        pp.value_and_grad([stage], squared, pp.gpipe(1, 2))(*given)
+
+    class Assigning(torch.nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            y.data = torch.ones_like(y)
+            return y
+
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), Assigning(3, 3)).double()
+    with pytest.raises(pp.StageError, match="it assigns to the data of a tensor"):
+        pp.split(model, given[1], at=["1"])
+
+
+def test_a_stage_that_raised_once_is_tried_again():
+    """What was found of a stage that raised once, and not on zeros, was kept, so that every retry was refused."""
+    calls = []
+
+    def stage(p, x):
+        calls.append(None)
+        if len(calls) == 1:
+            raise OSError("no such file yet")
+        return x * p
+
+    step = pp.value_and_grad([stage], squared, pp.gpipe(1, 2))
+    given = {0: normal(3)}, normal(4, 3, seed=1), normal(4, 3, seed=2)
+    with pytest.raises(pp.StageError, match="no such file yet"):
+        step(*given)
+    assert step(*given)[0] > 0

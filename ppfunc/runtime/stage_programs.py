@@ -150,7 +150,7 @@ def _shared(function: StageFunction, engine: Engine | None, key: tuple[Hashable,
         stays = None if read is None or after is None else {path: part for path, part in read.items() if after.get(path) == part}
         loss = None if function.loss_fn is None else _weakly(function.loss_fn)
         fresh = _Kept(engine, loss, tuple((ref(module), module.training) for module in known.modules), stays or {}, made)
-        if stays is not None and _lets_go(made) and (loss is None or loss() is not None):
+        if known.lasts and stays is not None and _lets_go(made) and (loss is None or loss() is not None):
             by_key.setdefault(key, []).append(fresh)
             while sum(map(len, by_key.values())) > _MOST:
                 by_key.pop(next(iter(by_key)))

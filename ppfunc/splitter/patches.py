@@ -18,6 +18,7 @@ from torch.distributions import Distribution
 from torch.overrides import TorchFunctionMode
 
 from ppfunc.stage import StageError
+from ppfunc.stage._torch import ASSIGNS_DATA
 
 from ._torch import check_values
 from .record import BY_HAND, MODEL, Recording, calling_place
@@ -69,10 +70,15 @@ def values_unchecked() -> Iterator[None]:
 
 
 class GradientsAsked(TorchFunctionMode):
-    """Lets a model ask for the gradient of a value that has one, such as a view of an input, where torch takes leaves alone."""
+    """Lets a model ask for the gradient of a value that has one, such as a view of an input, where torch takes leaves alone.
+
+    Refuses assignments to ``data``, which no operator sees.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func == ASSIGNS_DATA:
+            raise StageError(MODEL, "it assigns to the data of a tensor, which is not traced", f"make a new tensor, or {BY_HAND}")
         asks = func in (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
         known = asks and all(args[1:]) and all(kwargs.values()) and args[0].grad_fn is not None
         return args[0] if known else func(*args, **kwargs)

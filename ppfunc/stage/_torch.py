@@ -48,6 +48,9 @@ from torch.utils._pytree import SUPPORTED_NODES, register_pytree_node as registe
 
 StridedShard = _StridedShard
 
+# What function modes see where a stage assigns to the data of a tensor.
+ASSIGNS_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
 # The part of a DTensor that this rank holds, without a history.
 part_of = attrgetter("_local_tensor")
 

@@ -21,7 +21,7 @@ from ._torch import (
 from .errors import StageError, by_dtensor, is_of_a_library as is_of_a_library, place as place, raised
 from .example import Example, Leaves, split_aux, stand_ins
 from .layout import local
-from .purity import Evaluation, Generators, NoValuesError, Purity, require_values
+from .purity import Evaluation, NoValuesError, Purity, SeenFunctions, require_values
 from .signature import LeafSignature, Signature, differentiable
 from .tree import tree_flatten
 
@@ -36,8 +36,10 @@ class Outline(NamedTuple):
         aux: signature of the auxiliary output, no leaf of which carries a gradient.
         draws: how many operators drew from a random generator.
         generators, seeds: whether it hands a generator to an operator; whether it seeds the generator that it draws from.
+        assigns: whether it assigns to the ``data`` of a tensor, which no operator sees.
         modules: the modules that ran, with their submodules: the stage depends on their train or evaluation mode.
         refusal: why it could not be evaluated abstractly, and what to use instead; None where it could.
+        lasts: whether it holds for the next evaluation; a stage that raised once, and not on zeros, may not raise again.
     """
 
     y: Signature
@@ -45,8 +47,10 @@ class Outline(NamedTuple):
     draws: int
     generators: bool = False
     seeds: bool = False
+    assigns: bool = False
     modules: tuple[nn.Module, ...] = ()
     refusal: tuple[str, str] | None = None
+    lasts: bool = True
 
     @property
     def known(self) -> bool:
@@ -106,7 +110,7 @@ def outline(
         found = _observe(fn, seen, stand_ins(example, seen.device), has_aux, name, abstract=False, after=failure)
         # Another path than that of zeros may depend on what this one does not.
         depends = any(differentiable(leaf.dtype) for leaf in seen.params.leaves) or any(leaf.grad for leaf in seen.x.leaves)
-        return found._replace(refusal=refusal, y=found.y.with_grad() if depends else found.y)
+        return found._replace(refusal=refusal, y=found.y.with_grad() if depends else found.y, lasts=failure is None)
     except StageError as error:
         first = failure if failure is not None and error.__cause__ is not None else error
         raise first from first.__cause__
@@ -180,17 +184,17 @@ def _observe(
         given = [t.requires_grad_(grad).clone() for t, grad in zip(sum(tensors, ()), flags, strict=True)]
         trees = example.unflatten(given)
         arguments = zip(example.paths, given, strict=True)
-        with Purity(name, arguments, abstract, after) as purity, Generators() as generators, modules_that_run() as modules:
+        with Purity(name, arguments, abstract, after) as purity, SeenFunctions() as functions, modules_that_run() as modules:
             out = _call(fn, trees, example, name, abstract)
         (y, y_def), (aux, aux_def) = split_aux(out, has_aux, name)
     require_values(map(local, y + aux), name)
     _require_unchanged(example, trees, given, name)
-    if purity.generators and generators.foreign():
+    if purity.generators and functions.foreign():
         reason = "it draws from a torch.Generator of its own, whose numbers depend on the order in which microbatches run"
         raise StageError(name, reason, "draw from the default generator, which seed=(seed, step) sets")
     signature = Signature(y_def, tuple(LeafSignature.of(t, t.requires_grad) for t in y))
     kept = Signature(aux_def, tuple(LeafSignature.of(t, False) for t in aux))
-    return Outline(signature, kept, purity.draws, purity.generators, purity.seeds, tuple(modules.values()))
+    return Outline(signature, kept, purity.draws, purity.generators, purity.seeds, functions.assigns, tuple(modules.values()))
 
 
 @contextmanager

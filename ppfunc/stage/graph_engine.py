@@ -114,6 +114,8 @@ def graph(
         raise StageError(name, *known.refusal)
     if known.generators:
         raise StageError(name, "it hands a torch.Generator to an operator, which is not traced", "use the functional engine")
+    if known.assigns:
+        raise StageError(name, "it assigns to the data of a tensor, which is not traced", "make a new tensor, or use the eager engine")
     if known.seeds:
         raise StageError(name, "it seeds the generator that it draws from, which is not traced", "use the functional engine")
     with without_onednn() if compile else nullcontext():

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from ._torch import FakeTensor, FakeTensorMode, OpOverload, TorchDispatchMode, is_wrapped, schema, storage, without_modes
+from ._torch import ASSIGNS_DATA, FakeTensor, FakeTensorMode, OpOverload, TorchDispatchMode, is_wrapped, schema, storage, without_modes
 from .communication import fault_of, is_collective
 from .errors import StageError
 from .signature import LeafSignature
@@ -96,15 +96,17 @@ class Purity(LogicalDraws):
             raise StageError(self.stage, reason, "pass it in params, or detach it")
 
 
-class Generators(TorchFunctionMode):
-    """Sees the generators that are given to functions, as the objects that the stage has: operators get wrappers of them."""
+class SeenFunctions(TorchFunctionMode):
+    """Sees what operators do not: assignments to ``data``, and generators as the objects that the stage has."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.assigns = False
         self.seen: dict[int, torch.Generator] = {}  # torch 2.11 has no weak references to them
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self.assigns |= func == ASSIGNS_DATA
         self.seen |= {id(g): g for g in (*args, *kwargs.values()) if isinstance(g, torch.Generator)}
         return func(*args, **kwargs)
 
