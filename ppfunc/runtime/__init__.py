@@ -7,15 +7,16 @@ A step function is called, and the data flows in one direction::
       agreement.py     begin             all ranks agree on the call and on the form of the batch
       lower.py         lower             stages, schedule, form -> LoweredStep (lowered.py): every edge        } once
       compile.py       compile_step      LoweredStep -> CompiledStep: stage programs, one flat list of calls   } per form
-      execute.py       fill, execute     leaves -> buffers of this call alone; every call in turn
+      passes.py        execute_passes    every pass in turn, each from the buffers of the one before
+      execute.py       fill, execute     leaves -> buffers of this pass alone; every call in turn
       results.py       collect           buffers -> losses, gradients, outputs, metrics, state
       transport        end               the sum of the losses; a step fails on every rank or on none
 
 `spec.py` says what the caller wants of a step; `refusals.py` refuses what nothing would honour. `calls.py` makes the calls of stage
-programs, `tail.py` those that end a program; `record.py` measures them. A transport is two protocols (`transport.py`), data and
-control, with three implementations: `InProcess`, `P2P` and `Simulated`. `control.py` is the tree along which ranks agree; where
-several pipelines train together, `grid.py` says which rank belongs where, `meshes.py` compares how tensors lie over them, and
-`collective.py` sums among them.
+programs, `tail.py` those that end a program; `record.py` measures them; `nonfinite.py` runs passes again, to find where a number was
+first not finite. A transport is two protocols (`transport.py`), data and control, with three implementations: `InProcess`, `P2P` and
+`Simulated`. `control.py` is the tree along which ranks agree; where several pipelines train together, `grid.py` says which rank
+belongs where, `meshes.py` compares how tensors lie over them, and `collective.py` sums among them.
 """
 
 from .analysis import Lowered as Lowered
