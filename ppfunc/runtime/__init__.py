@@ -16,7 +16,7 @@ A step function is called, and the data flows in one direction::
 programs, `tail.py` those that end a program; `record.py` measures them; `nonfinite.py` runs passes again, to find where a number was
 first not finite. A transport is two protocols (`transport.py`), data and control, with three implementations: `InProcess`, `P2P` and
 `Simulated`. `control.py` is the tree along which ranks agree; where several pipelines train together, `grid.py` says which rank
-belongs where, `meshes.py` compares how tensors lie over them, and `collective.py` sums among them.
+belongs where, `layouts.py` compares how tensors lie over them, and `collective.py` sums among them.
 """
 
 from .analysis import Lowered as Lowered

@@ -23,8 +23,8 @@ from .cache import keep
 from .errors import AgreementError
 from .form import StepForm
 from .interrupts import let_interrupts
+from .layouts import laid_out, require_same_layouts
 from .lowered import LoweredStep
-from .meshes import laid_out, require_same_layouts
 from .spec import StepSpec
 from .stage_programs import autocast
 from .ties import links_of_shared, require_same_forms, shared_forms

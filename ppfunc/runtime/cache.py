@@ -8,8 +8,7 @@ from ppfunc.stage.errors import warn
 
 from .arguments import StepArguments
 from .compile import CompiledStep
-from .grid import LaidOut
-from .meshes import laid_out
+from .layouts import LaidOut, laid_out
 from .stage_programs import autocast, modes
 from .transport import LossPart, Mode
 

@@ -10,7 +10,7 @@ import torch
 from .buffers import Buffers
 from .collective import Among, Collective
 from .errors import AgreementError, Failure, PipelineError
-from .grid import LaidOut
+from .layouts import LaidOut
 from .transport import Call, Link, LossPart, Mode, Transfer
 
 

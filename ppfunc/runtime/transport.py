@@ -12,7 +12,7 @@ from ppfunc.stage import LeafSignature
 from .buffers import Buffers, Tag
 from .collective import Among, Collective
 from .errors import Failure
-from .grid import LaidOut
+from .layouts import LaidOut
 
 Call = Callable[[Buffers], None]
 """One entry of a compiled program: reads and writes the buffers of the running step, and nothing else."""
