@@ -27,8 +27,8 @@ from .layouts import laid_out, require_same_layouts
 from .lowered import LoweredStep
 from .spec import StepSpec
 from .stage_programs import autocast
-from .ties import links_of_shared, require_same_forms, shared_forms
-from .transport import ControlTransport, Link, LossPart, Transport
+from .ties import require_same_forms, routes_of_shared, shared_forms
+from .transport import ControlTransport, LossPart, Route, Transport
 
 Edges = dict[tuple[int, int], tuple[Signature, ...]]  # by (source, destination), the signature of every microbatch
 
@@ -146,7 +146,7 @@ class Agreement:
         forms = (f"params[{s}] {form}" for s, form in arguments.form.params.items())
         self._transport.require_same("; ".join(filter(None, (*forms, held))), "data")
         with let_interrupts():
-            self._transport.connect(links_of(self._schedule, self._spec))
+            self._transport.connect(routes_of(self._schedule, self._spec))
         self.generation = self._transport.generation
 
     def _tell(self, lowered: LoweredStep, edges: Edges) -> Agreed:
@@ -180,14 +180,14 @@ def _leaf(text: str) -> LeafSignature:
     return Signature.from_json(text).leaves[0]
 
 
-def links_of(schedule: Schedule, spec: StepSpec) -> Iterator[Link]:
+def routes_of(schedule: Schedule, spec: StepSpec) -> Iterator[Route]:
     """Where messages travel between ranks: along edges and back, and between the places of a parameter."""
     home = schedule.placement
     for a, b in schedule.crossing_edges:
-        yield Link("F", home[a], home[b])
+        yield Route("F", home[a], home[b])
         if not schedule.forward_only:
-            yield Link("B", home[b], home[a])
-    yield from links_of_shared(schedule, spec.tied)
+            yield Route("B", home[b], home[a])
+    yield from routes_of_shared(schedule, spec.tied)
 
 
 # -- signatures on edges -------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from .errors import GONE, LinkError
 from .opening import open_group
 from .rendezvous import Rendezvous
 from .socket_links import SocketLinks, give_way
-from .transport import Call, Link, Transfer
+from .transport import Call, Route, Transfer
 
 # Dtypes that every backend can carry; anything else travels as its bytes.
 _PLAIN = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
@@ -55,26 +55,26 @@ class Channels:
             channel.group = None
         return groups
 
-    def connect(self, links: Iterable[Link]) -> None:
+    def connect(self, routes: Iterable[Route]) -> None:
         # In one order on all ranks, so that nobody waits in a circle; every other pair of a chain at the same time.
-        for link in sorted(links, key=lambda link: (min(link.sender, link.receiver) % 2, link)):
-            if self._rank in (link.sender, link.receiver) and link.sender != link.receiver:
-                name = self._name(link)
+        for route in sorted(routes, key=lambda route: (min(route.sender, route.receiver) % 2, route)):
+            if self._rank in (route.sender, route.receiver) and route.sender != route.receiver:
+                name = self._name(route)
                 channel = self._channels.setdefault(name, _Channel())
                 if channel.group is None:
-                    members = sorted((self._line[link.sender], self._line[link.receiver]))
+                    members = sorted((self._line[route.sender], self._line[route.receiver]))
                     channel.group = open_group(self._rendezvous, self._links, name, members)
 
-    def _name(self, link: Link) -> str:
-        """The name of the communicator that messages of a link take, the same at both ends."""
-        sender, receiver = self._line[link.sender], self._line[link.receiver]
+    def _name(self, route: Route) -> str:
+        """The name of the communicator that messages of a route take, the same at both ends."""
+        sender, receiver = self._line[route.sender], self._line[route.receiver]
         if self._backend == "nccl":
             return f"pair/{min(sender, receiver)}-{max(sender, receiver)}"
-        return f"{link.direction}/{sender}-{receiver}"
+        return f"{route.direction}/{sender}-{receiver}"
 
     def _channel(self, transfer: Transfer) -> _Channel:
         ends = (self._rank, transfer.peer) if transfer.outgoing else (transfer.peer, self._rank)
-        return self._channels[self._name(Link(transfer.tag.direction, *ends))]
+        return self._channels[self._name(Route(transfer.tag.direction, *ends))]
 
     def post(self, batch: Sequence[Transfer]) -> Call | None:
         if self._backend == "nccl":

@@ -24,7 +24,7 @@ from .opening import open_group
 from .rendezvous import Rendezvous
 from .socket_links import SocketLinks
 from .suspects import Answer
-from .transport import Call, Link, LossPart, Transfer
+from .transport import Call, LossPart, Route, Transfer
 from .tree_messages import TreeMessages
 
 # Modules whose frames hold connections.
@@ -166,8 +166,8 @@ class P2P(Control):
 
     # -- data ------------------------------------------------------------------------------
 
-    def connect(self, links: Iterable[Link]) -> None:
-        self._channels.connect(links)
+    def connect(self, routes: Iterable[Route]) -> None:
+        self._channels.connect(routes)
         for among, collective in sorted(self._collectives.items()):  # every rank is on its way here: they have just compared facts
             if collective.group is None and collective.size > 1:
                 members = self._members(among)

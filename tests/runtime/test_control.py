@@ -23,7 +23,7 @@ from ppfunc.runtime.inprocess import InProcess
 from ppfunc.runtime.p2p import P2P
 from ppfunc.runtime.socket_links import SocketLinks
 from ppfunc.runtime.suspects import Answer
-from ppfunc.runtime.transport import Link, LossPart, Transfer
+from ppfunc.runtime.transport import LossPart, Route, Transfer
 from ppfunc.schedule.formats.text import parse_instruction
 from ppfunc.stage import LeafSignature
 
@@ -445,7 +445,7 @@ def hand_on(transport, rank, ranks, break_at=None):
     before, after = (rank - 1) % ranks, (rank + 1) % ranks
     try:
         transport.begin("ring", "k" if rank == 0 else None, 0)
-        transport.connect([Link("F", r, (r + 1) % ranks) for r in range(ranks)])
+        transport.connect([Route("F", r, (r + 1) % ranks) for r in range(ranks)])
         buffers = Buffers()
         comes, goes = transfer(False, before, rank, leaves), transfer(True, rank, after, leaves)
         take = [transport.post([comes]), transport.wait_recv(comes)]
