@@ -553,7 +553,7 @@ def many_failures(rank, ranks):
                 len(links._failures.verdicts),
                 len(links._questions._brought),
                 len(links._connections._streams),
-                len(transport._channels._channels),
+                len(transport._pair_groups._pairs),
             )
             return keys, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), *held
 
