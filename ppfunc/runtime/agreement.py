@@ -141,7 +141,7 @@ class Agreement:
         versions = f"torch {torch.__version__}, Python {platform.python_version()}"
         tied = f", tied {', '.join(f'{name}: {places}' for name, places in self._spec.tied)}" if self._spec.tied else ""
         facts = f"{versions}, schedule {self._schedule.name[:60]} ({self._schedule.digest}){tied}"
-        common, held = self._spec.update.facts(arguments.carry) if self._spec.update else ("", "")
+        common, held = self._spec.update.facts(arguments.update_state) if self._spec.update else ("", "")
         self._transport.require_same("; ".join(filter(None, (facts, common))))
         forms = (f"params[{s}] {form}" for s, form in arguments.form.params.items())
         self._transport.require_same("; ".join(filter(None, (*forms, held))), "data")

@@ -23,7 +23,7 @@ class Start(NamedTuple):
     def of(cls, first: int, before: Buffers | None) -> Start:
         """As they are now; the states of stages are about to change."""
         if before is not None:
-            before = Buffers(params=before.params, state=dict(before.state), scale=before.scale, carry=before.carry)
+            before = Buffers(params=before.params, state=dict(before.state), scale=before.scale, update_state=before.update_state)
         return cls(first, before)
 
 

@@ -53,7 +53,7 @@ def _further_places(ranks: TrainingRanks, progress: Progress, stage: int) -> set
 
 def join(rule: UpdateRule, ranks: TrainingRanks, buffers: Buffers, losses: dict[int, Tensor]) -> None:
     """Sum the norm and the loss over all ranks; conclude from them where the updates are to come."""
-    progress, p = buffers.carry, rule.norm_type
+    progress, p = buffers.update_state, rule.norm_type
     for stage in sorted({*progress.gradients, *progress.reducers}) if rule.needs_all else ():
         receive(rule, ranks, progress, stage)
     shares = torch.cat([torch.zeros(1, dtype=torch.float64, device=progress.state.step.device), *progress.shares])
