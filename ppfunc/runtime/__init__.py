@@ -13,10 +13,11 @@ A step function is called, and the data flows in one direction::
       transport        end               the sum of the losses; a step fails on every rank or on none
 
 `spec.py` says what the caller wants of a step; `refusals.py` refuses what nothing would honour. `calls.py` makes the calls of stage
-programs, `tail.py` those that end a program; `record.py` measures them; `nonfinite.py` runs passes again, to find where a number was
-first not finite. A transport is two protocols (`transport.py`), data and control, with three implementations: `InProcess`, `P2P` and
-`Simulated`. `control.py` is the tree along which ranks agree; where several pipelines train together, `grid.py` says which rank
-belongs where, `layouts.py` compares how tensors lie over them, and `collective.py` sums among them.
+programs, `tail.py` those that end a program, `update_calls.py` those that update parameters; `record.py` measures them; `nonfinite.py`
+runs passes again, to find where a number was first not finite. A transport is two protocols (`transport.py`), data and control, with
+three implementations: `InProcess`, `P2P` and `Simulated`. `control.py` is the tree along which ranks agree; where several pipelines
+train together, `grid.py` says which rank belongs where, `layouts.py` compares how tensors lie over them, and `collective.py` sums
+among them.
 """
 
 from .analysis import Lowered as Lowered

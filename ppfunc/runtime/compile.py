@@ -32,8 +32,9 @@ from .gradients import Gradients, Stack, Sum
 from .lowered import BATCH, LoweredStep
 from .overlap import Overlapped
 from .stage_programs import program_of
-from .tail import PlacedCall, is_late, sharding_call, share_input_gradients, sum_over_places, update_call, update_parameters
+from .tail import PlacedCall, share_input_gradients, sum_over_places
 from .transport import Call, DataTransport, Transfer
+from .update_calls import is_late, sharding_call, update_call, update_parameters
 
 
 class CompiledStep(NamedTuple):

@@ -13,8 +13,8 @@ from .buffers import Buffers, Tag
 from .compile import CompiledStep, gradients_of
 from .errors import Failure
 from .functorch import values
+from .losses import losses_of
 from .lowered import BATCH, LoweredStep
-from .tail import losses_of
 
 
 class StepFailed(Exception):

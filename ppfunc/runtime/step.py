@@ -24,6 +24,7 @@ from .errors import Failure
 from .execute import StepFailed, describe_inputs
 from .functorch import transforming
 from .interrupts import let_interrupts
+from .losses import losses_of
 from .nonfinite import require_finite
 from .passes import execute_passes
 from .record import Recorder, gather
@@ -31,7 +32,6 @@ from .results import StepResult, collect
 from .rng import preserve_rng
 from .spec import StepSpec
 from .stage_programs import forget
-from .tail import losses_of
 from .ties import require_declared
 from .transport import Transport
 
