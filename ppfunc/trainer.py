@@ -223,7 +223,7 @@ class Trainer:
         weights = [1 / (data.size * microbatches)] * microbatches if loss_weights is None else _read_weights(loss_weights, microbatches)
         raw = common._replace(
             inputs=inputs.map(cast) if isinstance(inputs, Microbatches) else cast(inputs), targets=targets, extras=extras,
-            loss_weights=weights, seed=seed, first=data.place * microbatches,
+            loss_weights=weights, seed=seed, first=data.index * microbatches,
         )  # fmt: skip
         return raw.passes(self._accumulate, self.schedule.microbatches)
 

@@ -6,7 +6,7 @@ import torch
 
 from ppfunc.schedule import Op, parts_of
 from ppfunc.schedule.instruction import TAIL
-from ppfunc.stage.abstract import place as line_of
+from ppfunc.stage.errors import line_of
 
 from .arguments import StepArguments
 from .buffers import Buffers, Tag

@@ -14,7 +14,7 @@ from ppfunc.stage.signature import differentiable
 
 from .arguments import StepArguments
 from .buffers import Buffers, Leaves
-from .calls import Place
+from .calls import Origin
 from .compile import CompiledStep, bind
 from .errors import Failure
 from .execute import StepFailed, fill
@@ -54,7 +54,7 @@ def located(
     world = transport.collective("world")
     number, found = _first(compiled, passes, before, transport)
     device = next(iter(compiled.lowered.form.devices.values()))
-    mine = number if number == _NOWHERE else number * world.size + world.place
+    mine = number if number == _NOWHERE else number * world.size + world.index
     least = torch.tensor(-mine, dtype=torch.int64, device=device)
     world.all_reduce(least, "max")()
     transport.rest()
@@ -62,14 +62,14 @@ def located(
         assert found is not None
         place, text = found
         return StepFailed(Failure(place.rank, place.position, place.instruction, FloatingPointError(f"{cause}; first not finite: {text}")))
-    if -int(least) == _NOWHERE and world.place == 0:
+    if -int(least) == _NOWHERE and world.index == 0:
         what = "every microbatch is finite by itself; what is not is their sum, over microbatches or ranks, or its norm"
         return FloatingPointError(f"{cause}; {what}")
     transport.end({}, {})
     raise AssertionError("a step ended of which another rank was to say where it failed")
 
 
-Found = tuple[Place, str]
+Found = tuple[Origin, str]
 
 
 def _first(

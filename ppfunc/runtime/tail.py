@@ -10,14 +10,14 @@ from ppfunc.schedule import Instruction, Op
 from ppfunc.stage import LeafSignature
 
 from .buffers import Buffers, Leaves, Tag
-from .calls import Place
+from .calls import Origin
 from .errors import AgreementError
 from .functorch import transformed
 from .lowered import BATCH, LoweredStep
 from .ties import DIGEST, SharedLeaf, digest, same_bits, shared_leaves
 from .transport import Call, DataTransport, Transfer
 
-PlacedCall = tuple[Call, Place]
+PlacedCall = tuple[Call, Origin]
 
 
 def sum_over_places(lowered: LoweredStep, data: DataTransport, summed: Callable[[LeafSignature], LeafSignature]) -> Iterator[PlacedCall]:
@@ -189,7 +189,7 @@ def share_input_gradients(lowered: LoweredStep, data: DataTransport) -> Iterator
     yield from _exchange(place, data, batch, collect)
 
 
-def _exchange(place: Place, data: DataTransport, batch: Sequence[Transfer], collect: Call) -> Iterator[PlacedCall]:
+def _exchange(place: Origin, data: DataTransport, batch: Sequence[Transfer], collect: Call) -> Iterator[PlacedCall]:
     """Post messages all together, in one order at both ends, so that no rank waits before it has sent its own parts;
     ``collect`` runs once all have arrived."""
     batch = sorted(batch, key=lambda transfer: transfer.tag)
@@ -200,6 +200,6 @@ def _exchange(place: Place, data: DataTransport, batch: Sequence[Transfer], coll
     return ((call, place) for call in calls if call is not None)
 
 
-def _last_place(lowered: LoweredStep, stage: int) -> Place:
+def _last_place(lowered: LoweredStep, stage: int) -> Origin:
     rank = lowered.schedule.placement[stage]
-    return Place(rank, len(lowered.schedule.programs[rank]) - 1, Instruction(Op.REDUCE_TIED, stage))
+    return Origin(rank, len(lowered.schedule.programs[rank]) - 1, Instruction(Op.REDUCE_TIED, stage))

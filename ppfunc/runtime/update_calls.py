@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from ppfunc.schedule import Instruction, Op
 
-from .calls import Place
+from .calls import Origin
 from .losses import losses_of
 from .lowered import LoweredStep
 from .tail import PlacedCall, wanted_of
@@ -12,7 +12,7 @@ from .ties import shared_leaves
 from .transport import Call
 
 
-def update_parameters(lowered: LoweredStep, updates: Sequence[Place]) -> Iterator[PlacedCall]:
+def update_parameters(lowered: LoweredStep, updates: Sequence[Origin]) -> Iterator[PlacedCall]:
     """Bind the REDUCE_GRAD and STEP that cannot be carried out where the schedule has them; see :func:`update_call`."""
     update, rank = lowered.spec.update, lowered.ranks[-1]
     if update is None:  # lowering refuses both
@@ -21,7 +21,7 @@ def update_parameters(lowered: LoweredStep, updates: Sequence[Place]) -> Iterato
     yield from ((call, place) for place in reductions if (call := update_call(lowered, place.instruction)))
     made = [(call, place) for place in steps if (call := update_call(lowered, place.instruction))]
     end = Instruction(Op.STEP, lowered.schedule.stages_of(rank)[-1])
-    last = Place(rank, len(lowered.schedule.programs[rank]) - 1, end)
+    last = Origin(rank, len(lowered.schedule.programs[rank]) - 1, end)
     joined = [(lambda buffers: update.join(buffers, losses_of(lowered, buffers)), last)]
     yield from [*joined, *made] if update.together else [*made, *joined]
 
