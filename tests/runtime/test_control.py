@@ -22,6 +22,7 @@ from ppfunc.runtime.grid import Axes
 from ppfunc.runtime.inprocess import InProcess
 from ppfunc.runtime.p2p import P2P
 from ppfunc.runtime.socket_links import SocketLinks
+from ppfunc.runtime.sockets import Address, connect
 from ppfunc.runtime.suspects import Answer
 from ppfunc.runtime.transport import LossPart, Route, Transfer
 from ppfunc.schedule.formats.text import parse_instruction
@@ -587,3 +588,10 @@ def test_private_names_of_torch_are_there():
     ]
     assert gone == []
     assert all(hasattr(_torch, user) for user in used)
+
+
+def test_names_of_channels_that_a_greeting_cannot_hold_are_refused():
+    nowhere = Address([], 9, "00" * 16)
+    assert connect(nowhere, 0, "8 letter") is None
+    with pytest.raises(ValueError, match="channel: got '9 letters', expected a name of at most 8 bytes"):
+        connect(nowhere, 0, "9 letters")
