@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from inspect import signature
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -41,11 +42,12 @@ def mistakes_told(transport: Transport | None) -> Iterator[None]:
 
 
 def told_to_peers(make: Callable[P, R]) -> Callable[P, R]:
-    """Tell the other ranks of a mistake in a call of ``make``, in the names of its arguments too; the fourth is the transport."""
+    """Tell the other ranks of a mistake in a call of ``make``, in the names of its arguments too; one is the transport."""
+    n = list(signature(make).parameters).index("transport")  # not bound: a wrong name is to be told, too
 
     @wraps(make)
     def making(*args: P.args, **kwargs: P.kwargs) -> R:
-        with mistakes_told(kwargs.get("transport", args[3] if len(args) > 3 else None)):  # type: ignore[arg-type]
+        with mistakes_told(kwargs.get("transport", args[n] if len(args) > n else None)):  # type: ignore[arg-type]
             return make(*args, **kwargs)
 
     return making

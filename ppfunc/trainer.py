@@ -211,7 +211,7 @@ class Trainer:
         params = {s: self._ranks.given(tree, self._rule.precision) for s, tree in state.params.items()}
         begun = state._replace(params=dict(state.params), optimizer=dict(state.optimizer))
         return RawArguments(
-            params, None, state=state.stage_state, scale=state.scale.get("scale"), carry=Progress(begun, weighted, written=written),
+            params, None, state=state.stage_state, scale=state.scale.get("scale"), update_state=Progress(begun, weighted, written=written),
             common="own weights" if weighted else "equal weights",
         )  # fmt: skip
 
@@ -224,7 +224,7 @@ class Trainer:
         weights = [1 / (data.size * microbatches)] * microbatches if loss_weights is None else _read_weights(loss_weights, microbatches)
         raw = common._replace(
             inputs=inputs.map(cast) if isinstance(inputs, Microbatches) else cast(inputs), targets=targets, extras=extras,
-            loss_weights=weights, seed=seed, first=data.place * microbatches,
+            loss_weights=weights, seed=seed, first=data.index * microbatches,
         )  # fmt: skip
         return raw.passes(self._accumulate, self.schedule.microbatches)
 
@@ -247,14 +247,14 @@ class Trainer:
         require_not_given_up(state)
 
     def _updated(self, result: StepResult, raw: list[RawArguments]) -> tuple[TrainState, list[Metrics]]:
-        progress: Progress = result.carry
+        progress: Progress = result.update_state
         steps = len(progress.metrics)
         of_stages = [{s: _part(tree, n, steps) for s, tree in result.aux.metrics.items()} for n in range(steps)]
         metrics = [found._replace(stages=own) for found, own in zip(progress.metrics, of_stages, strict=True)]
         return progress.state._replace(stage_state=result.aux.state), metrics
 
     def _loss(self, result: StepResult, raw: list[RawArguments]) -> torch.Tensor:
-        return result.carry.metrics[0].loss
+        return result.update_state.metrics[0].loss
 
 
 def _require_trees(name: str, trees: Any, stages: Sequence[int], *, some: bool = False) -> None:

@@ -9,15 +9,16 @@ A step function is called, and the data flows in one direction::
         lower.py       lower             stages, schedule, form -> LoweredStep (lowered.py): every edge        } once
         compile.py     compile_step      LoweredStep -> CompiledStep: stage programs, one flat list of calls   } per
         agreement.py   conclude          all ranks agree on the forms of losses and of shared parameters       } form
-      nonfinite.py     execute_passes    every pass of the schedule; again, to find which call was first, where numbers are not finite:
-        execute.py     fill, execute     leaves -> buffers of this call alone; every call in turn
+      passes.py        execute_passes    every pass in turn, each from the buffers of the one before:
+        execute.py     fill, execute     leaves -> buffers of this pass alone; every call in turn
       results.py       collect           buffers -> losses, gradients, outputs, metrics, state
       transport        end               the sum of the losses; a step fails on every rank or on none
 
 `spec.py` says what the caller wants of a step; `refusals.py` refuses what nothing would honour. `calls.py` makes the calls of stage
-programs, `tail.py` those that end a program; `record.py` measures them. A transport is two protocols (`transport.py`), data and
+programs, `tail.py` those that end a program, `update_calls.py` those that update parameters; `record.py` measures them;
+`nonfinite.py` runs passes again, to find where a number was first not finite. A transport is two protocols (`transport.py`), data and
 control, with three implementations: `InProcess`, `P2P` and `Simulated`. Where several pipelines train together, `grid.py` says which
-rank belongs where, `meshes.py` compares how tensors lie over them, and `collective.py` sums among them.
+rank belongs where, `layouts.py` compares how tensors lie over them, and `collective.py` sums among them.
 
 Between processes, from what a step sees down to sockets::
 
@@ -28,7 +29,7 @@ Between processes, from what a step sees down to sockets::
           socket_links.py  SocketLinks   over TCP: failure_tree.py decides on failures, suspects.py finds who holds up the others,
                                          meeting.py learns where ranks listen, first of a store (rendezvous.py),
                                          connections.py owns and watches the connections (sockets.py)
-      channels.py      Channels          tensors between two ranks, over gloo or NCCL; opening.py opens their communicators
+      pair_groups.py   PairGroups        tensors between two ranks, over gloo or NCCL; opening.py opens their communicators
 """
 
 from .analysis import Lowered as Lowered

@@ -23,12 +23,12 @@ from .cache import keep
 from .errors import AgreementError
 from .form import StepForm
 from .interrupts import let_interrupts
+from .layouts import laid_out, require_same_layouts
 from .lowered import LoweredStep
-from .meshes import laid_out, require_same_layouts
 from .spec import StepSpec
 from .stage_programs import autocast
-from .ties import links_of_shared, require_same_forms, shared_forms
-from .transport import ControlTransport, Link, LossPart, Transport
+from .ties import require_same_forms, routes_of_shared, shared_forms
+from .transport import ControlTransport, LossPart, Route, Transport
 
 Edges = dict[tuple[int, int], tuple[Signature, ...]]  # by (source, destination), the signature of every microbatch
 
@@ -141,12 +141,12 @@ class Agreement:
         versions = f"torch {torch.__version__}, Python {platform.python_version()}"
         tied = f", tied {', '.join(f'{name}: {places}' for name, places in self._spec.tied)}" if self._spec.tied else ""
         facts = f"{versions}, schedule {self._schedule.name[:60]} ({self._schedule.digest}){tied}"
-        common, held = self._spec.update.facts(arguments.carry) if self._spec.update else ("", "")
+        common, held = self._spec.update.facts(arguments.update_state) if self._spec.update else ("", "")
         self._transport.require_same("; ".join(filter(None, (facts, common))))
         forms = (f"params[{s}] {form}" for s, form in arguments.form.params.items())
         self._transport.require_same("; ".join(filter(None, (*forms, held))), "data")
         with let_interrupts():
-            self._transport.connect(links_of(self._schedule, self._spec))
+            self._transport.connect(routes_of(self._schedule, self._spec))
         self.generation = self._transport.generation
 
     def _tell(self, lowered: LoweredStep, edges: Edges) -> Agreed:
@@ -180,14 +180,14 @@ def _leaf(text: str) -> LeafSignature:
     return Signature.from_json(text).leaves[0]
 
 
-def links_of(schedule: Schedule, spec: StepSpec) -> Iterator[Link]:
+def routes_of(schedule: Schedule, spec: StepSpec) -> Iterator[Route]:
     """Where messages travel between ranks: along edges and back, and between the places of a parameter."""
     home = schedule.placement
     for a, b in schedule.crossing_edges:
-        yield Link("F", home[a], home[b])
+        yield Route("F", home[a], home[b])
         if not schedule.forward_only:
-            yield Link("B", home[b], home[a])
-    yield from links_of_shared(schedule, spec.tied)
+            yield Route("B", home[b], home[a])
+    yield from routes_of_shared(schedule, spec.tied)
 
 
 # -- signatures on edges -------------------------------------------------------------------------------------------

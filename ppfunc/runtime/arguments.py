@@ -28,7 +28,7 @@ class RawArguments(NamedTuple):
         ends: whether the gradients are complete after this pass, so that what ends a program runs.
         first: the number of the first microbatch, of which random numbers depend.
         scale: what the cotangents of the loss are multiplied by, a tensor of one element.
-        carry: belongs to the update of a step that has one.
+        update_state: belongs to the update of a step that has one.
         common: what all ranks that train together have to agree on, beside the call.
     """
 
@@ -42,7 +42,7 @@ class RawArguments(NamedTuple):
     ends: bool = True
     first: int = 0
     scale: torch.Tensor | None = None
-    carry: Any = None
+    update_state: Any = None
     common: str = ""
 
     def passes(self, count: int, microbatches: int) -> list[RawArguments]:
@@ -74,7 +74,7 @@ class StepArguments(NamedTuple):
         extras: likewise, by stage of the model.
         loss_weights: weight of every microbatch, float64[m]; None for ``1/m`` each.
         seed: ``(seed, step)``, or None.
-        ends, first, scale, carry, common: as given.
+        ends, first, scale, update_state, common: as given.
         form: of all of them.
         trees: the form of every tree, by its name.
     """
@@ -91,7 +91,7 @@ class StepArguments(NamedTuple):
     ends: bool = True
     first: int = 0
     scale: torch.Tensor | None = None
-    carry: Any = None
+    update_state: Any = None
     common: str = ""
 
     @property
@@ -148,7 +148,7 @@ def read_arguments(
     weights = read_loss_weights(raw.loss_weights, m)
     seed = read_seed(raw.seed)
     return StepArguments(
-        params, states, inputs, targets, further, weights, seed, form, trees, raw.ends, raw.first, raw.scale, raw.carry, raw.common
+        params, states, inputs, targets, further, weights, seed, form, trees, raw.ends, raw.first, raw.scale, raw.update_state, raw.common
     )
 
 

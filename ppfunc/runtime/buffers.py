@@ -50,7 +50,7 @@ class Buffers:
         scale: what the cotangents of the loss are multiplied by, None for 1.
         ends: whether the gradients are complete after this pass.
         first: the number of the first microbatch among those of all passes and data ranks.
-        carry: what belongs to the caller's update, see :class:`ppfunc.runtime.spec.ParameterUpdate`.
+        update_state: what belongs to the caller's update, see :class:`ppfunc.runtime.spec.ParameterUpdate`.
         pending: messages that the transport has posted and not waited for, by tag; only the transport looks into it.
     """
 
@@ -71,7 +71,7 @@ class Buffers:
     scale: torch.Tensor | None = None
     ends: bool = True
     first: int = 0
-    carry: Any = None
+    update_state: Any = None
     pending: dict[Tag, Any] = field(default_factory=dict)
 
     def kept_params(self, model: int) -> Leaves:

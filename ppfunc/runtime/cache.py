@@ -8,8 +8,7 @@ from ppfunc.stage.errors import warn
 
 from .arguments import StepArguments
 from .compile import CompiledStep
-from .grid import LaidOut
-from .meshes import laid_out
+from .layouts import LaidOut, laid_out
 from .stage_programs import autocast, modes
 from .transport import LossPart, Mode
 
@@ -65,7 +64,7 @@ class Last(NamedTuple):
     @classmethod
     def of(cls, arguments: StepArguments, name: str, entry: Entry) -> Self:
         """A step for these arguments under the present autocast."""
-        bare = arguments._replace(params={}, state={}, inputs=(), targets=(), extras={}, scale=None, carry=None)
+        bare = arguments._replace(params={}, state={}, inputs=(), targets=(), extras={}, scale=None, update_state=None)
         return cls(bare, name, autocast(), entry)
 
     def require_same_modes(self) -> None:

@@ -25,7 +25,7 @@ from .rng import generator_of
 from .transport import Call
 
 
-class Place(NamedTuple):
+class Origin(NamedTuple):
     """Where in the schedule a call comes from; ``awaited`` is the message that it waits for, if it does nothing else."""
 
     rank: int

@@ -25,12 +25,12 @@ class Collective:
 
     Args:
         size: how many ranks.
-        place: of this rank among them.
+        index: of this rank among them.
         guard: calls what waits for an operation, and makes of its errors those of the transport.
     """
 
-    def __init__(self, size: int = 1, place: int = 0, guard: Callable[[Wait], None] = _call) -> None:
-        self.size, self.place = size, place
+    def __init__(self, size: int = 1, index: int = 0, guard: Callable[[Wait], None] = _call) -> None:
+        self.size, self.index = size, index
         self.group: Any = None  # until the transport has connected, and again after a failure
         self._guard = guard
         self._running: dict[int, tuple[Any, ...]] = {}  # works and their tensors; whoever keeps a Wait keeps none of them

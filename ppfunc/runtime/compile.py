@@ -16,7 +16,7 @@ from ppfunc.stage import Engine, Signature, StageProgram
 
 from .buffers import Buffers, Key, Tag
 from .calls import (
-    Place,
+    Origin,
     backward,
     backward_call,
     forward,
@@ -32,8 +32,9 @@ from .gradients import Gradients, Stack, Sum
 from .lowered import BATCH, LoweredStep
 from .overlap import Overlapped
 from .stage_programs import program_of
-from .tail import PlacedCall, is_late, sharding_call, share_input_gradients, sum_over_places, update_call, update_parameters
+from .tail import PlacedCall, share_input_gradients, sum_over_places
 from .transport import Call, DataTransport, Transfer
+from .update_calls import is_late, sharding_call, update_call, update_parameters
 
 
 class CompiledStep(NamedTuple):
@@ -50,7 +51,7 @@ class CompiledStep(NamedTuple):
     lowered: LoweredStep
     programs: Mapping[Key, StageProgram]
     calls: tuple[Call, ...]
-    places: tuple[Place, ...]
+    places: tuple[Origin, ...]
     run: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -131,7 +132,7 @@ class _Binding(NamedTuple):
     programs: Mapping[Key, StageProgram]
     data: DataTransport
     loaded: set[Key]
-    late: list[Place]
+    late: list[Origin]
 
     @property
     def frees(self) -> bool:
@@ -152,19 +153,19 @@ def _step(binding: _Binding, rank: int, position: int, completed: Sequence[Instr
     step, overlapped = lowered.schedule.programs[rank][position], lowered.spec.overlapped
     posted = [i for i in step if i.op in COMMUNICATION]
     if batch := [t for i in posted for t in _transfers(lowered, i)]:
-        yield from _at(Place(rank, position, posted[0]), data.post(batch))
+        yield from _at(Origin(rank, position, posted[0]), data.post(batch))
     for instruction in step:
         if instruction.op is Op.OVERLAP_F_B and overlapped is not None and not lowered.schedule.forward_only:
-            yield from _overlap(binding, overlapped, Place(rank, position, instruction))
+            yield from _overlap(binding, overlapped, Origin(rank, position, instruction))
         elif instruction.op not in COMMUNICATION:
             for part in parts_of(instruction):
-                yield from _instruction(binding, Place(rank, position, part))
+                yield from _instruction(binding, Origin(rank, position, part))
     for instruction in completed:
         for transfer in _transfers(lowered, instruction):
-            yield from _at(Place(rank, position, instruction, transfer.tag), data.wait_send(transfer))
+            yield from _at(Origin(rank, position, instruction, transfer.tag), data.wait_send(transfer))
 
 
-def _at(place: Place, *calls: Call | None) -> Iterator[PlacedCall]:
+def _at(place: Origin, *calls: Call | None) -> Iterator[PlacedCall]:
     return ((call, place) for call in calls if call is not None)
 
 
@@ -187,7 +188,7 @@ def tag_of(schedule: Schedule, message: Instruction) -> Tag:
     return Tag("F" if message.op in (Op.SEND_F, Op.RECV_F) else "B", source, destination, message.microbatch)
 
 
-def _arrivals(binding: _Binding, place: Place, part: Instruction) -> Iterator[PlacedCall]:
+def _arrivals(binding: _Binding, place: Origin, part: Instruction) -> Iterator[PlacedCall]:
     """Wait for what a forward or a backward consumes of other ranks."""
     stage, microbatch = _key(part)
     low, ahead = binding.lowered.stages[stage, microbatch], part.op is Op.F
@@ -202,7 +203,7 @@ def _arrivals(binding: _Binding, place: Place, part: Instruction) -> Iterator[Pl
 # -- instructions that compute -------------------------------------------------------------------------------------
 
 
-def _instruction(binding: _Binding, place: Place) -> Iterator[PlacedCall]:
+def _instruction(binding: _Binding, place: Origin) -> Iterator[PlacedCall]:
     part = place.instruction
     if part.op is Op.REDUCE_TIED:
         return  # sums over places end the program, see sum_over_places
@@ -240,7 +241,7 @@ def _instruction(binding: _Binding, place: Place) -> Iterator[PlacedCall]:
             raise AssertionError(part)  # lowering refuses it
 
 
-def _overlap(binding: _Binding, run: Overlapped, place: Place) -> Iterator[PlacedCall]:
+def _overlap(binding: _Binding, run: Overlapped, place: Origin) -> Iterator[PlacedCall]:
     """A forward and a backward that the caller's function runs as one: both wait for what they consume first."""
     ahead, back = place.instruction.parts
     (first_low, first_program), (second_low, second_program) = (

@@ -13,11 +13,11 @@ import torch
 
 from .disagreement import require_same_facts, require_same_modes, require_same_step
 from .errors import Failure, FailureRecord, LinkError
-from .grid import Grid, LaidOut
+from .grid import Grid
 from .interrupts import hold_interrupts, keep_holding
+from .layouts import LaidOut, require_alike
 from .links import Links
 from .loss_bytes import bytes_of, sum_from, summed
-from .meshes import require_alike
 from .rank_tree import is_below
 from .transport import LossPart, Mode
 from .tree_messages import BEGIN, END, LOSSES, SHAPES, TreeMessages

@@ -6,15 +6,15 @@ import torch
 
 from ppfunc.schedule import Op, parts_of
 from ppfunc.schedule.instruction import TAIL
-from ppfunc.stage.abstract import place as line_of
+from ppfunc.stage.errors import line_of
 
 from .arguments import StepArguments
 from .buffers import Buffers, Tag
 from .compile import CompiledStep, gradients_of
 from .errors import Failure
 from .functorch import values
+from .losses import losses_of
 from .lowered import BATCH, LoweredStep
-from .tail import losses_of
 
 
 class StepFailed(Exception):
@@ -60,10 +60,11 @@ def fill(lowered: LoweredStep, arguments: StepArguments, before: Buffers | None 
         raise ValueError(f"stage {lowered.drawing[0]} draws random numbers; pass seed=(seed, step) to the step, two integers")
     schedule = lowered.schedule
     buffers = Buffers(params=dict(arguments.params), state=dict(arguments.state), seed=arguments.seed)
-    buffers.ends, buffers.first, buffers.scale, buffers.carry = arguments.ends, arguments.first, arguments.scale, arguments.carry
+    buffers.ends, buffers.first = arguments.ends, arguments.first
+    buffers.scale, buffers.update_state = arguments.scale, arguments.update_state
     buffers.bare = arguments.params
     if before is not None:
-        buffers.params, buffers.state, buffers.scale, buffers.carry = before.params, before.state, before.scale, before.carry
+        buffers.params, buffers.state, buffers.scale, buffers.update_state = before.params, before.state, before.scale, before.update_state
         buffers.kept_before = [*before.kept_before, before.kept] if "aux" in lowered.spec.wants else []
         if not before.ends:
             buffers.gradients = before.gradients

@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from einops import rearrange
 from torch.distributed.device_mesh import DeviceMesh
-
-
-class LaidOut(NamedTuple):
-    """How the DTensors among the arguments of a step lie over meshes.
-
-    Args:
-        leaves: dtype and layout, by the name of the leaf.
-        digest: of all of them, equal where they are; empty where there are none.
-    """
-
-    leaves: Mapping[str, str]
-    digest: str
-
-    def __str__(self) -> str:
-        return "; ".join(f"{name}: {leaf}" for name, leaf in self.leaves.items()) or "no DTensors"
 
 
 class Axes(NamedTuple):

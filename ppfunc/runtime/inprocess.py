@@ -10,8 +10,8 @@ import torch
 from .buffers import Buffers
 from .collective import Among, Collective
 from .errors import AgreementError, Failure, PipelineError
-from .grid import LaidOut
-from .transport import Call, Link, LossPart, Mode, Transfer
+from .layouts import LaidOut
+from .transport import Call, LossPart, Mode, Route, Transfer
 
 
 class InProcess:
@@ -73,7 +73,7 @@ class InProcess:
             return failure.cause
         return PipelineError(failure.rank, failure.position, failure.instruction, failure.reason)
 
-    def connect(self, links: Iterable[Link]) -> None:
+    def connect(self, routes: Iterable[Route]) -> None:
         pass
 
     def collective(self, among: Among) -> Collective:

@@ -152,10 +152,10 @@ def _lower_stage(
     require_layouts(model, boundary, form.params[model], zip(givers, signatures, strict=True))
     example = (params, received_signature(givers, signatures), *extras)
     outline = outline_of(function, example, f"stage {model}", form.devices[model])
-    carry, skips, loss = children(outline.y)
+    activation, skips, loss = children(outline.y)
     outputs, metrics, state = children(outline.aux)
-    carry, outputs = (tree.laid_out(boundary.mesh, boundary.outputs, f"the output of stage {model}") for tree in (carry, outputs))
-    sent = (*(() if schedule.successor(stage) is None else (carry,)), *children(skips))
+    activation, outputs = (tree.laid_out(boundary.mesh, boundary.outputs, f"the output of stage {model}") for tree in (activation, outputs))
+    sent = (*(() if schedule.successor(stage) is None else (activation,)), *children(skips))
     sinks = tuple(map(Edge, sinks_of(schedule, stage), sent))
     low = LoweredStage(
         model, function, example, form.params[model], form.devices[model], outline, received, sinks,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -14,10 +14,10 @@ from ppfunc.stage.signature import differentiable
 
 from .arguments import StepArguments
 from .buffers import Buffers, Leaves
-from .calls import Place
+from .calls import Origin
 from .compile import CompiledStep, bind
 from .errors import Failure
-from .execute import StepFailed, execute, fill
+from .execute import StepFailed, fill
 from .gradients import LeafGradients
 from .lowered import LoweredStage
 from .ties import leaf_names
@@ -30,41 +30,6 @@ class NotFinite(FloatingPointError):
     """The loss or the gradients of a step are not finite: raised on all ranks, before anything is changed."""
 
 
-class Start(NamedTuple):
-    """Where the passes of a step begin: their numbers among all passes, and the buffers of the one before, None for the first."""
-
-    first: int
-    before: Buffers | None
-
-    @classmethod
-    def of(cls, first: int, before: Buffers | None) -> Start:
-        """As they are now; the states of stages are about to change."""
-        if before is not None:
-            before = Buffers(params=before.params, state=dict(before.state), scale=before.scale, carry=before.carry)
-        return cls(first, before)
-
-
-def execute_passes(compiled: CompiledStep, passes: Sequence[StepArguments], transport: Transport) -> Buffers:
-    """Run the passes of a step; return the buffers of the last.
-
-    Raises:
-        StepFailed: with the place of the call that raised; where an update finds numbers that are not finite, of the first of them.
-    """
-    buffers: Buffers | None = None
-    start = Start(0, None)
-    for n, part in enumerate(passes):
-        if compiled.lowered.spec.finite and (buffers is None or buffers.ends):
-            start = Start.of(n, buffers)
-        try:
-            buffers = execute(compiled, fill(compiled.lowered, part, buffers))
-        except StepFailed as failed:
-            if isinstance(cause := failed.failure.cause, NotFinite):
-                raise _located(compiled, passes[start.first : n + 1], start, transport, cause) from cause
-            raise
-    assert buffers is not None
-    return buffers
-
-
 def require_finite(made: Sequence[torch.Tensor], compiled: CompiledStep, passes: Sequence[StepArguments], transport: Transport) -> None:
     """Raise on all ranks where one of the losses and gradients of one is not finite; reads a number of the device."""
     device = next(iter(compiled.lowered.form.devices.values()))
@@ -73,20 +38,23 @@ def require_finite(made: Sequence[torch.Tensor], compiled: CompiledStep, passes:
     transport.collective("world").all_reduce(count)()
     if count > 0:
         cause = NotFinite("the loss or a gradient is not finite")
-        raise _located(compiled, passes, Start(0, None), transport, cause) from cause
+        raise located(compiled, passes, None, transport, cause) from cause
 
 
-def _located(
-    compiled: CompiledStep, passes: Sequence[StepArguments], start: Start, transport: Transport, cause: NotFinite
+def located(
+    compiled: CompiledStep, passes: Sequence[StepArguments], before: Buffers | None, transport: Transport, cause: NotFinite
 ) -> BaseException:
     """Run the passes of a step again, on all ranks; return the error to raise on this one.
 
     The rank that comes first in the schedule, of those with a number that is not finite, names the place; the others wait to hear of it.
+
+    Args:
+        before: the buffers of the pass before these, None for the first.
     """
     world = transport.collective("world")
-    number, found = _first(compiled, passes, start, transport)
+    number, found = _first(compiled, passes, before, transport)
     device = next(iter(compiled.lowered.form.devices.values()))
-    mine = number if number == _NOWHERE else number * world.size + world.place
+    mine = number if number == _NOWHERE else number * world.size + world.index
     least = torch.tensor(-mine, dtype=torch.int64, device=device)
     world.all_reduce(least, "max")()
     transport.rest()
@@ -94,17 +62,19 @@ def _located(
         assert found is not None
         place, text = found
         return StepFailed(Failure(place.rank, place.position, place.instruction, FloatingPointError(f"{cause}; first not finite: {text}")))
-    if -int(least) == _NOWHERE and world.place == 0:
+    if -int(least) == _NOWHERE and world.index == 0:
         what = "every microbatch is finite by itself; what is not is their sum, over microbatches or ranks, or its norm"
         return FloatingPointError(f"{cause}; {what}")
     transport.end({}, {})
     raise AssertionError("a step ended of which another rank was to say where it failed")
 
 
-Found = tuple[Place, str]
+Found = tuple[Origin, str]
 
 
-def _first(compiled: CompiledStep, passes: Sequence[StepArguments], start: Start, transport: Transport) -> tuple[int, Found | None]:
+def _first(
+    compiled: CompiledStep, passes: Sequence[StepArguments], before: Buffers | None, transport: Transport
+) -> tuple[int, Found | None]:
     """The first place on this rank, and its number in the order of all ranks."""
     lowered = compiled.lowered._replace(spec=compiled.lowered.spec._replace(overlapped=None))
     notes: list[str] = []
@@ -112,7 +82,7 @@ def _first(compiled: CompiledStep, passes: Sequence[StepArguments], start: Start
     bound = bind(lowered, programs, transport, tail=False)
     order = {place: n for n, place in enumerate(linearize(lowered.schedule))}
     found: Found | None = None
-    number, buffers = _NOWHERE, start.before
+    number, buffers = _NOWHERE, before
     for n, part in enumerate(passes):
         buffers = fill(lowered, part, buffers)
         for call, place in zip(bound.calls, bound.places, strict=True):

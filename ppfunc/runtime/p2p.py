@@ -14,23 +14,23 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import _torch
-from .channels import Channels, lost
 from .collective import Among, Collective
 from .connections import Connections
 from .control import Control
 from .errors import Failure, LinkError, PipelineError, gone
 from .grid import Axes, grid_of
 from .opening import open_group
+from .pair_groups import PairGroups, lost
 from .rendezvous import Rendezvous
 from .socket_links import SocketLinks
 from .suspects import Answer
-from .transport import Call, Link, LossPart, Transfer
+from .transport import Call, LossPart, Route, Transfer
 from .tree_messages import TreeMessages
 
 # Modules whose frames hold connections.
 _OWN = {
     __name__,
-    *(own.__module__ for own in (Collective, Control, TreeMessages, SocketLinks, Connections, Rendezvous, Channels, open_group)),
+    *(own.__module__ for own in (Collective, Control, TreeMessages, SocketLinks, Connections, Rendezvous, PairGroups, open_group)),
 }
 _DRAIN = 1.0  # seconds for what a step has given the GPU
 
@@ -89,7 +89,7 @@ class P2P(Control):
         self.backend = self._rendezvous.backend
         if self.backend == "nccl":
             self.sum_on_device = self._sum
-        self._channels = Channels(self._rendezvous, links, self.line)
+        self._pair_groups = PairGroups(self._rendezvous, links, self.line)
         self._collectives: dict[Among, Collective] = {}
         self.mesh, self.axes = mesh, axes
         links.status, links.on_failure = self._status, self._unblock
@@ -147,7 +147,7 @@ class P2P(Control):
         ranks, or will.
         """
         if self.backend == "nccl" and self._executing and committed <= self.ended:
-            for group in (*self._channels.groups, *(c.group for c in self._collectives.values() if c.group is not None)):
+            for group in (*self._pair_groups.groups, *(c.group for c in self._collectives.values() if c.group is not None)):
                 group.abort()
 
     def tear_down(self) -> None:
@@ -166,8 +166,8 @@ class P2P(Control):
 
     # -- data ------------------------------------------------------------------------------
 
-    def connect(self, links: Iterable[Link]) -> None:
-        self._channels.connect(links)
+    def connect(self, routes: Iterable[Route]) -> None:
+        self._pair_groups.connect(routes)
         for among, collective in sorted(self._collectives.items()):  # every rank is on its way here: they have just compared facts
             if collective.group is None and collective.size > 1:
                 members = self._members(among)
@@ -195,13 +195,13 @@ class P2P(Control):
         return {"data": self.grid.data, "model": self.grid.model, "world": tuple(range(self.grid.size))}[among]
 
     def post(self, batch: Sequence[Transfer]) -> Call | None:
-        return self._channels.post(batch)
+        return self._pair_groups.post(batch)
 
     def wait_recv(self, transfer: Transfer) -> Call | None:
-        return self._channels.wait_recv(transfer)
+        return self._pair_groups.wait_recv(transfer)
 
     def wait_send(self, transfer: Transfer) -> Call | None:
-        return self._channels.wait_send(transfer)
+        return self._pair_groups.wait_send(transfer)
 
     def _disconnect(self) -> None:
         """End every communicator: peers that wait on one raise at once. The next step makes new ones.
@@ -210,7 +210,7 @@ class P2P(Control):
         """
         if self.backend == "nccl" and not self._executing:
             _torch.finish_soon(_DRAIN)
-        ended = self._channels.let_go() + [collective.let_go() for collective in self._collectives.values()]
+        ended = self._pair_groups.let_go() + [collective.let_go() for collective in self._collectives.values()]
         for group in ended if self.backend == "nccl" else ():
             if group is not None:
                 group.abort()

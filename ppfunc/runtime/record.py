@@ -17,7 +17,7 @@ from ppfunc.schedule.instruction import COMMUNICATION, SENDS
 from ppfunc.schedule.simulate import Timeline, timeline_of
 
 from .buffers import Buffers, Tag
-from .calls import Place
+from .calls import Origin
 from .compile import CompiledStep, tag_of
 from .transport import Call, ControlTransport
 
@@ -94,7 +94,7 @@ def gather(compiled: CompiledStep, intervals: Sequence[Interval], control: Contr
     return _timeline(schedule, spans)
 
 
-def _spans(schedule: Schedule, rank: int, places: Sequence[Place], intervals: Sequence[Interval]) -> list[Interval]:
+def _spans(schedule: Schedule, rank: int, places: Sequence[Origin], intervals: Sequence[Interval]) -> list[Interval]:
     """Start and end of every instruction of a rank; of a SEND its posting, of a RECV the wait for it."""
     at: dict[tuple[int, Instruction | None], Interval] = {}
     waited: dict[Tag, Interval] = {}

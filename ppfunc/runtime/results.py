@@ -42,7 +42,7 @@ class StepResult(NamedTuple):
         input_grads: those of the inputs, in their form; None where this process runs no first stage.
         outputs: what the last stages of this process return, in the form of the inputs; None where it runs none.
         aux: metrics and state, :class:`Aux`.
-        carry: what the update of the step has left.
+        update_state: what the update of the step has left.
     """
 
     loss: Any = None
@@ -50,7 +50,7 @@ class StepResult(NamedTuple):
     input_grads: Any = None
     outputs: Any = None
     aux: Any = None
-    carry: Any = None
+    update_state: Any = None
 
 
 def collect(lowered: LoweredStep, passes: Sequence[StepArguments], buffers: Buffers) -> StepResult:
@@ -62,7 +62,7 @@ def collect(lowered: LoweredStep, passes: Sequence[StepArguments], buffers: Buff
         _input_gradients(lowered, arguments, buffers, owned) if "input_grads" in wants else None,
         _outputs(lowered, buffers, owned) if "outputs" in wants else None,
         _aux(lowered, arguments, buffers, owned) if "aux" in wants else None,
-        buffers.carry,
+        buffers.update_state,
     )
 
 

@@ -11,7 +11,8 @@ from hmac import compare_digest
 from typing import NamedTuple
 
 _HEADER = struct.Struct("<IQ")  # generation, bytes that follow
-_GREETING = struct.Struct("<16sI8s")  # token of the listener, rank, channel
+_NAME = 8  # bytes of the name of a channel
+_GREETING = struct.Struct(f"<16sI{_NAME}s")  # token of the listener, rank, channel
 _SOON = 2.0  # seconds for a host to answer
 _WELCOME = b"+"
 
@@ -179,8 +180,11 @@ def connect(address: Address, rank: int, channel: str) -> socket.socket | None:
     """Open a connection to a listener, which adopts it; None where no host answers as that listener.
 
     Raises:
+        ValueError: the name of the channel is too long for the greeting.
         TimeoutError: a host that may be the one has not answered; it may be busy, or its process may be stopped.
     """
+    if len(channel.encode()) > _NAME:
+        raise ValueError(f"channel: got {channel!r}, expected a name of at most {_NAME} bytes; make it shorter")
     names = ["127.0.0.1", *address.hosts] if address.hosts == hosts() else address.hosts
     busy: TimeoutError | None = None
     for name in names:

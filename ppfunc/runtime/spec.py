@@ -17,7 +17,7 @@ from .ties import Tied
 
 
 class ParameterUpdate(NamedTuple):
-    """Carry out REDUCE_GRAD and STEP. All functions read and write ``buffers.carry``, the caller's own.
+    """Carry out REDUCE_GRAD and STEP. All functions read and write ``buffers.update_state``, the caller's own.
 
     Args:
         begin: before the first pass, ``begin(arguments of every pass)`` gives those that the step runs with.
@@ -31,7 +31,7 @@ class ParameterUpdate(NamedTuple):
         unshard: at UNSHARD, ``unshard(buffers, stage of the model)`` puts whole parameters into ``buffers.params``, and this rank's
             shards of them into ``buffers.shards``; None where parameters are whole.
         together: whether every STEP comes after ``join``; else each comes where the schedule has it, and ``join`` in the end.
-        facts: ``facts(carry)`` gives two texts of terms, which ranks compare where they meet. All ranks agree on the first. On the
+        facts: ``facts(update_state)`` gives two texts of terms, which ranks compare where they meet. All ranks agree on the first. On the
             second agree those that hold the same parameters, for other batches.
     """
 

@@ -24,13 +24,14 @@ from .errors import Failure
 from .execute import StepFailed, describe_inputs
 from .functorch import transforming
 from .interrupts import let_interrupts
-from .nonfinite import execute_passes, require_finite
+from .losses import losses_of
+from .nonfinite import require_finite
+from .passes import execute_passes
 from .record import Recorder, gather
 from .results import StepResult, collect
 from .rng import preserve_rng
 from .spec import StepSpec
 from .stage_programs import forget
-from .tail import losses_of
 from .ties import require_declared
 from .transport import Transport
 

@@ -10,14 +10,14 @@ from ppfunc.schedule import Instruction, Op
 from ppfunc.stage import LeafSignature
 
 from .buffers import Buffers, Leaves, Tag
-from .calls import Place
+from .calls import Origin
 from .errors import AgreementError
 from .functorch import transformed
 from .lowered import BATCH, LoweredStep
 from .ties import DIGEST, SharedLeaf, digest, same_bits, shared_leaves
 from .transport import Call, DataTransport, Transfer
 
-PlacedCall = tuple[Call, Place]
+PlacedCall = tuple[Call, Origin]
 
 
 def sum_over_places(lowered: LoweredStep, data: DataTransport, summed: Callable[[LeafSignature], LeafSignature]) -> Iterator[PlacedCall]:
@@ -103,7 +103,7 @@ def _compare(lowered: LoweredStep, leaf: SharedLeaf) -> Call:
 
 def _publish(lowered: LoweredStep, stage: int, outgoing: Sequence[_Message]) -> Call:
     """Take the gradients of a stage out of its sum, for itself and for stages of other processes that share some."""
-    model, training, wanted = lowered.schedule.model_stages[stage], not lowered.schedule.forward_only, _wanted(lowered, stage)
+    model, training, wanted = lowered.schedule.model_stages[stage], not lowered.schedule.forward_only, wanted_of(lowered, stage)
 
     def publish(buffers: Buffers) -> None:
         params = buffers.params[model]
@@ -119,7 +119,7 @@ def _publish(lowered: LoweredStep, stage: int, outgoing: Sequence[_Message]) -> 
 
 def _collect(lowered: LoweredStep, leaves: Sequence[SharedLeaf], here: Sequence[int], incoming: Sequence[_Message]) -> Call:
     """Sum what the places of every leaf have published, and give the first stage of each part of the model the sums."""
-    model, wanted = lowered.schedule.model_stages, {stage: _wanted(lowered, stage) for stage in here}
+    model, wanted = lowered.schedule.model_stages, {stage: wanted_of(lowered, stage) for stage in here}
     firsts = {model[stage]: stage for stage in reversed(here)}
 
     def arrived(buffers: Buffers, message: _Message) -> Iterator[tuple[tuple[str, int], torch.Tensor]]:
@@ -151,7 +151,7 @@ def _collect(lowered: LoweredStep, leaves: Sequence[SharedLeaf], here: Sequence[
     return collect
 
 
-def _wanted(lowered: LoweredStep, stage: int) -> tuple[int, ...]:
+def wanted_of(lowered: LoweredStep, stage: int) -> tuple[int, ...]:
     """The numbers of the leaves of a stage that have gradients."""
     leaves = lowered.form.params[lowered.schedule.model_stages[stage]].leaves
     return () if lowered.schedule.forward_only else tuple(n for n, leaf in enumerate(leaves) if leaf.grad)
@@ -159,64 +159,6 @@ def _wanted(lowered: LoweredStep, stage: int) -> tuple[int, ...]:
 
 def _short(value: torch.Tensor) -> str:
     return bytes(value.cpu().tolist()).hex()[:12]
-
-
-def losses_of(lowered: LoweredStep, buffers: Buffers) -> dict[int, torch.Tensor]:
-    """The losses of every stage of this process that has some, each times the weight of its microbatch, of all passes so far."""
-    made: dict[int, torch.Tensor] = {}
-    for stage in lowered.losses:
-        chain = next(chain for chain in lowered.schedule.chains if stage in chain.stages)
-        own = [m for m in chain.microbatches if lowered.stages[stage, m].loss is not None]
-        losses = torch.stack([buffers.kept[stage, m][0] for m in own])
-        weights = torch.stack([buffers.weights[stage][m] for m in own])
-        losses = losses * weights.view(-1, *(1,) * (losses.ndim - 1))
-        made[stage] = torch.cat([*buffers.losses[stage], losses]) if stage in buffers.losses else losses
-    return made
-
-
-def update_parameters(lowered: LoweredStep, updates: Sequence[Place]) -> Iterator[PlacedCall]:
-    """Bind the REDUCE_GRAD and STEP that cannot be carried out where the schedule has them; see :func:`update_call`."""
-    update, rank = lowered.spec.update, lowered.ranks[-1]
-    if update is None:  # lowering refuses both
-        return
-    reductions, steps = ([place for place in updates if place.instruction.op is op] for op in (Op.REDUCE_GRAD, Op.STEP))
-    yield from ((call, place) for place in reductions if (call := update_call(lowered, place.instruction)))
-    made = [(call, place) for place in steps if (call := update_call(lowered, place.instruction))]
-    end = Instruction(Op.STEP, lowered.schedule.stages_of(rank)[-1])
-    last = Place(rank, len(lowered.schedule.programs[rank]) - 1, end)
-    joined = [(lambda buffers: update.join(buffers, losses_of(lowered, buffers)), last)]
-    yield from [*joined, *made] if update.together else [*made, *joined]
-
-
-def is_late(lowered: LoweredStep, instruction: Instruction) -> bool:
-    """Whether a REDUCE_GRAD or STEP has to wait until the program has run: for a sum over places, or for the other stages."""
-    update, model = lowered.spec.update, lowered.schedule.model_stages
-    assert update is not None
-    shared = {model[s] for leaf in shared_leaves(lowered.schedule, lowered.form.params, lowered.spec.tied) for s, _ in leaf.holders}
-    return model[instruction.stage] in shared or (instruction.op is Op.STEP and update.together)
-
-
-def update_call(lowered: LoweredStep, instruction: Instruction) -> Call | None:
-    """The call of a REDUCE_GRAD or STEP; None where that of another replica in this process does it."""
-    schedule, update, model = lowered.schedule, lowered.spec.update, lowered.schedule.model_stages[instruction.stage]
-    assert update is not None
-    own = (s for s, k in enumerate(schedule.model_stages) if k == model and schedule.placement[s] in lowered.ranks)
-    if instruction.stage != (first := next(own)):
-        return None
-    if instruction.op is Op.STEP:
-        return lambda buffers: update.step(buffers, model)
-    wanted = _wanted(lowered, first)
-    return lambda buffers: update.reduce(buffers, model, buffers.gradients[first], wanted)
-
-
-def sharding_call(lowered: LoweredStep, instruction: Instruction) -> Call:
-    """The call of an UNSHARD or RESHARD."""
-    update, stage = lowered.spec.update, lowered.schedule.model_stages[instruction.stage]
-    assert update is not None and update.unshard is not None
-    unshard = update.unshard
-    if instruction.op is Op.UNSHARD:
-        return lambda buffers: unshard(buffers, stage)
-    return lambda buffers: buffers.params.update({stage: buffers.bare[stage]})
 
 
 def share_input_gradients(lowered: LoweredStep, data: DataTransport) -> Iterator[PlacedCall]:
@@ -247,7 +189,7 @@ def share_input_gradients(lowered: LoweredStep, data: DataTransport) -> Iterator
     yield from _exchange(place, data, batch, collect)
 
 
-def _exchange(place: Place, data: DataTransport, batch: Sequence[Transfer], collect: Call) -> Iterator[PlacedCall]:
+def _exchange(place: Origin, data: DataTransport, batch: Sequence[Transfer], collect: Call) -> Iterator[PlacedCall]:
     """Post messages all together, in one order at both ends, so that no rank waits before it has sent its own parts;
     ``collect`` runs once all have arrived."""
     batch = sorted(batch, key=lambda transfer: transfer.tag)
@@ -258,6 +200,6 @@ def _exchange(place: Place, data: DataTransport, batch: Sequence[Transfer], coll
     return ((call, place) for call in calls if call is not None)
 
 
-def _last_place(lowered: LoweredStep, stage: int) -> Place:
+def _last_place(lowered: LoweredStep, stage: int) -> Origin:
     rank = lowered.schedule.placement[stage]
-    return Place(rank, len(lowered.schedule.programs[rank]) - 1, Instruction(Op.REDUCE_TIED, stage))
+    return Origin(rank, len(lowered.schedule.programs[rank]) - 1, Instruction(Op.REDUCE_TIED, stage))

@@ -21,7 +21,7 @@ from .buffers import Leaves
 from .errors import AgreementError
 from .form import StepForm
 from .ownership import sharing
-from .transport import Link
+from .transport import Route
 
 TiedPlaces = Mapping[str, Sequence[tuple[int, str]]] | None
 """By name, the places of each tied parameter, as callers write them."""
@@ -164,12 +164,12 @@ def leaf_names(signature: Signature) -> list[str]:
     return [".".join(map(str, path)) for path in treespec_paths(signature.treedef)]
 
 
-def links_of_shared(schedule: Schedule, tied: Tied) -> Iterator[Link]:
+def routes_of_shared(schedule: Schedule, tied: Tied) -> Iterator[Route]:
     """Where the messages of sums travel between ranks."""
     home, model = schedule.placement, schedule.model_stages
     groups = [*schedule.replicas]
     groups += [tuple(s for s, k in enumerate(model) if k in {k for k, _ in places}) for _, places in tied]
-    yield from (Link("R", home[a], home[b]) for group in groups for a in group for b in group if home[a] != home[b])
+    yield from (Route("R", home[a], home[b]) for group in groups for a in group for b in group if home[a] != home[b])
 
 
 def shared_forms(schedule: Schedule, params: Mapping[int, Signature], tied: Tied) -> dict[str, str]:

@@ -12,13 +12,13 @@ from ppfunc.stage import LeafSignature
 from .buffers import Buffers, Tag
 from .collective import Among, Collective
 from .errors import Failure
-from .grid import LaidOut
+from .layouts import LaidOut
 
 Call = Callable[[Buffers], None]
 """One entry of a compiled program: reads and writes the buffers of the running step, and nothing else."""
 
 
-class Link(NamedTuple):
+class Route(NamedTuple):
     """Messages of one direction from one rank to another.
 
     Args:
@@ -72,8 +72,8 @@ class DataTransport(Protocol):
     that does it in every step, or None where nothing has to be done.
     """
 
-    def connect(self, links: Iterable[Link]) -> None:
-        """Open what messages need on these links, and what collectives need; every rank names the same ones. Collective, idempotent."""
+    def connect(self, routes: Iterable[Route]) -> None:
+        """Open what messages need on these routes, and what collectives need; every rank names the same ones. Collective, idempotent."""
         ...
 
     def collective(self, among: Among) -> Collective:

@@ -14,7 +14,8 @@ from torch.fx import Node
 
 from ppfunc.stage import StageError
 from ppfunc.stage._torch import without_modes, without_transforms
-from ppfunc.stage.abstract import DATA_DEPENDENT, data_dependence, place, quiet, without_values
+from ppfunc.stage.abstract import DATA_DEPENDENT, data_dependence, quiet, without_values
+from ppfunc.stage.errors import line_of
 from ppfunc.stage.module import further_places, unmodified
 from ppfunc.stage.process import process_lock
 from ppfunc.stage.tree import tree_flatten
@@ -149,7 +150,7 @@ def _call(model: nn.Module, tensors: dict[str, Any], arguments: tuple[tuple[Any,
     except DATA_DEPENDENT as error:
         reason = data_dependence(error)
     except Exception as error:
-        reason = f"it raised {type(error).__name__}{place(error)} when it was called without values: {error}"
+        reason = f"it raised {type(error).__name__}{line_of(error)} when it was called without values: {error}"
         raise StageError(MODEL, reason, f"if it runs with values, {BY_HAND}") from error
     raise StageError(MODEL, reason, f"make that part independent of values, or {BY_HAND}")
 

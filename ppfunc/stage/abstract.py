@@ -18,7 +18,7 @@ from ._torch import (
     UnsupportedOperatorException,
     version,
 )
-from .errors import StageError, by_dtensor, is_of_a_library as is_of_a_library, place as place, raised
+from .errors import StageError, by_dtensor, is_of_a_library as is_of_a_library, line_of, raised
 from .example import Example, Leaves, split_aux, stand_ins
 from .layout import local
 from .purity import Evaluation, NoValuesError, Purity, SeenFunctions, require_values
@@ -158,7 +158,7 @@ def without_values() -> Iterator[None]:
 
 def data_dependence(error: Exception) -> str:
     """Say why a stage could not be evaluated without values."""
-    operator, line = getattr(error, "func", None) or (error.args[0] if error.args else error), place(error)
+    operator, line = getattr(error, "func", None) or (error.args[0] if error.args else error), line_of(error)
     if isinstance(error, UnsupportedOperatorException):
         what = f"what its operator {operator}{line and f', called{line},'} returns is not known without values"
         return f"{what} (torch.library.register_fake tells torch)"

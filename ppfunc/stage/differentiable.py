@@ -10,7 +10,7 @@ import torch
 
 from ._torch import awaited, version
 from .abstract import Outline
-from .errors import StageError, place
+from .errors import StageError, line_of
 from .example import Example, Leaves, split_aux
 from .layout import local
 from .program import Gradients
@@ -69,7 +69,7 @@ class DifferentiableStage:
         except StageError:
             raise
         except Exception as error:
-            error.add_note(f"raised in {self.name}{place(error)}, which was given {self.example}")
+            error.add_note(f"raised in {self.name}{line_of(error)}, which was given {self.example}")
             raise
 
     def _mode(self, given: Leaves) -> AbstractContextManager[Any]:

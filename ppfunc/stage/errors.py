@@ -31,7 +31,7 @@ class StageError(RuntimeError):
 def raised(error: BaseException) -> str:
     """Tell what was raised, where, and what was noted of it."""
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-    return f"it raised {type(error).__name__}{place(error)}: {error}{notes}"
+    return f"it raised {type(error).__name__}{line_of(error)}: {error}{notes}"
 
 
 def first_line(error: BaseException) -> str:
@@ -45,7 +45,7 @@ def by_dtensor(error: BaseException) -> bool:
     return "setup_context" in str(error) and any(name.startswith("torch.distributed.tensor") for name in modules)
 
 
-def place(error: BaseException) -> str:
+def line_of(error: BaseException) -> str:
     """The innermost line, as ``" at file:line"``, that is neither of torch nor of Python nor of this library."""
     files = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     own = [f" at {file}:{line}" for file, line in files if not is_of_a_library(file)]

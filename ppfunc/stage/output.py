@@ -87,10 +87,10 @@ def canonical(
         if last and loss_fn is not None:
             main = whole(_of_loss_function(loss_fn, out.y, target))
             loss = main if loss is None else main + loss
-        carry = None if last else out.y
+        activation = None if last else out.y
         outputs = out.y if last and return_outputs else None
         state = _in_order_of(rest[-1], out.state) if rest else out.state
-        return (carry, tuple(given[s] for s in skips), loss), (outputs, out.metrics, state)
+        return (activation, tuple(given[s] for s in skips), loss), (outputs, out.metrics, state)
 
     return call
 

@@ -29,7 +29,7 @@ def receive(rule: UpdateRule, ranks: TrainingRanks, progress: Progress, stage: i
     counted = [(n, g) for n, g in sorted(progress.gradients[stage].items()) if n not in again and _counts(ranks, cuts[n])]
     dims = tuple(cuts[n].part if cuts[n].dim is None else None for n, _ in counted)
     parts = [
-        g if dim is None else g.tensor_split(ranks.data.size, dim)[ranks.data.place].contiguous()
+        g if dim is None else g.tensor_split(ranks.data.size, dim)[ranks.data.index].contiguous()
         for (_, g), dim in zip(counted, dims, strict=True)
     ]
     progress.shares.append(leaf_sums(parts, rule.norm_type).to(progress.state.step.device))
@@ -38,7 +38,7 @@ def receive(rule: UpdateRule, ranks: TrainingRanks, progress: Progress, stage: i
 def _counts(ranks: TrainingRanks, cut: Cut) -> bool:
     """Whether this rank adds a leaf to the norm: the first of those that hold the same."""
     whole = cut.layout is None or not cut.layout.sharded
-    return not (ranks.data.place and cut.part is None) and not (ranks.model.place and whole)
+    return not (ranks.data.index and cut.part is None) and not (ranks.model.index and whole)
 
 
 def _further_places(ranks: TrainingRanks, progress: Progress, stage: int) -> set[int]:
@@ -53,12 +53,12 @@ def _further_places(ranks: TrainingRanks, progress: Progress, stage: int) -> set
 
 def join(rule: UpdateRule, ranks: TrainingRanks, buffers: Buffers, losses: dict[int, Tensor]) -> None:
     """Sum the norm and the loss over all ranks; conclude from them where the updates are to come."""
-    progress, p = buffers.carry, rule.norm_type
+    progress, p = buffers.update_state, rule.norm_type
     for stage in sorted({*progress.gradients, *progress.reducers}) if rule.needs_all else ():
         receive(rule, ranks, progress, stage)
     shares = torch.cat([torch.zeros(1, dtype=torch.float64, device=progress.state.step.device), *progress.shares])
     progress.shares.clear()
-    own = [part.sum().to(shares) for part in losses.values()] if ranks.model.place == 0 else []
+    own = [part.sum().to(shares) for part in losses.values()] if ranks.model.index == 0 else []
     loss = torch.stack([shares[0], *own]).sum()
     bad = shares.isnan().any().to(shares)  # the largest of several numbers need not be NaN where one is
     total = torch.stack([shares[0] if isinf(p) else shares.sum(), loss, bad])

@@ -32,7 +32,7 @@ Idle = dict[int, list[Reducer]]
 
 
 def parameter_update(rule: UpdateRule, ranks: TrainingRanks) -> ParameterUpdate:
-    """The update of a step whose ``carry`` is :class:`Progress`."""
+    """The update of a step whose ``update_state`` is :class:`Progress`."""
     idle: Idle = {}
     return ParameterUpdate(
         begin=partial(_begin, ranks),
@@ -49,7 +49,7 @@ def parameter_update(rule: UpdateRule, ranks: TrainingRanks) -> ParameterUpdate:
 
 def _begin(ranks: TrainingRanks, passes: Sequence[StepArguments]) -> Sequence[StepArguments]:
     """Divide the weights of the losses by their sum over all data ranks: before any gradient, which could overflow in half precision."""
-    progress: Progress = passes[0].carry
+    progress: Progress = passes[0].update_state
     progress.stage_state = dict(passes[0].state)
     progress.left = dict.fromkeys(progress.state.params, sum(part.ends for part in passes))
     if not progress.weighted:
@@ -69,7 +69,7 @@ def _sums(rule: UpdateRule, ranks: TrainingRanks, idle: Idle, buffers: Buffers, 
     A step takes them out of ``idle``, and puts them back once it has used their sums. A step that fails does not put them back: a sum
     may still be written there.
     """
-    progress: Progress = buffers.carry
+    progress: Progress = buffers.update_state
     dims, free = dims_of(ranks, progress, stage), idle.setdefault(stage, [])
     form = tuple(leaves.values()), tuple(dims[n] for n in leaves)
     while free:
@@ -82,7 +82,7 @@ def _sums(rule: UpdateRule, ranks: TrainingRanks, idle: Idle, buffers: Buffers, 
 
 def _reduce(buffers: Buffers, stage: int, sums: Gradients, numbers: Sequence[int]) -> None:
     """Begin to sum the gradients of a stage over the data ranks."""
-    progress: Progress = buffers.carry
+    progress: Progress = buffers.update_state
     if isinstance(sums, Reducer):
         sums.launch()
         progress.reducers[stage] = sums, numbers
@@ -93,7 +93,7 @@ def _reduce(buffers: Buffers, stage: int, sums: Gradients, numbers: Sequence[int
 
 def _step(rule: UpdateRule, ranks: TrainingRanks, idle: Idle, buffers: Buffers, stage: int) -> None:
     """Make the new parameters and optimizer state of a stage."""
-    progress: Progress = buffers.carry
+    progress: Progress = buffers.update_state
     progress.left[stage] -= 1
     if not rule.needs_all:
         receive(rule, ranks, progress, stage)
@@ -166,14 +166,14 @@ def _divided(gradients: dict[int, Tensor], divisor: Tensor, *, into: bool) -> di
 
 def _finish(buffers: Buffers) -> None:
     """Wait for the sums that are still under way."""
-    progress: Progress = buffers.carry
+    progress: Progress = buffers.update_state
     while progress.totals:
         progress.totals.pop(0)()
 
 
 def _unshard(rule: UpdateRule, ranks: TrainingRanks, buffers: Buffers, stage: int) -> None:
     """Gather the parameters of a stage."""
-    progress: Progress = buffers.carry
+    progress: Progress = buffers.update_state
     shards = tuple(rule.precision.to_compute(list(map(local, tree_leaves(progress.state.params[stage])))))
     buffers.shards[stage] = shards
     buffers.params[stage] = gather(shards, dims_of(ranks, progress, stage), ranks.data).wait()

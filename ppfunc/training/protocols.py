@@ -80,11 +80,11 @@ class Ranks(Protocol):
 
     Args:
         size: how many ranks.
-        place: of this rank among them.
+        index: of this rank among them.
     """
 
     size: int
-    place: int
+    index: int
 
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum") -> Wait:
         """Replace a tensor by the sum, or the largest, of those of all ranks."""

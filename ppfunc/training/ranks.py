@@ -118,14 +118,14 @@ class TrainingRanks(NamedTuple):
         """The parts of leaves that this data rank updates."""
         if self.shards_params:
             return tuple(map(local, leaves))
-        return shard(tuple(map(local, leaves)), dims, self.data.size, self.data.place)
+        return shard(tuple(map(local, leaves)), dims, self.data.size, self.data.index)
 
     def parts(self, own: Sequence[Tensor], dims: Dims) -> tuple[ShardOf, ...] | None:
         """Where the parts that this data rank updates lie in their wholes; None where all are whole."""
         if all(dim is None for dim in dims):
             return None
         wholes = [LeafSignature(whole_shape(t.shape, dim, self.data.size), t.dtype, False) for t, dim in zip(own, dims, strict=True)]
-        return parts_of(wholes, dims, self.data.size, self.data.place)
+        return parts_of(wholes, dims, self.data.size, self.data.index)
 
     def init(self, params: Tree, optimizer: Optimizer, name: str) -> tuple[Tree, Tree]:
         """The parameters of a stage as they are kept, and the state of the optimizer for them; ``name`` for errors."""
@@ -133,7 +133,7 @@ class TrainingRanks(NamedTuple):
         if not all(map(self.is_whole, leaves)):
             raise ValueError(f"{name}: got parts over the axis {self.axes.data!r}, expected whole parameters, which init cuts itself")
         cuts = self.cuts(leaves)
-        parts = shard(tuple(map(local, leaves)), tuple(cut.dim for cut in cuts), self.data.size, self.data.place)
+        parts = shard(tuple(map(local, leaves)), tuple(cut.dim for cut in cuts), self.data.size, self.data.index)
         state = optimizer.init(treedef.unflatten(parts))
         flatten(state, f"optimizer.init({name})")  # raises for leaves that are no tensors
         layouts = [cut.kept for cut in cuts]

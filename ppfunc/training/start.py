@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import sha256
 
 import torch
 from torch import Tensor
@@ -35,4 +36,7 @@ def _trees(state: TrainState, stage: int) -> list[tuple[str, object]]:
 def _checksum(leaves: Sequence[Tensor]) -> str:
     """A number of all bits, as a text."""
     sums = [checksum(local(leaf)) for leaf in leaves]
-    return f"{hash(tuple(torch.stack([s.to(sums[0].device) for s in sums]).tolist())) % 2**32:08x}" if sums else "none"
+    if not sums:
+        return "none"
+    numbers = torch.stack([s.to(sums[0].device) for s in sums]).tolist()
+    return sha256(repr(numbers).encode()).hexdigest()[:16]

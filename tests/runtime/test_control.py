@@ -22,8 +22,9 @@ from ppfunc.runtime.grid import Axes
 from ppfunc.runtime.inprocess import InProcess
 from ppfunc.runtime.p2p import P2P
 from ppfunc.runtime.socket_links import SocketLinks
+from ppfunc.runtime.sockets import Address, connect
 from ppfunc.runtime.suspects import Answer
-from ppfunc.runtime.transport import Link, LossPart, Transfer
+from ppfunc.runtime.transport import LossPart, Route, Transfer
 from ppfunc.schedule.formats.text import parse_instruction
 from ppfunc.stage import LeafSignature
 
@@ -445,7 +446,7 @@ def hand_on(transport, rank, ranks, break_at=None):
     before, after = (rank - 1) % ranks, (rank + 1) % ranks
     try:
         transport.begin("ring", "k" if rank == 0 else None, 0)
-        transport.connect([Link("F", r, (r + 1) % ranks) for r in range(ranks)])
+        transport.connect([Route("F", r, (r + 1) % ranks) for r in range(ranks)])
         buffers = Buffers()
         comes, goes = transfer(False, before, rank, leaves), transfer(True, rank, after, leaves)
         take = [transport.post([comes]), transport.wait_recv(comes)]
@@ -553,7 +554,7 @@ def many_failures(rank, ranks):
                 len(links._failures.verdicts),
                 len(links._questions._brought),
                 len(links._connections._streams),
-                len(transport._channels._channels),
+                len(transport._pair_groups._pairs),
             )
             return keys, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), *held
 
@@ -587,3 +588,10 @@ def test_private_names_of_torch_are_there():
     ]
     assert gone == []
     assert all(hasattr(_torch, user) for user in used)
+
+
+def test_names_of_channels_that_a_greeting_cannot_hold_are_refused():
+    nowhere = Address([], 9, "00" * 16)
+    assert connect(nowhere, 0, "8 letter") is None
+    with pytest.raises(ValueError, match="channel: got '9 letters', expected a name of at most 8 bytes"):
+        connect(nowhere, 0, "9 letters")

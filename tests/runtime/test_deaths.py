@@ -462,7 +462,7 @@ def test_the_communicators_of_a_step_that_has_failed_are_ended_while_it_runs_tho
     """The thread that watches is told how many steps had been committed when a rank failed."""
     aborted = []
     group = SimpleNamespace(abort=lambda: aborted.append("abort"))
-    owned = {"_channels": SimpleNamespace(groups=[group]), "_collectives": {"data": SimpleNamespace(group=group)}}
+    owned = {"_pair_groups": SimpleNamespace(groups=[group]), "_collectives": {"data": SimpleNamespace(group=group)}}
     transport = SimpleNamespace(backend="nccl", ended=3, _executing=True, **owned)
     unblock = partial(pp.P2P._unblock, transport)
     unblock(4)  # step 3 was committed: its last collectives finish

@@ -15,7 +15,7 @@ from ppfunc.runtime.errors import Failure
 from ppfunc.runtime.interrupts import let_interrupts
 from ppfunc.runtime.simulated import Fault, InjectedError, RankStopped, Simulated
 from ppfunc.runtime.simulated.faults import KINDS
-from ppfunc.runtime.transport import Link, LossPart, Transfer
+from ppfunc.runtime.transport import LossPart, Route, Transfer
 from ppfunc.schedule import Instruction, Op
 from ppfunc.stage import LeafSignature
 
@@ -83,7 +83,7 @@ def ring(rank, transport):
             if state["generation"] != transport.generation:
                 transport.all_gather("the same everywhere")
                 with let_interrupts():
-                    transport.connect([Link("F", r, (r + 1) % size) for r in range(size)])
+                    transport.connect([Route("F", r, (r + 1) % size) for r in range(size)])
                 state.update(generation=transport.generation, calls=tuple(ring_calls(rank, size, transport)))
             buffers = Buffers()
             with let_interrupts():
@@ -325,7 +325,7 @@ def data_run(*programs, faults=(), **options):
     size = len(programs)
 
     def function(rank, transport):
-        transport.connect([Link("F", a, b) for a in range(size) for b in range(size) if a != b])
+        transport.connect([Route("F", a, b) for a in range(size) for b in range(size) if a != b])
         buffers = Buffers()
         programs[rank](transport, buffers)
         return buffers

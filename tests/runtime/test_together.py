@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import ppfunc as pp
 from ppfunc.runtime.errors import Failure
-from ppfunc.runtime.transport import Link
+from ppfunc.runtime.transport import Route
 
 D = 4
 ROWS = 3  # of a microbatch
@@ -440,13 +440,13 @@ def come_to_what_was_given_up(rank, ranks):
     with pp.P2P(timeout=20) as transport:
         transport.begin("the same", "the same", 0)
         if rank == 0:
-            seen = caught(transport.connect, [Link("F", 0, 1)])
+            seen = caught(transport.connect, [Route("F", 0, 1)])
         if rank == 2:
             time.sleep(0.3)
             transport.fail(Failure(2, None, None, RuntimeError("given up")))
         if rank == 1:
             time.sleep(0.6)
-            seen = caught(transport.connect, [Link("F", 0, 1)])
+            seen = caught(transport.connect, [Route("F", 0, 1)])
         dist.barrier()
         return seen if rank < 2 else None
 

@@ -16,7 +16,7 @@ class World:
     """All ranks, in the form that training takes."""
 
     def __init__(self):
-        self.size, self.place = dist.get_world_size(), dist.get_rank()
+        self.size, self.index = dist.get_world_size(), dist.get_rank()
 
     def all_reduce(self, tensor, op="sum"):
         return dist.all_reduce(tensor, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op], async_op=True).wait

@@ -20,7 +20,7 @@ class SimulatedCollective(Collective):
         self._generation = -1
 
     def all_reduce(self, tensor: torch.Tensor, op: Literal["sum", "max"] = "sum") -> Wait:
-        network, rank = self._network, self.place
+        network, rank = self._network, self.index
         network.operation(rank, "all_reduce")
         if self._generation != network.members[rank].generation:
             self._generation, self._begun = network.members[rank].generation, 0

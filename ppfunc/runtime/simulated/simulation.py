@@ -11,7 +11,7 @@ import torch
 from ..collective import Among, Collective
 from ..control import Control
 from ..interrupts import hold_interrupts
-from ..transport import Call, Link, Transfer
+from ..transport import Call, Route, Transfer
 from .collective import SimulatedCollective
 from .faults import Fault
 from .links import SimulatedLinks
@@ -82,8 +82,8 @@ class SimulatedTransport(Control):
         super().__init__(SimulatedLinks(network, rank))
         self.links: SimulatedLinks
 
-    def connect(self, links: Iterable[Link]) -> None:
-        self._wires.connect(self.rank, sorted({link for link in links if self.rank in (link.sender, link.receiver)}))
+    def connect(self, routes: Iterable[Route]) -> None:
+        self._wires.connect(self.rank, sorted({route for route in routes if self.rank in (route.sender, route.receiver)}))
 
     def collective(self, among: Among) -> Collective:
         return self._sums if among == "world" and self.size > 1 else Collective()

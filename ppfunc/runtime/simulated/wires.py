@@ -1,4 +1,4 @@
-"""Carry tensors over a simulated network, as gloo does: in order on each link, once both ends have posted."""
+"""Carry tensors over a simulated network, as gloo does: in order on each route, once both ends have posted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ppfunc.stage import LeafSignature
 
 from ..buffers import Buffers
 from ..ties import same_bits
-from ..transport import Call, Link, Transfer
+from ..transport import Call, Route, Transfer
 from .network import Network, Pipe
 
 
@@ -40,51 +40,51 @@ class Wires:
 
     def __init__(self, network: Network) -> None:
         self._network = network
-        self._open: set[tuple[int, int, Link]] = set()  # generation, rank, link
+        self._open: set[tuple[int, int, Route]] = set()  # generation, rank, route
         self._posted: dict[tuple[Pipe, bool], deque[_End]] = defaultdict(deque)  # by pipe and direction
 
-    def connect(self, rank: int, links: Collection[Link]) -> None:
-        """Open links at the end of a rank, and wait for the other ends."""
+    def connect(self, rank: int, routes: Collection[Route]) -> None:
+        """Open routes at the end of a rank, and wait for the other ends."""
         network, generation = self._network, self._network.members[rank].generation
-        network.operation(rank, f"connect {len(links)} links")
-        self._open |= {(generation, rank, link) for link in links}
-        for link in links:
-            self._await_open(rank, generation, link)
+        network.operation(rank, f"connect {len(routes)} routes")
+        self._open |= {(generation, rank, route) for route in routes}
+        for route in routes:
+            self._await_open(rank, generation, route)
 
-    def _await_open(self, rank: int, generation: int, link: Link) -> None:
-        peer = link.receiver if link.sender == rank else link.sender
-        name, pipe = f"the connection {_name(link)}", self._pipe(generation, link)
-        self._network.wait(rank, peer, name, lambda: (generation, peer, link) in self._open, pipe)
+    def _await_open(self, rank: int, generation: int, route: Route) -> None:
+        peer = route.receiver if route.sender == rank else route.sender
+        name, pipe = f"the connection {_name(route)}", self._pipe(generation, route)
+        self._network.wait(rank, peer, name, lambda: (generation, peer, route) in self._open, pipe)
 
     def post(self, rank: int, batch: Sequence[Transfer]) -> Call:
         """Make the call that posts a batch; it runs until the next failure."""
         generation = self._network.members[rank].generation
-        links = [_link(rank, transfer) for transfer in batch]
-        for link in links:
-            self._require_open(rank, generation, link)
+        routes = [_route(rank, transfer) for transfer in batch]
+        for route in routes:
+            self._require_open(rank, generation, route)
         text = "post " + ", ".join(f"{'send' if t.outgoing else 'recv'} {_name(t.tag)}" for t in batch)
 
         def post(buffers: Buffers) -> None:
             self._network.operation(rank, text)
-            for transfer, link in zip(batch, links, strict=True):
-                self._require_open(rank, generation, link)
+            for transfer, route in zip(batch, routes, strict=True):
+                self._require_open(rank, generation, route)
                 end = self._sent(rank, transfer, buffers) if transfer.outgoing else _received(transfer)
                 buffers.pending[transfer.tag] = end
-                self._match(self._pipe(generation, link), end)
+                self._match(self._pipe(generation, route), end)
 
         return post
 
     def wait(self, rank: int, transfer: Transfer) -> Call:
         """Make the call that waits for a message, posted at either end."""
-        generation, link = self._network.members[rank].generation, _link(rank, transfer)
+        generation, route = self._network.members[rank].generation, _route(rank, transfer)
         tag, name = transfer.tag, f"message {_name(transfer.tag)}"
         text = f"wait_{'send' if transfer.outgoing else 'recv'} {_name(tag)}"
 
         def wait(buffers: Buffers) -> None:
             self._network.operation(rank, text)
-            self._require_open(rank, generation, link)
+            self._require_open(rank, generation, route)
             end: _End = buffers.pending[tag]
-            self._network.wait(rank, transfer.peer, name, lambda: end.arrived, self._pipe(generation, link))
+            self._network.wait(rank, transfer.peer, name, lambda: end.arrived, self._pipe(generation, route))
             del buffers.pending[tag]
             if end.error is not None:
                 raise end.error
@@ -95,17 +95,17 @@ class Wires:
 
     def disconnect(self, rank: int) -> None:
         """End the connections of a rank."""
-        mine = {(generation, r, link) for generation, r, link in self._open if r == rank}
+        mine = {(generation, r, route) for generation, r, route in self._open if r == rank}
         self._open -= mine
-        for generation, _, link in mine:
-            self._pipe(generation, link).tear()
+        for generation, _, route in mine:
+            self._pipe(generation, route).tear()
 
-    def _require_open(self, rank: int, generation: int, link: Link) -> None:
-        if (generation, rank, link) not in self._open or self._network.members[rank].generation != generation:
-            raise RuntimeError(f"got a message on {_name(link)}, which rank {rank} has not connected since the last failure")
+    def _require_open(self, rank: int, generation: int, route: Route) -> None:
+        if (generation, rank, route) not in self._open or self._network.members[rank].generation != generation:
+            raise RuntimeError(f"got a message on {_name(route)}, which rank {rank} has not connected since the last failure")
 
-    def _pipe(self, generation: int, link: Link) -> Pipe:
-        return self._network.pipe(generation, link.sender, link.receiver, f"data {link.direction}")
+    def _pipe(self, generation: int, route: Route) -> Pipe:
+        return self._network.pipe(generation, route.sender, route.receiver, f"data {route.direction}")
 
     def _sent(self, rank: int, transfer: Transfer, buffers: Buffers) -> _End:
         tensors = tuple(buffers.values.pop(transfer.tag))
@@ -146,9 +146,9 @@ def _poisoned(leaf: LeafSignature, device: torch.device) -> torch.Tensor:
     return tensor
 
 
-def _link(rank: int, transfer: Transfer) -> Link:
+def _route(rank: int, transfer: Transfer) -> Route:
     ends = (rank, transfer.peer) if transfer.outgoing else (transfer.peer, rank)
-    return Link(transfer.tag.direction, *ends)
+    return Route(transfer.tag.direction, *ends)
 
 
 def _forms(transfer: Transfer) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -156,9 +156,9 @@ def _forms(transfer: Transfer) -> list[tuple[tuple[int, ...], torch.dtype]]:
 
 
 def _name(value: Sequence[object]) -> str:
-    """A tag or a link in short: the direction, then the numbers.
+    """A tag or a route in short: the direction, then the numbers.
 
-    >>> _name(Link("F", 0, 1))
+    >>> _name(Route("F", 0, 1))
     'F/0/1'
     """
     return "/".join(map(str, value))

@@ -14,21 +14,21 @@ from .errors import GONE, LinkError
 from .opening import open_group
 from .rendezvous import Rendezvous
 from .socket_links import SocketLinks, give_way
-from .transport import Call, Link, Transfer
+from .transport import Call, Route, Transfer
 
 # Dtypes that every backend can carry; anything else travels as its bytes.
 _PLAIN = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
 _LOST = ("Connection closed", "Connection reset", "Broken pipe", "Connection refused", "aborted")  # in messages of backends
 
 
-class _Channel:
+class _PairGroup:
     """A communicator of two ranks; ``group`` is None until it is connected, and again after a failure."""
 
     def __init__(self) -> None:
         self.group: Any = None
 
 
-class Channels:
+class PairGroups:
     """The communicators of this rank with others, and what is under way on them.
 
     Args:
@@ -39,42 +39,42 @@ class Channels:
     def __init__(self, rendezvous: Rendezvous, links: SocketLinks, line: Sequence[int]) -> None:
         self._rendezvous, self._links, self._line = rendezvous, links, line
         self._rank, self._backend = line.index(links.rank), rendezvous.backend
-        self._channels: dict[str, _Channel] = {}
+        self._pairs: dict[str, _PairGroup] = {}
         self._pending: dict[Any, Any] = {}  # that of the buffers of the running step
 
     @property
     def groups(self) -> list[Any]:
         """The communicators that are connected."""
-        return [channel.group for channel in self._channels.values() if channel.group is not None]
+        return [pair.group for pair in self._pairs.values() if pair.group is not None]
 
     def let_go(self) -> list[Any]:
         """Forget all communicators and what is under way, so that peers which wait raise; return them."""
         self._pending.clear()
         groups = self.groups
-        for channel in self._channels.values():
-            channel.group = None
+        for pair in self._pairs.values():
+            pair.group = None
         return groups
 
-    def connect(self, links: Iterable[Link]) -> None:
+    def connect(self, routes: Iterable[Route]) -> None:
         # In one order on all ranks, so that nobody waits in a circle; every other pair of a chain at the same time.
-        for link in sorted(links, key=lambda link: (min(link.sender, link.receiver) % 2, link)):
-            if self._rank in (link.sender, link.receiver) and link.sender != link.receiver:
-                name = self._name(link)
-                channel = self._channels.setdefault(name, _Channel())
-                if channel.group is None:
-                    members = sorted((self._line[link.sender], self._line[link.receiver]))
-                    channel.group = open_group(self._rendezvous, self._links, name, members)
+        for route in sorted(routes, key=lambda route: (min(route.sender, route.receiver) % 2, route)):
+            if self._rank in (route.sender, route.receiver) and route.sender != route.receiver:
+                name = self._name(route)
+                pair = self._pairs.setdefault(name, _PairGroup())
+                if pair.group is None:
+                    members = sorted((self._line[route.sender], self._line[route.receiver]))
+                    pair.group = open_group(self._rendezvous, self._links, name, members)
 
-    def _name(self, link: Link) -> str:
-        """The name of the communicator that messages of a link take, the same at both ends."""
-        sender, receiver = self._line[link.sender], self._line[link.receiver]
+    def _name(self, route: Route) -> str:
+        """The name of the communicator that messages of a route take, the same at both ends."""
+        sender, receiver = self._line[route.sender], self._line[route.receiver]
         if self._backend == "nccl":
             return f"pair/{min(sender, receiver)}-{max(sender, receiver)}"
-        return f"{link.direction}/{sender}-{receiver}"
+        return f"{route.direction}/{sender}-{receiver}"
 
-    def _channel(self, transfer: Transfer) -> _Channel:
+    def _pair(self, transfer: Transfer) -> _PairGroup:
         ends = (self._rank, transfer.peer) if transfer.outgoing else (transfer.peer, self._rank)
-        return self._channels[self._name(Link(transfer.tag.direction, *ends))]
+        return self._pairs[self._name(Route(transfer.tag.direction, *ends))]
 
     def post(self, batch: Sequence[Transfer]) -> Call | None:
         if self._backend == "nccl":
@@ -99,14 +99,14 @@ class Channels:
 
     def _coalesced(self, batch: list[Transfer]) -> Call:
         """Posts what goes over the one communicator of a pair as one operation."""
-        channel, calls = self._channel(batch[0]), [self._end(transfer) for transfer in batch]
+        pair, calls = self._pair(batch[0]), [self._end(transfer) for transfer in batch]
         tags = [transfer.tag for transfer in batch]
 
         def post_coalesced(buffers: Buffers) -> None:
-            _torch.start_coalescing(channel.group)
+            _torch.start_coalescing(pair.group)
             for call in calls:
                 call(buffers)
-            work = _torch.end_coalescing(channel.group)
+            work = _torch.end_coalescing(pair.group)
             for tag in tags:
                 buffers.pending[tag] = [work], buffers.pending[tag][1]
 
@@ -116,27 +116,27 @@ class Channels:
         return self._sender(transfer) if transfer.outgoing else self._receiver(transfer)
 
     def _sender(self, transfer: Transfer) -> Call:
-        channel, tag, wire, rank = self._channel(transfer), transfer.tag, _wire(transfer), self._line[transfer.peer]
+        pair, tag, wire, rank = self._pair(transfer), transfer.tag, _wire(transfer), self._line[transfer.peer]
         peer = int(rank > self._links.rank)
 
         def send(buffers: Buffers) -> None:
             tensors = wire([t.contiguous() for t in buffers.values.pop(tag)])
             try:
-                buffers.pending[tag] = [channel.group.send([t], peer, 0) for t in tensors], tensors
+                buffers.pending[tag] = [pair.group.send([t], peer, 0) for t in tensors], tensors
             except RuntimeError as error:
                 raise lost(rank, error) from error
 
         return send
 
     def _receiver(self, transfer: Transfer) -> Call:
-        channel, tag, wire, rank = self._channel(transfer), transfer.tag, _wire(transfer), self._line[transfer.peer]
+        pair, tag, wire, rank = self._pair(transfer), transfer.tag, _wire(transfer), self._line[transfer.peer]
         peer, device = int(rank > self._links.rank), transfer.device
         made = [(leaf.shape, leaf.dtype) for leaf in transfer.leaves]
 
         def receive(buffers: Buffers) -> None:
             tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in made]
             try:
-                buffers.pending[tag] = [channel.group.recv([t], peer, 0) for t in wire(tensors)], tensors
+                buffers.pending[tag] = [pair.group.recv([t], peer, 0) for t in wire(tensors)], tensors
             except RuntimeError as error:
                 raise lost(rank, error) from error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from hashlib import sha256
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,21 @@ from ppfunc.stage import LeafSignature, Signature
 
 from .errors import AgreementError
 from .form import StepForm
-from .grid import LaidOut
+
+
+class LaidOut(NamedTuple):
+    """How the DTensors among the arguments of a step lie over meshes.
+
+    Args:
+        leaves: dtype and layout, by the name of the leaf.
+        digest: of all of them, equal where they are; empty where there are none.
+    """
+
+    leaves: Mapping[str, str]
+    digest: str
+
+    def __str__(self) -> str:
+        return "; ".join(f"{name}: {leaf}" for name, leaf in self.leaves.items()) or "no DTensors"
 
 
 def laid_out(form: StepForm) -> LaidOut:
