@@ -894,3 +894,27 @@ def test_a_stage_that_raised_once_is_tried_again():
     with pytest.raises(pp.StageError, match="no such file yet"):
         step(*given)
     assert step(*given)[0] > 0
+
+
+@pytest.mark.parametrize("kind", ["split", "modules"])
+def test_a_frozen_parameter_is_not_moved_by_weight_decay(kind):
+    """Its gradient is zero, and AdamW made it smaller in every step."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh(), torch.nn.Linear(3, 3)).double()
+    model[0].requires_grad_(False)
+    inputs, targets = normal(4, 3, seed=1), normal(4, 3, seed=2)
+    if kind == "split":
+        stages = pp.split(model, inputs, at=["2"])
+        params = stages.params
+    else:
+        made = [pp.stage_from_module(model[:2]), pp.stage_from_module(model[2:])]
+        stages, params = [fn for fn, _, _ in made], {s: p for s, (_, p, _) in enumerate(made)}
+    warmed = pp.warmup_cosine(1e-2, 2, 10)
+    for decaying in (pp.adamw(1e-2), pp.adamw(warmed), pp.chain(pp.clip_by_global_norm(1.0), pp.adamw(1e-2, donate=True))):
+        with pytest.raises(ValueError, match="gradient is zero, as weight decay does, and 0.weight is frozen; take .*weight_decay=0"):
+            pp.train_step(stages, squared, pp.gpipe(2, 2), decaying)
+    trainer = pp.train_step(stages, squared, pp.gpipe(2, 2), pp.adamw(1e-2, weight_decay=0.0))
+    state, _ = trainer.step(trainer.init(params), inputs, targets)
+    assert torch.equal(state.params[0]["0.weight"], model[0].weight)
+    assert not torch.equal(tree_leaves(state.params[1])[0], tree_leaves(params[1])[0])
+    model[0].requires_grad_(True)
+    pp.train_step(stages, squared, pp.gpipe(2, 2), pp.adamw(1e-2))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ppfunc.stage.module import note_frozen
 from ppfunc.stage.output import Output
 
 from ._torch import vmapped
@@ -48,6 +49,7 @@ def make_stage(source: Source, stage: int) -> Callable[..., Any]:
             return y
         return Output(y, state=(state | new_state) if state_names else None, skips={b: sent.get(b, ()) for b in out_of} if out_of else None)
 
+    note_frozen(run, model, names)
     run.__name__ = run.__qualname__ = f"stage_{stage}_of_{type(model).__name__}"
     return run
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import filterfalse, pairwise
 from operator import is_
@@ -17,6 +17,7 @@ from ._torch import version
 from .errors import StageError
 from .output import Output
 from .process import process_lock
+from .program import Stage
 
 State = dict[str, Tensor]
 _Call = Callable[[State, tuple[Any, ...]], Any]
@@ -77,7 +78,20 @@ def stage_from_module(module: nn.Module, *, constants: bool = False, spread: boo
     def plain(params: State, *given: Any) -> Any:
         return call(dict(params), given)
 
-    return ModuleStage(_stateful(module, tuple(state), call) if state else plain, params, state)
+    fn = _stateful(module, tuple(state), call) if state else plain
+    note_frozen(fn, module, params)
+    return ModuleStage(fn, params, state)
+
+
+def note_frozen(fn: Stage, module: nn.Module, names: Iterable[str]) -> None:
+    """Let the function of a stage know which of the parameters of these names require no gradient."""
+    vars(fn)["frozen"] = lambda: [name for name in names if not module.get_parameter(name).requires_grad]
+
+
+def frozen_in(fn: Stage) -> Sequence[str]:
+    """The names of the parameters of a stage that its module has frozen now; none for other functions."""
+    found: Sequence[str] = getattr(fn, "frozen", tuple)()
+    return found
 
 
 def _require_usable(module: Any) -> None:
