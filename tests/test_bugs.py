@@ -917,4 +917,6 @@ def test_a_frozen_parameter_is_not_moved_by_weight_decay(kind):
     assert torch.equal(state.params[0]["0.weight"], model[0].weight)
     assert not torch.equal(tree_leaves(state.params[1])[0], tree_leaves(params[1])[0])
     model[0].requires_grad_(True)
-    pp.train_step(stages, squared, pp.gpipe(2, 2), pp.adamw(1e-2))
+    trainer = pp.train_step(stages, squared, pp.gpipe(2, 2), pp.adamw(1e-2))
+    state, _ = trainer.step(trainer.init(params), inputs, targets)  # made anew, it follows
+    assert not torch.equal(state.params[0]["0.weight"], model[0].weight)

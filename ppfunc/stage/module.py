@@ -107,7 +107,7 @@ def _require_usable(module: Any) -> None:
 
 def _caller(module: nn.Module, names: set[str], spread: bool) -> _Call:
     """A call of the module with other tensors of these names, in which it leaves the buffers that it puts in the place of others."""
-    frozen = {name for name, p in module.named_parameters() if not p.requires_grad}
+    parameters = dict(module.named_parameters())
     shared = further_places(module, names)
 
     def call(tensors: State, given: tuple[Any, ...]) -> Any:
@@ -118,8 +118,9 @@ def _caller(module: nn.Module, names: set[str], spread: bool) -> _Call:
                 kwargs |= x
             else:
                 args += x if spread and type(x) is tuple else (x,)
-        for name in frozen:
-            tensors[name] = tensors[name].detach()
+        for name, parameter in parameters.items():
+            if not parameter.requires_grad:
+                tensors[name] = tensors[name].detach()
         for place, name in shared.items():
             tensors[place] = tensors[name]
         with process_lock, unmodified(module):
