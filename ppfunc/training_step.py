@@ -133,10 +133,10 @@ def _require_frozen_stay(stages: Iterable[Stage | None], optimizer: Optimizer) -
     frozen = [name for stage in stages if stage is not None for name in frozen_in(stage)]
     if not frozen:
         return
-    params, zeros = {"p": torch.ones(2)}, {"p": torch.zeros(2)}
+    params = {"p": torch.ones(2)}
     state = optimizer.init(params)
     for _ in range(3):  # a rate may be 0 at first
-        params, state = optimizer.update({"p": zeros["p"].clone()}, state, params)
+        params, state = optimizer.update({"p": torch.zeros(2)}, state, params)
         if not torch.equal(params["p"], torch.ones(2)):
             raise ValueError(
                 f"optimizer: it changes parameters whose gradient is zero, as weight decay does, and {frozen[0]} is frozen; "

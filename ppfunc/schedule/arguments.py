@@ -30,8 +30,8 @@ def require_stages(name: str, value: Iterable[int], count: int) -> set[int]:
     """Check that the argument ``name`` holds stages, of so many; return them.
 
     Raises:
-        TypeError: it holds nothing.
-        ValueError: it holds something else.
+        TypeError: it is nothing that holds others.
+        ValueError: it holds something else than stages.
     """
     require_type(name, value, Iterable, "stages, such as [0, 1]")
     stages = list(value)

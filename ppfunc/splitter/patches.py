@@ -69,16 +69,19 @@ def values_unchecked() -> Iterator[None]:
         yield
 
 
-class GradientsAsked(TorchFunctionMode):
-    """Lets a model ask for the gradient of a value that has one, such as a view of an input, where torch takes leaves alone.
+class AssignedAttributes(TorchFunctionMode):
+    """Sees assignments to attributes of tensors, which are no operators.
 
-    Refuses assignments to ``data``, which no operator sees.
+    ``requires_grad`` may be asked of a value that has a gradient, such as a view of an input, where torch takes leaves alone;
+    ``data`` is refused.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func == ASSIGNS_DATA:
-            raise StageError(MODEL, "it assigns to the data of a tensor, which is not traced", f"make a new tensor, or {BY_HAND}")
+            raise StageError(
+                MODEL, f"it assigns to the data of a tensor{calling_place()}, which is not traced", f"make a new tensor, or {BY_HAND}"
+            )
         asks = func in (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
         known = asks and all(args[1:]) and all(kwargs.values()) and args[0].grad_fn is not None
         return args[0] if known else func(*args, **kwargs)

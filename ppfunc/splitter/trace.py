@@ -22,7 +22,7 @@ from ppfunc.stage.tree import tree_flatten
 
 from ._torch import enable_python_dispatcher
 from .call import CallForm
-from .patches import GradientsAsked, caches_emptied, functions_kept, noted, unseen_refused, values_unchecked
+from .patches import AssignedAttributes, caches_emptied, functions_kept, noted, unseen_refused, values_unchecked
 from .record import BY_HAND, MODEL, Recording
 
 
@@ -110,7 +110,7 @@ def trace(model: nn.Module, form: CallForm, inputs: Sequence[LeafForm], device: 
         stack.enter_context(unmodified(model))
         stack.enter_context(caches_emptied(model))
         stack.enter_context(values_unchecked())
-        stack.enter_context(GradientsAsked())
+        stack.enter_context(AssignedAttributes())
         stack.enter_context(noted(model, names, lambda name: begun.setdefault(name, recording.operators)))
         stack.enter_context(functions_kept(recording))
         called = fakes | {place: fakes[name] for place, name in tensors.places.items()}

@@ -111,7 +111,7 @@ class SeenFunctions(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def foreign(self) -> bool:
-        """Whether one has outlived the call, and is not one that a step seeds; or none was seen."""
+        """Whether a generator has outlived the call, and is not one that a step seeds; or none was seen. Asked once: it lets go of them."""
         foreign = not self.seen
         while self.seen:
             _, generator = self.seen.popitem()

@@ -41,8 +41,9 @@ def append_tail(schedule: Schedule, *, tied: bool | Collection[int] | None = Non
     """
     require_schedule(schedule)
     tied = bool(schedule.replicas) if tied is None else tied
-    everywhere: tuple[Collection[int], Collection[int]] = (), range(schedule.stages)
-    chosen = require_stages("tied", everywhere[tied] if isinstance(tied, bool) else tied, schedule.stages)
+    if isinstance(tied, bool):
+        tied = range(schedule.stages) if tied else ()
+    chosen = require_stages("tied", tied, schedule.stages)
     there = {(i.op, i.stage) for program in schedule.programs for step in program for i in step if i.op in TAIL}
     added: list[Instruction] = []
     group = {stage: number for number, stages in enumerate(schedule.replicas) for stage in stages}

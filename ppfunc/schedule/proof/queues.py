@@ -50,25 +50,6 @@ def run(found: Traffic) -> QueueState:
     ready = deque(range(ranks))
     waiting: dict[int, int] = {}
     clock = 0
-
-    def arrive(batch: int) -> None:
-        """A batch comes to the head of its queue: move what can move, and so on from there."""
-        heads = [batch]
-        while heads:
-            for message in found.messages[heads.pop()]:
-                arrived[message] = arrived.get(message, 0) + 1
-                ends = found.ends[message] if arrived[message] == len(found.ends[message]) else ()
-                for end in ends:
-                    pending[end] -= 1
-                    if not pending[end]:
-                        state.complete[end] = clock
-                        line = state.posted[found.queue[end]]
-                        line.popleft()
-                        if line:
-                            heads.append(line[0])
-                        if end in waiting:
-                            ready.append(waiting.pop(end))
-
     while ready:
         rank = ready.popleft()
         events, clocks = found.events[rank], state.clocks[rank]
@@ -86,7 +67,8 @@ def run(found: Traffic) -> QueueState:
                 line.append(batch)
                 pending[batch] = len(found.messages[batch])
                 if line[0] == batch:
-                    arrive(batch)
+                    over = _arrive(found, state, arrived, batch, clock)
+                    ready.extend(waiting.pop(end) for end in over if end in waiting)
             elif pending[batch]:
                 waiting[batch] = rank
                 break
@@ -94,6 +76,25 @@ def run(found: Traffic) -> QueueState:
             at += 1
         state.at[rank] = at
     return state
+
+
+def _arrive(found: Traffic, state: QueueState, arrived: dict[int, int], batch: int, clock: int) -> list[int]:
+    """Move what can move when a batch comes to the head of its queue, and so on from there; return the batches that are complete."""
+    heads, over = [batch], []
+    while heads:
+        for message in found.messages[heads.pop()]:
+            arrived[message] = arrived.get(message, 0) + 1
+            ends = found.ends[message] if arrived[message] == len(found.ends[message]) else ()
+            for end in ends:
+                state.pending[end] -= 1
+                if not state.pending[end]:
+                    state.complete[end] = clock
+                    line = state.posted[found.queue[end]]
+                    line.popleft()
+                    if line:
+                        heads.append(line[0])
+                    over.append(end)
+    return over
 
 
 def _check_streams(schedule: Schedule, flow: Dataflow, record: OrderRecord) -> None:
