@@ -71,10 +71,7 @@ def open_group(rendezvous: Rendezvous, links: SocketLinks, name: str, members: S
 
 
 def open_gloo(links: SocketLinks, name: str, members: Sequence[int], timeout: float) -> Any:
-    """Open a gloo communicator of some ranks, in the order given, which all come to the same call.
-
-    gloo cannot be interrupted while it connects, and asks an address for minutes whose process has ended. A thread does it,
-    and is left alone where a rank fails.
+    """Open a gloo communicator of some ranks, in the order given, which all come to the same call; see :func:`make_gloo`.
 
     Args:
         links: carry the addresses.
@@ -88,7 +85,7 @@ def open_gloo(links: SocketLinks, name: str, members: Sequence[int], timeout: fl
     place, others = members.index(links.rank), [member for member in members if member != links.rank]
     told: SimpleQueue[tuple[str, Any]] = SimpleQueue()
     addresses = _Addresses(told.put)
-    threading.Thread(target=_make, args=(addresses, place, len(members), timeout, told.put), name=f"ppfunc {name}", daemon=True).start()
+    make_gloo(addresses, place, len(members), timeout, told.put)
     try:
         links.waiting_on = members[(place + 1) % len(members)]
         key, mine = _await(links, told, links.waiting_on, timeout)
@@ -103,11 +100,25 @@ def open_gloo(links: SocketLinks, name: str, members: Sequence[int], timeout: fl
         addresses.give_up()
 
 
-def _make(addresses: _Addresses, place: int, size: int, timeout: float, tell: Callable[[tuple[str, Any]], None]) -> None:
-    try:
-        tell(("made", _torch.ProcessGroupGloo(addresses, place, size, timedelta(seconds=timeout))))
-    except Exception as error:
-        tell(("failed", error))
+def make_gloo(store: Any, place: int, size: int, timeout: float, tell: Callable[[tuple[str, Any]], None]) -> None:
+    """Begin to make a gloo communicator in a thread, which tells ``("made", group)`` or ``("failed", error)``.
+
+    gloo cannot be interrupted while it connects, and asks an address for minutes whose process has ended: whoever waits has to look
+    whether the others live, and may leave the thread alone.
+
+    Args:
+        store: for the addresses.
+        place: of this process among ``size``.
+        timeout: seconds for connecting, and then for each operation.
+    """
+
+    def make() -> None:
+        try:
+            tell(("made", _torch.ProcessGroupGloo(store, place, size, timedelta(seconds=timeout))))
+        except Exception as error:
+            tell(("failed", error))
+
+    threading.Thread(target=make, name=f"ppfunc rank {place} connects", daemon=True).start()
 
 
 def _await(links: SocketLinks, told: SimpleQueue[tuple[str, Any]], peer: int, timeout: float) -> Any:

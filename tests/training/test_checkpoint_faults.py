@@ -246,6 +246,25 @@ def save_again_and_again(rank, size, root, last):
         pp.save(root, {"step": step, "own": {rank: torch.full((20_000,), float(step))}, "all": torch.full((9,), float(step))}, keep=2)
 
 
+def save_and_end_while_connecting(rank, size, root, last):
+    """The last rank is there, and ends before the others have reached it."""
+    from ppfunc.training.checkpoint import peers
+
+    if rank == last:
+        peers.make_gloo = lambda *_: os._exit(0)
+    pp.save(root, {"step": 1})
+
+
+@pytest.mark.parametrize("last", range(3))
+def test_a_rank_that_ends_while_the_others_connect_is_named_at_once(fresh, tmp_path, last):
+    processes = fresh(3)
+    processes.start(save_and_end_while_connecting, str(tmp_path), last)
+    answers = processes.answers(timeout=20)  # gloo asks an address for minutes
+    assert answers[last] is None
+    for answer in answers[:last] + answers[last + 1 :]:
+        assert isinstance(answer, pp.CheckpointError) and f"rank {last} is gone" in str(answer)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_a_rank_that_is_killed_leaves_a_whole_checkpoint(fresh, tmp_path, seed):
     """Ranks are killed at any time; the others raise at once, and what can be loaded is of one save."""

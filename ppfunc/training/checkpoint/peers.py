@@ -6,8 +6,8 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from hashlib import sha256
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,7 +17,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore
 
-from ppfunc.runtime._torch import ProcessGroupGloo, alive, store_of, timeout_of
+from ppfunc.runtime._torch import alive, store_of, timeout_of
+from ppfunc.runtime.opening import make_gloo
 
 from .._torch import all_gather_within
 from .errors import CheckpointError, RankError
@@ -26,7 +27,8 @@ from .tensor_file import bytes_of
 Group = ProcessGroup | DeviceMesh | None
 """The ranks that save or load together: by default all of ``torch.distributed``, or this process where that is not initialised."""
 
-_CONNECT = timedelta(seconds=30)  # all are here
+_CONNECT = 30.0  # seconds: all are here
+_PAUSE = 0.1  # seconds between looks whether a rank has ended
 
 _KINDS = {kind.__name__: kind for kind in (CheckpointError, FileExistsError, FileNotFoundError, ValueError, TypeError)}
 
@@ -61,7 +63,7 @@ class Peers:
             store.set(f"here/{self.rank}", "")
             for peer in range(self.size):
                 self._await(store, peer)
-            self._group = ProcessGroupGloo(store, self.rank, self.size, _CONNECT)
+            self._group = self._connect(store)
             self.exchange(None)
             for key in (f"here/{self.rank}", f"0/{self.rank}"):  # the second one is gloo's; all have read both
                 store.delete_key(key)
@@ -70,12 +72,33 @@ class Peers:
         """Wait until a rank is here, as long as it lives."""
         end, pause = time.monotonic() + self._timeout.total_seconds(), 0.001
         while not store.check([f"here/{peer}"]):
-            if pause > 0.1 and not self._alive(peer):
-                raise RankError(f"rank {peer} is gone: its process has ended")
+            if pause > _PAUSE:
+                self._require_alive(peer)
             if time.monotonic() > end:
                 raise RankError(f"rank {peer} has not come within {self._timeout.total_seconds():g} s; all ranks save and load together")
-            time.sleep(min(pause, 0.1))
+            time.sleep(min(pause, _PAUSE))
             pause *= 2
+
+    def _connect(self, store: PrefixStore) -> Any:
+        """Make the process group, as long as all ranks live."""
+        told: SimpleQueue[tuple[str, Any]] = SimpleQueue()
+        make_gloo(store, self.rank, self.size, _CONNECT, told.put)
+        end = time.monotonic() + _CONNECT
+        while time.monotonic() < end:
+            try:
+                kind, what = told.get(timeout=_PAUSE)
+            except Empty:
+                for peer in range(self.size):
+                    self._require_alive(peer)
+                continue
+            if kind == "failed":
+                raise what
+            return what
+        raise RankError(f"a rank has not connected within {_CONNECT:g} s")
+
+    def _require_alive(self, peer: int) -> None:
+        if not self._alive(peer):
+            raise RankError(f"rank {peer} is gone: its process has ended")
 
     def _alive(self, peer: int) -> bool:
         world: Any = dist.group.WORLD
