@@ -33,7 +33,7 @@ from torch.distributed.pipelining import PipelineStage, schedules as theirs
 import ppfunc as pp
 from ppfunc.runtime import step as running
 from ppfunc.runtime.agreement import Began
-from ppfunc.runtime.control import _total
+from ppfunc.runtime.compiled_steps import CompiledSteps
 from ppfunc.schedule import BUILDERS, Costs, Schedule
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -125,10 +125,10 @@ def unprotected() -> Iterator[None]:
     """Steps as if nothing could fail, once one of the form has run: each rank has the losses that it has computed."""
     with ExitStack() as patched:
         for owner, name, stand_in in (
-            (running.StepFunction, "_begin", lambda self, *_: Began(self._last.name, True)),
+            (CompiledSteps, "_begin", lambda self, *_: Began(self.last.name, True)),
             (running, "let_interrupts", nullcontext),
             (pp.P2P, "hold_interrupts", lambda self, later=False: nullcontext()),
-            (pp.P2P, "end", lambda self, losses, *_: _total(losses)),
+            (pp.P2P, "end", lambda self, losses, *_: torch.cat([losses[s] for s in sorted(losses)]).sum(0) if losses else None),
         ):
             patched.enter_context(patch.object(owner, name, stand_in))
         yield
