@@ -82,6 +82,16 @@ def test_never_longer_than_a_builder_in_its_own_memory(name, ranks, m, objective
     assert found.value <= getattr(timeline, objective)
 
 
+def test_a_cap_that_is_a_rounded_sum_has_room_for_the_sum():
+    """1 + 3 x 0.37 is 2.11 to the last bit of a float, and a little less than the exact sum."""
+    schedule = BUILDERS["zero_bubble"](4, 4)
+    costs = Costs([0, 0, 0, 0], [0, 0, 2, 2], [2, 0, 0, 1], weight_share=0.37)
+    timeline = simulate(schedule, costs)
+    cap = [max(1, peak) for peak in timeline.peak_activations]
+    assert lower_bound(costs, schedule.placement, 4, cap).value <= timeline.span
+    assert plan(4, 4, costs, cap=cap, placement=schedule.placement, effort=QUICK).value <= timeline.span
+
+
 @given(problems(), st.sampled_from([0, 0.6, 2]), st.booleans(), st.data())
 def test_replays_keep_the_cap_in_both_directions_of_time(problem, patience, lazy, data):
     p = problem_of(*problem)

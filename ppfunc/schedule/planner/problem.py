@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 Objective = Literal["makespan", "span"]
 Cap = Number | Sequence[Number] | None
 
+_ROUNDING = 2.0**-50  # of a cap that is a float: a sum of activations and shares may be rounded to a float below it
+
 
 class Problem(NamedTuple):
     """One chain of stages on ranks, with all its numbers.
@@ -140,7 +142,7 @@ def _memory(costs: Costs, place: tuple[int, ...], microbatches: int, cap: Cap) -
     if cap is None:
         free = [microbatches * sum(size for s, size in enumerate(held) if place[s] == rank) for rank in range(ranks)]
     else:
-        free = [_exact(limit) for limit in _limits(cap, ranks)]
+        free = [_exact(limit) * (1 if isinstance(limit, Rational) else 1 + _exact(_ROUNDING)) for limit in _limits(cap, ranks)]
         for stage in stages:
             free[place[stage]] -= _exact(costs.of("parameters", stage))
     return [tuple(int(size * unit // 1) for size in sizes) for sizes in (held, kept, free)]
