@@ -27,7 +27,7 @@ from .training.parameter_update import parameter_update
 from .training.progress import Progress
 from .training.ranks import TrainingRanks
 from .training.train_state import Metrics as Metrics, TrainState as TrainState, give_up, require_not_given_up
-from .training.update_rule import UpdateRule
+from .training.update_rule import UpdateRule, frozen_check
 
 
 class Trainer:
@@ -50,6 +50,8 @@ class Trainer:
     ) -> None:  # fmt: skip
         self.schedule, self.transport, self._owned = schedule, transport, owned
         self._ranks, self._rule, self._accumulate = TrainingRanks.of(rule.shard, schedule, tied, transport), rule, accumulate
+        self._check_frozen = frozen_check(stages, rule.optimizer)
+        self._check_frozen()
         self._scale_keys = set() if rule.scale is None else set(rule.scale.init("cpu"))
         reduce = rule.precision.reduce
         sum_dtype = reduce if reduce in (torch.float32, torch.float64) else None
@@ -189,6 +191,7 @@ class Trainer:
             raise TypeError(f"batches: got {shown(batches)}, expected a list of (inputs, targets), one for every step")
         if not batches:
             raise ValueError("batches: got none, expected inputs and targets of at least one step")
+        self._check_frozen()
         seed = read_seed(seed)
         given: Sequence[LossWeights] = [None] * len(batches) if weights is None else weights
         common = self._common(state, given[0] is not None, written)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Iterable
 from typing import get_args
 
-import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ppfunc._text import shown
@@ -15,8 +13,7 @@ from ppfunc.making import Stages, mistakes_told, require_one_of, unpacked
 from ppfunc.runtime import P2P, Axes, InProcess, Transport
 from ppfunc.runtime.ties import TiedPlaces
 from ppfunc.schedule import Schedule, append_tail, insert_unshards, reduce_early, remove_tail, remove_unshards
-from ppfunc.stage import Engine, Loss, Stage, graph
-from ppfunc.stage.module import frozen_in
+from ppfunc.stage import Engine, Loss, graph
 
 from .trainer import Trainer
 from .training import Clip, LossScale, Optimizer, Precision, Transform, accepting_scale
@@ -89,7 +86,6 @@ def train_step(
     with mistakes_told(transport):
         stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied)
         rule = _rule(optimizer, clip, norm_type, scale, precision, on_nonfinite, shard)
-        _require_frozen_stay(stages, rule.optimizer)
         require_count("accumulate", accumulate)
         schedule = remove_unshards(remove_tail(schedule))
         schedule = insert_unshards(schedule) if shard == "params" else schedule
@@ -126,19 +122,3 @@ def _rule(
     require_max_norm("clip", clip)
     require_norm_type(norm_type)
     return UpdateRule(accepting_scale(optimizer), clip, norm_type, scale, precision or Precision(), on_nonfinite, shard)
-
-
-def _require_frozen_stay(stages: Iterable[Stage | None], optimizer: Optimizer) -> None:
-    """Raise where modules have frozen parameters, whose gradients are zeros, and the optimizer changes parameters by these."""
-    frozen = [name for stage in stages if stage is not None for name in frozen_in(stage)]
-    if not frozen:
-        return
-    params = {"p": torch.ones(2)}
-    state = optimizer.init(params)
-    for _ in range(3):  # a rate may be 0 at first
-        params, state = optimizer.update({"p": torch.zeros(2)}, state, params)
-        if not torch.equal(params["p"], torch.ones(2)):
-            raise ValueError(
-                f"optimizer: it changes parameters whose gradient is zero, as weight decay does, and {frozen[0]} is frozen; "
-                "take one that does not (weight_decay=0), or let the parameter require a gradient"
-            )

@@ -921,3 +921,37 @@ def test_a_frozen_parameter_is_not_moved_by_weight_decay(kind):
     trainer = pp.train_step(stages, squared, pp.gpipe(2, 2), pp.adamw(1e-2, weight_decay=0.0))
     state, _ = trainer.step(trainer.init(params), inputs, targets)  # made anew, it follows: a gradient alone moves it
     assert not torch.equal(state.params[0]["0.weight"], model[0].weight)
+
+
+@pytest.mark.parametrize("kind", ["modules", "split"])
+@pytest.mark.parametrize("engine", [pp.graph, pp.functional, pp.eager])
+def test_a_step_follows_what_its_modules_freeze(engine, kind):
+    """A step function that had run kept the gradients of what was frozen later, and zeros for what was frozen before."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4)).double()
+    inputs, targets = torch.randn(4, 4, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)
+    if kind == "split":
+        stages = pp.split(model, inputs, at=["2"])
+        params = stages.params
+    else:
+        made = [pp.stage_from_module(model[:2]), pp.stage_from_module(model[2:])]
+        stages, params = [fn for fn, _, _ in made], {s: p for s, (_, p, _) in enumerate(made)}
+    step = pp.value_and_grad(stages, squared, pp.one_f_one_b(2, 2), engine=engine)
+    _, whole = step(params, inputs, targets)
+    for frozen in (True, False, True):
+        model[0].requires_grad_(not frozen)
+        _, grads = step(params, inputs, targets)
+        for n, g in enumerate(tree_leaves(grads[0])):
+            assert torch.equal(g, torch.zeros_like(g) if frozen else tree_leaves(whole[0])[n])
+        assert all(map(torch.equal, tree_leaves(grads[1]), tree_leaves(whole[1])))
+    assert step.cache_info().currsize == 1
+
+
+def test_a_trainer_refuses_weight_decay_of_what_is_frozen_later():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    made = [pp.stage_from_module(part) for part in model]
+    trainer = pp.train_step([fn for fn, _, _ in made], squared, pp.gpipe(2, 2), pp.adamw(1e-2))
+    state = trainer.init({s: p for s, (_, p, _) in enumerate(made)})
+    state, _ = trainer.step(state, torch.randn(4, 4), torch.randn(4, 4))
+    model[1].requires_grad_(False)
+    with pytest.raises(ValueError, match="weight decay does, and weight is frozen"):
+        trainer.step(state, torch.randn(4, 4), torch.randn(4, 4))

@@ -3,8 +3,9 @@
 from collections import OrderedDict
 from typing import Any, NamedTuple, Self, TypeVar
 
-from ppfunc.stage import Outline
+from ppfunc.stage import Outline, Stage
 from ppfunc.stage.errors import warn
+from ppfunc.stage.module import frozen_in
 
 from .arguments import StepArguments
 from .compile import CompiledStep
@@ -30,10 +31,19 @@ class CacheInfo(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A compiled step, the modes of its modules for which it holds, the form of the losses of all ranks, and how its DTensors lie."""
+    """A compiled step, and what it holds for.
+
+    Args:
+        compiled: the step.
+        modes: of its modules.
+        frozen: the parameters that its stages do not differentiate.
+        parts: the form of the losses of all ranks.
+        laid: how its DTensors lie.
+    """
 
     compiled: CompiledStep
     modes: tuple[tuple[Outline, tuple[bool, ...]], ...]
+    frozen: tuple[tuple[Stage, list[str]], ...]
     parts: dict[int, LossPart]
     laid: LaidOut
 
@@ -41,11 +51,13 @@ class Entry(NamedTuple):
     def of(cls, compiled: CompiledStep, parts: dict[int, LossPart]) -> Self:
         """The entry of a step compiled in the present modes."""
         outlines = {id(low.outline): low.outline for low in compiled.lowered.stages.values()}.values()
-        return cls(compiled, tuple((outline, modes(outline)) for outline in outlines), parts, laid_out(compiled.lowered.form))
+        functions = {id(low.function.fn): low.function.fn for low in compiled.lowered.stages.values()}.values()
+        frozen = tuple((fn, frozen_in(fn)) for fn in functions)
+        return cls(compiled, tuple((outline, modes(outline)) for outline in outlines), frozen, parts, laid_out(compiled.lowered.form))
 
     def holds(self) -> bool:
-        """Whether every module that ran in it is in the mode in which it was traced."""
-        return all(modes(outline) == before for outline, before in self.modes)
+        """Whether every module that ran in it is in the mode in which it was traced, and the same parameters are frozen."""
+        return all(modes(outline) == before for outline, before in self.modes) and all(frozen_in(fn) == names for fn, names in self.frozen)
 
     def mode(self) -> Mode:
         """The mode of all of them."""
@@ -68,9 +80,12 @@ class Last(NamedTuple):
         return cls(bare, name, autocast(), entry)
 
     def require_same_modes(self) -> None:
-        """Raise ValueError where modules or autocast have another mode than then."""
+        """Raise ValueError where modules or autocast have another mode than then, or other parameters are frozen."""
         if self.autocast != autocast() or not self.entry.holds():
-            raise ValueError("modules or autocast have another mode than when the step was lowered; lower and compile it again")
+            raise ValueError(
+                "modules or autocast have another mode than when the step was lowered, or other parameters are frozen; "
+                "lower and compile it again"
+            )
 
 
 def keep(cache: OrderedDict[tuple[Any, ...], V], key: tuple[Any, ...], value: V) -> None:

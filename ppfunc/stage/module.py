@@ -85,12 +85,19 @@ def stage_from_module(module: nn.Module, *, constants: bool = False, spread: boo
 
 def note_frozen(fn: Stage, module: nn.Module, names: Iterable[str]) -> None:
     """Let the function of a stage know which of the parameters of these names require no gradient."""
-    vars(fn)["frozen"] = lambda: [name for name in names if not module.get_parameter(name).requires_grad]
+    homes = [(name, _home(module, name)) for name in names]
+    vars(fn)["frozen"] = lambda: [name for name, (home, last) in homes if (p := home.get(last)) is not None and not p.requires_grad]
 
 
-def frozen_in(fn: Stage) -> Sequence[str]:
+def _home(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    """Where a module keeps a parameter, which may be replaced there."""
+    path, _, last = name.rpartition(".")
+    return module.get_submodule(path)._parameters, last
+
+
+def frozen_in(fn: Stage) -> list[str]:
     """The names of the parameters of a stage that its module has frozen now; none for other functions."""
-    found: Sequence[str] = getattr(fn, "frozen", tuple)()
+    found: list[str] = getattr(fn, "frozen", list)()
     return found
 
 

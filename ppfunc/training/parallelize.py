@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatch
+from functools import wraps
 from typing import Any
 
 from torch import Tensor, nn
@@ -77,6 +78,7 @@ def parallelize(
     def seen(tensors: State) -> State:
         return {name: as_dtensor(t, inside[name]) if name in inside else t for name, t in tensors.items()}
 
+    @wraps(made.fn)  # which knows what is frozen
     def stage(params: State, *given: Any) -> Any:
         if given and isinstance(given[-1], dict) and made.state and given[-1].keys() == made.state.keys():
             given = (*given[:-1], seen(given[-1]))

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import cache
 from math import inf
 from typing import Literal, NamedTuple
+
+import torch
+
+from ppfunc.stage import Stage
+from ppfunc.stage.module import frozen_in
 
 from .precision import LossScale, Precision
 from .protocols import Optimizer, text_of
@@ -49,3 +56,27 @@ class UpdateRule(NamedTuple):
     def needs_all(self) -> bool:
         """Whether an update needs the gradients of all stages."""
         return not (self.clip == inf and self.scale is None and self.on_nonfinite == "ignore")
+
+
+def frozen_check(stages: Sequence[Stage | None], optimizer: Optimizer) -> Callable[[], None]:
+    """Make the check that raises where modules have frozen parameters, and the optimizer changes what has a gradient of zeros."""
+
+    @cache
+    def moves() -> bool:
+        params = {"p": torch.ones(2)}
+        state = optimizer.init(params)
+        for _ in range(3):  # a rate may be 0 at first
+            params, state = optimizer.update({"p": torch.zeros(2)}, state, params)
+            if not torch.equal(params["p"], torch.ones(2)):
+                return True
+        return False
+
+    def check() -> None:
+        frozen = [name for stage in stages if stage is not None for name in frozen_in(stage)]
+        if frozen and moves():
+            raise ValueError(
+                f"optimizer: it changes parameters whose gradient is zero, as weight decay does, and {frozen[0]} is frozen; "
+                "take one that does not (weight_decay=0), or let the parameter require a gradient"
+            )
+
+    return check
