@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from datetime import timedelta
 from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
@@ -315,7 +314,7 @@ def fail_on_one(rank, size, root, what):
 
 def one_is_slow(rank, size, root):
     patch, fsync = pytest.MonkeyPatch(), os.fsync
-    patch.setattr(peers, "_CONNECT", timedelta(seconds=1))
+    patch.setattr(peers, "_CONNECT", 1.0)
     if rank:
         patch.setattr(os, "fsync", lambda file: (time.sleep(2.5), fsync(file)))
     try:
