@@ -19,7 +19,19 @@ from ppfunc.schedule import BUILDERS, Costs, compute_only, place_communication, 
 RANKS, MICROBATCHES, WIDTH = 3, 6, 5
 OPTIONS = {"interleaved_1f1b": {"chunks": 3}, "looped_bfs": {"chunks": 4}, "interleaved_zb": {"chunks": 2}, "zero_bubble": {"cap": 4}}
 REFUSED = ("inference", "data_parallel", "dualpipe", "chimera", "deepspeed_train", "deepspeed_inference")
-NAMES = (*(name for name in BUILDERS if name not in REFUSED), "wave", "deepspeed_train")  # of the last its compute
+WITHIN_RANKS = (
+    "zbv",
+    "zbv_greedy",
+    "v_half",
+    "v_min",
+    "dualpipev",
+    "wave",
+)  # before 2.12, torch sends what a rank has for itself over gloo
+NAMES = tuple(
+    name
+    for name in (*(name for name in BUILDERS if name not in REFUSED), "wave", "deepspeed_train")  # of the last its compute
+    if torch.__version__ >= "2.12" or name not in WITHIN_RANKS
+)
 FORMS = ("sum", "mean", "sharded")
 
 
