@@ -22,7 +22,6 @@ from .arguments import StepArguments
 from .cache import keep
 from .errors import AgreementError
 from .form import StepForm
-from .interrupts import let_interrupts
 from .layouts import laid_out, require_same_layouts
 from .lowered import LoweredStep
 from .spec import StepSpec
@@ -145,8 +144,7 @@ class Agreement:
         self._transport.require_same("; ".join(filter(None, (facts, common))))
         forms = (f"params[{s}] {form}" for s, form in arguments.form.params.items())
         self._transport.require_same("; ".join(filter(None, (*forms, held))), "data")
-        with let_interrupts():
-            self._transport.connect(routes_of(self._schedule, self._spec))
+        self._transport.connect(routes_of(self._schedule, self._spec))
         self.generation = self._transport.generation
 
     def _tell(self, lowered: LoweredStep, edges: Edges) -> Agreed:

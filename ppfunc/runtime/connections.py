@@ -14,10 +14,14 @@ from typing import Any, Protocol
 from weakref import WeakSet
 
 from .interrupts import let_interrupts
-from .sockets import Address, Bell, Connection, connect, hosts, listen, welcome
+from .sockets import Address, Bell, Connection, Who, connect, has_heard, hosts, listen, welcome
 
 WATCH, TREE = "watch", "tree"  # channels between neighbours of the tree, opened ahead of time; the first is watched
 _PATIENCE = 1.0  # seconds for the thread to end
+_KNOCKING = 256  # connections at most whose peers have not said yet who they are; anybody may open one
+
+
+_Greeting = dict[int, tuple[socket.socket, Who | None]]  # who has connected, by descriptor; None where that is not known yet
 
 
 class Watcher(Protocol):
@@ -97,17 +101,17 @@ class Connections:
         self._woken.ring()
 
     def _watch(self, watcher: Watcher) -> None:
-        greeting: dict[int, socket.socket] = {}
+        greeting: _Greeting = {}
         try:
             self._watch_until_closed(watcher, greeting)
         finally:  # a watch that fails must not leave neighbours waiting
             self.closed = True
             for stream in list(self._streams.values()):
                 stream.close()
-            for end in (*self._own, *greeting.values()):
+            for end in (*self._own, *(connection for connection, _ in greeting.values())):
                 end.close()
 
-    def _watch_until_closed(self, watcher: Watcher, greeting: dict[int, socket.socket]) -> None:
+    def _watch_until_closed(self, watcher: Watcher, greeting: _Greeting) -> None:
         while not self.closed:
             poll = select.poll()
             for fd in (self._listener.fileno(), self._noted.fileno(), *greeting):
@@ -115,26 +119,33 @@ class Connections:
             with self._lock:
                 streams = {s.fileno: s for s in self._streams.values() if s.socket is not None and not s.ended}
             for fd, stream in streams.items():
-                poll.register(fd, select.POLLIN * (stream.channel == WATCH) | select.POLLOUT * stream.backlog)
+                if events := select.POLLIN * (stream.channel == WATCH) | select.POLLOUT * stream.backlog:
+                    poll.register(fd, events)  # without any, one that has ended would be told again and again
             for fd, _ in poll.poll():
                 if fd in streams:
                     self._read(streams[fd], watcher)
                 elif fd in greeting:
-                    self._adopt(greeting.pop(fd), watcher)
+                    self._greet(greeting, fd, watcher)
                 elif fd == self._noted.fileno():
                     self._noted.silence()
                 else:
                     with suppress(OSError):  # whoever knocked is gone again
                         connection, _ = self._listener.accept()
                         connection.setblocking(False)
-                        greeting[connection.fileno()] = connection
+                        greeting[connection.fileno()] = connection, None
+                        if len(greeting) > _KNOCKING:
+                            greeting.pop(next(iter(greeting)))[0].close()
 
-    def _adopt(self, connection: socket.socket, watcher: Watcher) -> None:
-        """Begin a stream that a peer has opened."""
-        if (who := welcome(connection, self.address.token)) is not None:
+    def _greet(self, greeting: _Greeting, fd: int, watcher: Watcher) -> None:
+        """Hear who has connected, then that the answer has come in time; begin the stream then."""
+        connection, who = greeting.pop(fd)
+        if who is None:
+            if (who := welcome(connection, self.address.token)) is not None:
+                greeting[fd] = connection, who
+        elif has_heard(connection):
             self.stream(*who).attach(connection)
-            if who[1] == WATCH:
-                watcher.greet(who[0])
+            if who.channel == WATCH:
+                watcher.greet(who.rank)
             self.wake()
 
     def _read(self, stream: Connection, watcher: Watcher) -> None:

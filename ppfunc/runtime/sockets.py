@@ -14,7 +14,7 @@ _HEADER = struct.Struct("<IQ")  # generation, bytes that follow
 _NAME = 8  # bytes of the name of a channel
 _GREETING = struct.Struct(f"<16sI{_NAME}s")  # token of the listener, rank, channel
 _SOON = 2.0  # seconds for a host to answer
-_WELCOME = b"+"
+_WELCOME, _HEARD = b"+", b"!"
 
 
 class Address(NamedTuple):
@@ -195,6 +195,7 @@ def connect(address: Address, rank: int, channel: str) -> socket.socket | None:
         try:
             connection.sendall(_GREETING.pack(bytes.fromhex(address.token), rank, channel.encode()))
             if connection.recv(1) == _WELCOME:
+                connection.sendall(_HEARD)
                 return connection
         except TimeoutError as error:
             busy = error
@@ -206,14 +207,30 @@ def connect(address: Address, rank: int, channel: str) -> socket.socket | None:
     return None
 
 
-def welcome(connection: socket.socket, token: str) -> tuple[int, str] | None:
-    """Read who has connected to this listener: rank and channel, None where it does not know the token."""
+class Who(NamedTuple):
+    """The other end of a connection."""
+
+    rank: int
+    channel: str
+
+
+def welcome(connection: socket.socket, token: str) -> Who | None:
+    """Read and answer who has connected to this listener; None where it does not know the token."""
     with suppress(OSError):
         greeting = connection.recv(_GREETING.size)
         if len(greeting) == _GREETING.size:
             shown, rank, channel = _GREETING.unpack(greeting)
             if compare_digest(shown, bytes.fromhex(token)):
                 connection.sendall(_WELCOME)
-                return rank, channel.rstrip(b"\0").decode()
+                return Who(rank, channel.rstrip(b"\0").decode())
     connection.close()
     return None
+
+
+def has_heard(connection: socket.socket) -> bool:
+    """Whether who has connected has the answer. One that has not had it in time has gone, and connects again."""
+    with suppress(OSError):
+        if connection.recv(1) == _HEARD:
+            return True
+    connection.close()
+    return False

@@ -109,8 +109,8 @@ class StepFunction(Generic[P, R]):
     ) -> tuple[R, Timeline | None]:
         """Run one step, measured where there is a recorder; ``ready`` gives the compiled step, by default that of the cache.
 
-        Over a transport between processes, interrupts act while stages are traced or run, and while this rank waits for peers that
-        have not come to the end. With :class:`InProcess` they act anywhere.
+        Over a transport between processes, interrupts act while stages run, between the traces of two, and while this rank waits for
+        peers that have not come to the end. With :class:`InProcess` they act anywhere but while a stage is traced.
         """
         ended = False
         try:

@@ -360,12 +360,16 @@ def test_a_rank_whose_process_ends_is_named_by_all_others(fresh, victim, how, st
 
 def dies_told(rank, ranks, victim, how, steps):
     dist.barrier()
-    transport = None if rank == victim and steps is None else P2P(timeout=60)
-    for _ in range(steps or 0):
+
+    def train():
+        transport = None if rank == victim and steps is None else P2P(timeout=60)  # of the store, too, it may hear who is gone
+        for _ in range(steps or 0):
+            step(transport, rank, ranks)
+        if rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL) if how == "kill" else os._exit(how)
         step(transport, rank, ranks)
-    if rank == victim:
-        os.kill(os.getpid(), signal.SIGKILL) if how == "kill" else os._exit(how)
-    return caught(step, transport, rank, ranks)
+
+    return caught(train)
 
 
 def frozen(rank, ranks, victim):

@@ -266,6 +266,7 @@ def terminated(number, frame):
 def trains(rank, size, layout, limit, steps, folder):
     """Train until something is raised, or for some steps; who raises an error of its own leaves."""
     signal.signal(signal.SIGTERM, terminated)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts tests in the background has it ignored
 
     def train():
         run = Run(layout, limit, begun=(folder / str(rank)).touch)

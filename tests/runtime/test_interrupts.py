@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import ppfunc as pp
 from ppfunc.runtime.interrupts import hold_interrupts, let_interrupts
+from ppfunc.runtime.sockets import Connection
 
 RATE = 0.1
 
@@ -120,6 +121,25 @@ def test_signals_nest_and_a_handler_that_was_set_meanwhile_stays(sigusr1):
         kept(signal.SIGUSR1, None)
 
 
+def test_an_interrupt_waits_until_a_stage_is_traced(sigusr1):
+    """torch calls Python where an exception would abort the process, or would become another one."""
+    strike, seen, _ = sigusr1
+    traced = []
+
+    def struck(w, x):
+        if not traced:
+            strike()
+            traced.append(len(seen))
+        return stage(w, x)
+
+    params, inputs, targets = setting(1)
+    step = pp.value_and_grad([struck], squared, pp.gpipe(1, 2))
+    with pytest.raises(KeyboardInterrupt):
+        step(params, inputs, targets)
+    assert traced == [0] and len(seen) == 1
+    assert step(params, inputs, targets)[0] > 0
+
+
 # -- processes ---------------------------------------------------------------------------------
 
 
@@ -193,6 +213,41 @@ def test_interrupted_steps_fail_on_all_ranks_or_on_none(two, victims, request):
     assert losses[: len(others)] == others[: len(losses)] == clean(2, steps)[: min(len(losses), len(others))]
     assert (len(losses) == len(others) == steps) or told, answers
     assert failures
+
+
+def is_struck_while_connecting(rank, ranks):
+    """Rank 1 is interrupted when it has connected to rank 0, and has not noted it yet. The error, and seconds until a step has run."""
+    params, inputs, targets = setting(ranks)
+    armed, attach = [rank == 1], Connection.attach
+
+    def strike_and_attach(self, socket):
+        if armed[0] and threading.current_thread() is threading.main_thread():
+            armed[0] = False
+            signal.raise_signal(signal.SIGUSR1)
+        attach(self, socket)
+
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGUSR1, interrupt)
+    Connection.attach = strike_and_attach
+    try:
+        with pp.P2P(timeout=10) as transport:
+            step, began = pp.value_and_grad([stage] * ranks, squared, pp.one_f_one_b(ranks, 4), transport), time.monotonic()
+            with pytest.raises((KeyboardInterrupt, pp.PipelineError)) as raised:
+                step({rank: params[rank]}, inputs, targets)
+            connect = transport.connect
+            transport.connect = lambda routes: (time.sleep(0.3 * rank), connect(routes))  # rank 0 waits on what is connected
+            step({rank: params[rank]}, inputs, targets)
+            return type(raised.value).__name__, time.monotonic() - began
+    finally:
+        Connection.attach = attach
+
+
+def test_an_interrupt_while_ranks_connect_leaves_their_connections_whole(two):
+    (theirs, seconds), (mine, _) = two(is_struck_while_connecting)
+    assert (mine, theirs) == ("KeyboardInterrupt", "PipelineError")
+    assert seconds < 5
 
 
 def struggles(rank, ranks, steps, every):

@@ -6,9 +6,11 @@ import json
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 
 import pytest
@@ -586,6 +588,59 @@ def test_one_asynchronous_save_at_a_time(tmp_path, monkeypatch):
     go.set()
     second.join()
     assert first.done() and pp.latest(tmp_path) == tmp_path / "step-2"
+
+
+@pytest.fixture
+def struck():
+    """Interrupts the main thread, after some seconds; twice where told to."""
+    timers, before = [], signal.getsignal(signal.SIGUSR1)
+
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+
+    def strike(*seconds):
+        for second in seconds:
+            timers.append(threading.Timer(second, signal.pthread_kill, (threading.main_thread().ident, signal.SIGUSR1)))
+            timers[-1].start()
+
+    signal.signal(signal.SIGUSR1, interrupt)
+    yield strike
+    for timer in timers:
+        timer.join()
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_wait_for_a_save_that_is_interrupted_does_not_end_it(tmp_path, monkeypatch, struck):
+    """The next one writes over the copies of the last one, when that has ended."""
+    go, write = threading.Event(), tensor_file._write
+    monkeypatch.setattr(tensor_file, "_write", lambda *args: (go.wait(20), write(*args)))
+    pp.save_async(tmp_path, tree(1), step=1)
+    struck(0.1)
+    with pytest.raises(KeyboardInterrupt):
+        pp.save_async(tmp_path, tree(2), step=2)
+    threading.Timer(0.3, go.set).start()
+    pp.save_async(tmp_path, tree(3), step=3).result()
+    assert equal(pp.load(tmp_path / "step-1", like=zeros(tree())), tree(1))
+    assert equal(pp.load(tmp_path / "step-3", like=zeros(tree())), tree(3))
+
+
+def test_a_second_interrupt_waits_until_no_thread_uses_a_file(monkeypatch, struck):
+    """Its descriptor may be that of another file next."""
+    both, ended = threading.Barrier(2), []
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+
+    def work(task):
+        both.wait(20)
+        if threading.current_thread() is not threading.main_thread():
+            struck(0.1, 0.2)
+            time.sleep(0.5)
+            ended.append(task)
+            return
+        time.sleep(20)
+
+    with pytest.raises(KeyboardInterrupt):
+        tensor_file.in_threads(work, [1, 2])
+    assert len(ended) == 1
 
 
 def test_errors_of_asynchronous_saves_surface_once(tmp_path, monkeypatch):

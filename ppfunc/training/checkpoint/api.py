@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ppfunc.runtime.interrupts import hold_interrupts
+
 from .loading import load_tree
 from .naming import Names
 from .peers import Group, Peers
@@ -78,8 +80,9 @@ def save_async(
         _flight.end_last()
         peers = held.enter_context(Peers(group))
         work = prepare(peers, folder, state, step, keep, names, group, _flight.spare, held)
-        _flight.spare = work.mine
-        _flight.last = Saving(peers, work, held.pop_all())
+        with hold_interrupts():
+            _flight.spare = work.mine
+            _flight.last = Saving(peers, work, held.pop_all())
         return _flight.last
 
 
@@ -90,8 +93,8 @@ class Saving:
         self._target = work.target
         self._error: BaseException | None = None
         self._seen = False
-        self._thread = threading.Thread(target=self._run, args=(peers, work, held), name=f"ppfunc {work.target.name}")
-        self._thread.start()
+        self._ended = threading.Event()  # a thread whose join is interrupted is taken for one that has ended
+        threading.Thread(target=self._run, args=(peers, work, held), name=f"ppfunc {work.target.name}").start()
 
     def _run(self, peers: Peers, work: SaveWork, held: ExitStack) -> None:
         try:
@@ -99,6 +102,8 @@ class Saving:
                 write(peers, work)
         except BaseException as error:
             self._error = error
+        finally:
+            self._ended.set()
 
     def __repr__(self) -> str:
         state = "under way" if not self.done() else "failed" if self._error else "done"
@@ -106,7 +111,7 @@ class Saving:
 
     def done(self) -> bool:
         """Tell whether it has ended, well or not."""
-        return not self._thread.is_alive()
+        return self._ended.is_set()
 
     def result(self, timeout: float | None = None) -> Path:
         """Wait until it has ended, at most ``timeout`` seconds.
@@ -118,8 +123,7 @@ class Saving:
             TimeoutError: it has not ended.
             Exception: what :func:`save` raises.
         """
-        self._thread.join(timeout)
-        if not self.done():
+        if not self._ended.wait(timeout):
             raise TimeoutError(f"the save of {self._target} has not ended within {timeout} s")
         self._seen = True
         if self._error is not None:
@@ -128,7 +132,7 @@ class Saving:
 
     def end(self) -> None:
         """Wait until it has ended; warn of a failure that nobody has seen."""
-        self._thread.join()
+        self._ended.wait()
         if self._error is not None and not self._seen:
             self._seen = True
             warnings.warn(f"{self._target} was not saved: {type(self._error).__name__}: {self._error}", stacklevel=4)
@@ -145,9 +149,9 @@ class _Flight:
     def end_last(self) -> None:
         """Wait for the save that is under way, and warn if it has failed."""
         with self.lock:
-            last, self.last = self.last, None
-            if last is not None:
-                last.end()
+            if self.last is not None:
+                self.last.end()
+                self.last = None  # not before: who interrupts the wait may save again, and the memory of the copies is still read
 
 
 _flight = _Flight()

@@ -21,6 +21,8 @@ from typing import Any, NamedTuple, Self, TypeVar
 import torch
 from torch import Tensor
 
+from ppfunc.runtime.interrupts import hold_interrupts, let_interrupts
+
 from .errors import CheckpointError, escaped, reading
 
 T = TypeVar("T")
@@ -114,12 +116,14 @@ def in_threads(work: Callable[[T], R], tasks: Sequence[T]) -> list[R]:
         except BaseException as error:
             failures.append(error)
 
-    with ExitStack() as joined:
+    # A second interrupt waits, too, until all threads have ended: the caller closes the file, and another gets its descriptor.
+    with hold_interrupts(), ExitStack() as joined:
         for _ in range(min(len(tasks), os.cpu_count() or 1, 8) - 1):
             thread = Thread(target=run)
             thread.start()
             joined.callback(thread.join)
-        run()
+        with let_interrupts():
+            run()
     if failures:
         raise failures[0]
     return [found[n] for n in range(len(tasks))]
