@@ -1,6 +1,6 @@
 """Make calls that take residuals out of the way between a forward and its backward: their parameters, or all to another device."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,12 +28,7 @@ def release_params(low: LoweredStage, key: Key) -> Call:
 
     def release(buffers: Buffers) -> None:
         numbers = {t.untyped_storage().data_ptr(): n for n, t in enumerate(buffers.params[model]) if t.numel()}
-        saved = buffers.residuals[key]
-        if not all(isinstance(t, torch.Tensor) for t in saved):
-            raise TypeError(
-                f"the parameters of stage {model} cannot be freed between forward and backward: its engine keeps something else than "
-                f"tensors; use the graph engine without cuda_graphs=True, or whole parameters"
-            )
+        saved = _tensors(buffers, key, f"the parameters of stage {model} cannot be freed between forward and backward", "whole parameters")
         places = [numbers.get(t.untyped_storage().data_ptr()) if t.numel() else None for t in saved]
         buffers.residuals[key] = tuple(
             [t if n is None else Held(n, t.shape, t.stride(), t.storage_offset()) for t, n in zip(saved, places, strict=True)]
@@ -62,14 +57,16 @@ def move_residuals(low: LoweredStage, key: Key, target: torch.device) -> Call | 
     model = low.model
 
     def move(buffers: Buffers) -> None:
-        if not all(isinstance(t, torch.Tensor) for t in buffers.residuals[key]):
-            raise TypeError(
-                f"the residuals of stage {model} cannot be moved: its engine keeps something else than tensors; "
-                f"use the graph engine without cuda_graphs=True, or a schedule without OFFLOAD"
-            )
+        saved = _tensors(buffers, key, f"the residuals of stage {model} cannot be moved", "a schedule without OFFLOAD")
         stay = {t.untyped_storage().data_ptr() for t in buffers.params[model]}
-        buffers.residuals[key] = tuple(
-            t if t.untyped_storage().data_ptr() in stay else t.to(target, non_blocking=True) for t in buffers.residuals[key]
-        )
+        buffers.residuals[key] = tuple([t if t.untyped_storage().data_ptr() in stay else t.to(target, non_blocking=True) for t in saved])
 
     return move
+
+
+def _tensors(buffers: Buffers, key: Key, fault: str, mend: str) -> tuple[Any, ...]:
+    """The residuals; TypeError where the engine keeps something else than tensors."""
+    saved = buffers.residuals[key]
+    if not all(isinstance(t, torch.Tensor) for t in saved):
+        raise TypeError(f"{fault}: its engine keeps something else than tensors; use the graph engine without cuda_graphs=True, or {mend}")
+    return saved

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
 
 import torch
 
@@ -128,8 +128,6 @@ class StepFunction(Generic[P, R]):
     ) -> tuple[StepResult, Timeline | None, Any]:
         """Run one step to its end on all ranks, or tell them that it has failed; returns what was prepared, too."""
         entry: Entry | None = None
-        failure: Failure | None = None
-        error: BaseException | None = None
         try:
             self._require_servable_under_transforms()
             raw = self._prepare(*args, **kwargs)
@@ -137,13 +135,7 @@ class StepFunction(Generic[P, R]):
             entry = ready(passes) if ready else self._compiled.find(passes, "recorded" if recorder else "run")
             return *self._execute(entry, passes, recorder), raw
         except BaseException as raised:
-            failure = self._failure(raised, entry)
-            error = self.transport.fail(failure)
-            if error is failure.cause or not isinstance(failure.cause, Exception):
-                raise failure.cause from failure.cause.__cause__  # an interrupt stays what it is
-            raise error from failure.cause
-        finally:
-            failure = error = None  # an error that is kept keeps this frame, and must not keep what it held
+            self._fail(self._failure(raised, entry))
 
     def _execute(self, entry: Entry, passes: Sequence[StepArguments], recorder: Recorder | None) -> tuple[StepResult, Timeline | None]:
         """Run a compiled step, and end it on all ranks."""
@@ -170,7 +162,7 @@ class StepFunction(Generic[P, R]):
                     timeline = None if recorder is None else gather(entry.compiled, recorder.intervals(), self.transport)
                 return result._replace(loss=self.transport.end(losses, parts, entry.conditions.mode())), timeline
         finally:
-            buffers = None  # an error that is kept keeps this frame
+            buffers = None  # an error that is kept keeps this frame, and must not keep what it held
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> Lowered:
         """Lower the step for these arguments, and run nothing; where ranks are processes, every one calls it.
@@ -182,11 +174,8 @@ class StepFunction(Generic[P, R]):
             try:
                 found = self._compiled.lower(self._read(self._prepare(*args, **kwargs), None, abstract=True))
                 self.transport.end({}, {})
-            except BaseException as cause:
-                error = self.transport.fail(Failure(self._ranks[0], None, None, cause))
-                if error is cause or not isinstance(cause, Exception):
-                    raise
-                raise error from cause
+            except BaseException as raised:
+                self._fail(self._failure(raised, None))
 
         def runs(compiled: CompiledStep) -> Callable[P, R]:
             ready = partial(self._compiled.reuse, found.compiled(compiled))
@@ -219,6 +208,17 @@ class StepFunction(Generic[P, R]):
         if "grads" in self.spec.wants or (self.spec.update is not None and self.spec.update.unshard is None):
             require_declared(first.params, first.form, self.spec.tied, self.spec.primal)
         return passes
+
+    def _fail(self, failure: Failure) -> NoReturn:
+        """Tell the peers of a failure, and raise."""
+        cause = error = failure.cause
+        try:
+            error = self.transport.fail(failure)
+            if error is cause or not isinstance(cause, Exception):
+                raise cause from cause.__cause__  # an interrupt stays what it is
+            raise error from cause
+        finally:
+            del failure, cause, error  # likewise
 
     def _failure(self, raised: BaseException, entry: Entry | None) -> Failure:
         if not isinstance(raised, StepFailed) or entry is None:

@@ -83,7 +83,7 @@ def _compute(schedule: Schedule, flow: Dataflow, record: OrderRecord, instructio
                     return f"it needs {flow.name(value)}, which this rank has not computed before"
             elif lowered and value * len(home) + stage not in record.receives:
                 return f"it needs {flow.name(value)}, but its receive has not been posted before"
-        product = PRODUCT[op]
+        product = PRODUCT.get(op)
         if product is None:
             fault = _weight_fault(schedule, record, output + 1)
             if fault:
