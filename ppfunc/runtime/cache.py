@@ -11,7 +11,7 @@ from ppfunc.stage.module import frozen_in
 from .arguments import StepArguments
 from .compile import CompiledStep
 from .exchange import Agreed
-from .layouts import LaidOut
+from .layouts import LaidOut, laid_out
 from .lowered import LoweredStep
 from .stage_programs import autocast, modes
 from .transport import Mode
@@ -40,18 +40,21 @@ class Conditions(NamedTuple):
         modes: of its modules.
         frozen: the parameters that its stages do not differentiate.
         autocast: which is on.
+        agreed: what the ranks agreed on for it.
     """
 
     modes: tuple[tuple[Outline, tuple[bool, ...]], ...]
     frozen: tuple[tuple[Stage, list[str]], ...]
     autocast: tuple[Hashable, ...]
+    agreed: Agreed
 
     @classmethod
-    def now(cls, lowered: LoweredStep) -> Self:
+    def now(cls, lowered: LoweredStep, agreed: Agreed) -> Self:
         """Those under which a step is lowered now."""
         outlines = {id(low.outline): low.outline for low in lowered.stages.values()}.values()
         functions = {id(low.function.fn): low.function.fn for low in lowered.stages.values()}.values()
-        return cls(tuple((outline, modes(outline)) for outline in outlines), tuple((fn, frozen_in(fn)) for fn in functions), autocast())
+        frozen = tuple((fn, frozen_in(fn)) for fn in functions)
+        return cls(tuple((outline, modes(outline)) for outline in outlines), frozen, autocast(), agreed)
 
     def hold(self) -> bool:
         """Whether modules and autocast are in the modes of then, and the same parameters are frozen."""
@@ -81,14 +84,20 @@ class Entry(NamedTuple):
     Args:
         compiled: the step.
         conditions: under which it was lowered.
-        agreed: what the ranks agreed on for it.
         laid: how its DTensors lie.
     """
 
     compiled: CompiledStep
     conditions: Conditions
-    agreed: Agreed
     laid: LaidOut
+
+    @classmethod
+    def of(cls, compiled: CompiledStep, conditions: Conditions) -> Self:
+        return cls(compiled, conditions, laid_out(compiled.lowered.form))
+
+    def holds(self, agreed: Agreed | None) -> bool:
+        """Whether it holds where the ranks agree on this. Where they agree anew, none may be left out that has kept a program."""
+        return self.conditions.agreed is agreed and self.conditions.hold()
 
 
 def keep(cache: OrderedDict[tuple[Any, ...], V], key: tuple[Any, ...], value: V) -> None:

@@ -13,11 +13,10 @@ from ppfunc.stage import Engine, Loss, Stage
 from .agreement import Agreement, Began
 from .arguments import StepArguments
 from .cache import CACHE_SIZE, RETRACES, CacheInfo, Conditions, Entry, keep, warn_of_retraces
-from .compile import CompiledStep, compile_step
+from .compile import compile_step
 from .exchange import Agreed, Negotiation, Replay
 from .form import StepForm
 from .interrupts import let_interrupts
-from .layouts import laid_out
 from .lower import lower
 from .lowered import LoweredStep
 from .spec import StepSpec
@@ -26,19 +25,6 @@ from .terms import BatchShapes
 from .transport import Transport
 
 _MODES = 3  # programs that are kept for other modes of the modules
-
-
-class LoweredFor(NamedTuple):
-    """A step that was lowered by itself, under what conditions, and what the ranks agreed on for it."""
-
-    lowered: LoweredStep
-    conditions: Conditions
-    agreed: Agreed
-
-    def compiled(self, compiled: CompiledStep) -> Entry:
-        """The step, compiled; ValueError where the conditions do not hold any more."""
-        self.conditions.require()
-        return Entry(compiled, self.conditions, self.agreed, laid_out(self.lowered.form))
 
 
 class _Last(NamedTuple):
@@ -83,7 +69,7 @@ class CompiledSteps:
         if last is not None and last.arguments.form is not arguments.form:
             last = None  # another form than that of the last call
         began = self._begin(passes, purpose, last and last.shapes)
-        if last is not None and last.shapes == began.shapes and _holds(last.entry, began.agreed):
+        if last is not None and last.shapes == began.shapes and last.entry.holds(began.agreed):
             self._hits += 1
             return last.entry
         key = (began.shapes, arguments.key, autocast())
@@ -94,20 +80,20 @@ class CompiledSteps:
         self._last = _Last(bare, began.shapes, entry)
         return entry
 
-    def lower(self, arguments: StepArguments) -> LoweredFor:
-        """Lower a step by itself, which is not kept."""
+    def lower(self, arguments: StepArguments) -> tuple[LoweredStep, Conditions]:
+        """Lower a step by itself, which is not kept; says under what conditions it holds."""
         began = self._begin([arguments], "lowered, not run")
         exchange = self._agreement.exchange(began, arguments.form)
         with let_interrupts():
             lowered = self._lower(arguments, began, exchange)
         agreed = self._agreement.keep(began.shapes, exchange.conclude(lowered))
-        return LoweredFor(lowered, Conditions.now(lowered), agreed)
+        return lowered, Conditions.now(lowered, agreed)
 
     def reuse(self, entry: Entry, passes: Sequence[StepArguments]) -> Entry:
         """The step that was lowered and compiled by itself, where it holds for these arguments."""
         began = self._begin(passes, "run as it was compiled")
         entry.conditions.require()
-        if entry.agreed.generation != self._transport.generation:
+        if entry.conditions.agreed.generation != self._transport.generation:
             raise RuntimeError("a step has failed since this one was lowered, and the ranks agree anew; lower and compile it again")
         now, then = _form(passes[0], began.shapes), entry.compiled.lowered.form
         for field, got, expected in zip(now._fields, now, then, strict=True):
@@ -139,13 +125,13 @@ class CompiledSteps:
         form, last = passes[0].form, self._last
         shapes = None if form.inputs is None else shapes or BatchShapes.of(form)  # a process that was given no batch is told
         began = self._agreement.begin(passes, shapes, purpose)
-        if last is not None and last.entry.agreed.generation != self._transport.generation:
+        if last is not None and last.entry.conditions.agreed.generation != self._transport.generation:
             self._forget()  # what was compiled before a failure is of no use after it
         return began
 
     def _found(self, key: tuple[Any, ...], agreed: Agreed | None) -> Entry | None:
         """A compiled step of this key that holds, if there is one; under the lock."""
-        entry = next((entry for entry in self._entries.get(key, ()) if _holds(entry, agreed)), None)
+        entry = next((entry for entry in self._entries.get(key, ()) if entry.holds(agreed)), None)
         if entry is not None:
             self._hits += 1
             self._entries.move_to_end(key)
@@ -166,12 +152,12 @@ class CompiledSteps:
             agreed = self._agreement.keep(began.shapes, exchange.conclude(lowered))
         finally:
             self._building.active = False
-        entry = Entry(compiled, Conditions.now(lowered), agreed, laid_out(lowered.form))
+        entry = Entry.of(compiled, Conditions.now(lowered, agreed))
         with self._lock:
             if (built := self._found(key, agreed)) is not None:  # by another thread meanwhile
                 return built
             self._misses += 1
-            others = [other for other in self._entries.get(key, ()) if other.agreed is agreed]
+            others = [other for other in self._entries.get(key, ()) if other.conditions.agreed is agreed]
             keep(self._entries, key, [*others[-_MODES:], entry])
         if self._misses == RETRACES:
             warn_of_retraces(self._spec.name, self._misses, arguments, self.last_arguments)
@@ -182,11 +168,6 @@ class CompiledSteps:
             self._stages, self._loss_fn, self._schedule, _form(arguments, began.shapes), self._spec,
             ranks=self._ranks, exchange=exchange, example=arguments.example,
         )  # fmt: skip
-
-
-def _holds(entry: Entry, agreed: Agreed | None) -> bool:
-    """Whether a step is of what the ranks agree on: where they agree anew nobody may be left out. Programs are evicted in another order."""
-    return entry.agreed is agreed and entry.conditions.hold()
 
 
 def _form(arguments: StepArguments, shapes: BatchShapes) -> StepForm:

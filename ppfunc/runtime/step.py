@@ -139,7 +139,7 @@ class StepFunction(Generic[P, R]):
 
     def _execute(self, entry: Entry, passes: Sequence[StepArguments], recorder: Recorder | None) -> tuple[StepResult, Timeline | None]:
         """Run a compiled step, and end it on all ranks."""
-        update, parts = self.spec.update, entry.agreed.parts
+        update, parts = self.spec.update, entry.conditions.agreed.parts
         compiled = entry.compiled if recorder is None else recorder.attach(entry.compiled)
         lowered = compiled.lowered
         buffers: Buffers | None = None
@@ -172,16 +172,17 @@ class StepFunction(Generic[P, R]):
         """
         with self.transport.hold_interrupts():
             try:
-                found = self._compiled.lower(self._read(self._prepare(*args, **kwargs), None, abstract=True))
+                lowered, conditions = self._compiled.lower(self._read(self._prepare(*args, **kwargs), None, abstract=True))
                 self.transport.end({}, {})
             except BaseException as raised:
                 self._fail(self._failure(raised, None))
 
         def runs(compiled: CompiledStep) -> Callable[P, R]:
-            ready = partial(self._compiled.reuse, found.compiled(compiled))
+            conditions.require()
+            ready = partial(self._compiled.reuse, Entry.of(compiled, conditions))
             return lambda *args, **kwargs: self._run(args, kwargs, ready=ready)[0]
 
-        return Lowered(found.lowered, self._engine, self.transport, runs)
+        return Lowered(lowered, self._engine, self.transport, runs)
 
     def cache_info(self) -> CacheInfo:
         """Count the calls that found their program compiled, and those that did not."""

@@ -25,10 +25,6 @@ class Dataflow(NamedTuple):
         """Return the number of the value that ``F`` of this stage and microbatch produces."""
         return 2 * (stage * self.microbatches + microbatch)
 
-    def along(self, first: int, microbatch: int) -> int:
-        """Return the number of the value of a microbatch, of the same kind and stage as ``first``, that of microbatch 0."""
-        return first + 2 * microbatch
-
     def place(self, value: int) -> tuple[int, int]:
         """Return the stage and the microbatch of a value."""
         return divmod(value // 2, self.microbatches)
@@ -114,17 +110,17 @@ def find_routes(schedule: Schedule, flow: Dataflow) -> Routes:
     return found
 
 
-def message_number(schedule: Schedule, flow: Dataflow, route: MessageRoute, instruction: Instruction) -> int:
-    """Return the number of a message, the same at both ends."""
-    return carrying(schedule, flow.output(instruction[1], microbatch_of(instruction)) + route[0], route[1])
+def message_number(schedule: Schedule, flow: Dataflow, instruction: Instruction, distance: int, target: int) -> int:
+    """Return the number of the message, the same at both ends, that carries a value to the stage that consumes it.
+
+    Args:
+        instruction: of one end, or the consumer.
+        distance: from the output of its stage and microbatch to the value.
+    """
+    return (flow.output(instruction[1], microbatch_of(instruction)) + distance) * len(schedule.placement) + target
 
 
-def carrying(schedule: Schedule, value: int, target: int) -> int:
-    """Return the number of the message that carries a value to the stage that consumes it."""
-    return value * len(schedule.placement) + target
-
-
-def carrying_each(schedule: Schedule, first: int, target: int, microbatches: Iterable[int]) -> list[int]:
+def message_numbers(schedule: Schedule, first: int, target: int, microbatches: Iterable[int]) -> list[int]:
     """Return the numbers of the messages that carry values like ``first``, that of microbatch 0, to the stage that consumes them."""
     stages = len(schedule.placement)
     return [(first + 2 * m) * stages + target for m in microbatches]

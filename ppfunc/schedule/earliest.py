@@ -105,7 +105,8 @@ def earliest(
     while ready:
         next(runs[ready.pop()], None)
     times.done.update((first, done) for first, (done, _) in lines.items())
-    if missing := {rank: flow.along(first, m) for first, (_, waiting) in lines.items() for m, ranks in waiting.items() for rank in ranks}:
+    waits = ((first + flow.output(0, m), ranks) for first, (_, waiting) in lines.items() for m, ranks in waiting.items())
+    if missing := {rank: value for value, ranks in waits for rank in ranks}:
         raise _stuck(schedule, flow, times, timed, missing)
     return times
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ...parallel.counts import require_counts
 from ..collector import collector_paused
-from ..dataflow import PRODUCT, Dataflow, EdgeFlow, carrying_each, dataflow, edge_flows
+from ..dataflow import PRODUCT, Dataflow, EdgeFlow, dataflow, edge_flows, message_numbers
 from ..earliest import earliest
 from ..instruction import COMMUNICATION, COMPUTE, Instruction, Op, instructions_of
 from ..proof.structure import require_schedule
@@ -118,7 +118,7 @@ def _along(schedule: Schedule, flow: Dataflow, edge: EdgeFlow, done: Mapping[int
     return zip(
         map(made.__getitem__, numbers),
         repeat(schedule.placement[a]),
-        carrying_each(schedule, first, b, numbers),
+        message_numbers(schedule, first, b, numbers),
         map(used.__getitem__, numbers),
         instructions_of(send, a, numbers, far),
         instructions_of(receive, b, numbers, near),

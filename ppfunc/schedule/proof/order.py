@@ -114,7 +114,7 @@ def _message(schedule: Schedule, flow: Dataflow, routes: Routes, record: OrderRe
     route = routes.get((instruction[0], instruction[1], instruction[3]))
     if route is None:
         return _no_route(schedule, instruction)
-    message = message_number(schedule, flow, route, instruction)
+    message = message_number(schedule, flow, instruction, route[0], route[1])
     sending = instruction[0] in SENDS
     ends = record.sends if sending else record.receives
     if message in ends:
