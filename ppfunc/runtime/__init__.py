@@ -5,18 +5,20 @@ A step function is called, and the data flows in one direction::
     step.py          StepFunction(params, inputs, targets)
       arguments.py     read_arguments    what the caller gave  -> leaves, and the form of all trees (form.py)
       compiled_steps.py  find            the compiled step for this form, kept or new (cache.py):
-        agreement.py   begin             all ranks agree on the call and on the form of the batch
+        agreement.py   begin             all ranks agree on the call and on the shapes of the batch (terms.py)
         lower.py       lower             stages, schedule, form -> LoweredStep (lowered.py): every edge        } once
         compile.py     compile_step      LoweredStep -> CompiledStep: stage programs, one flat list of calls   } per
-        agreement.py   conclude          all ranks agree on the forms of losses and of shared parameters       } form
+        exchange.py    conclude          all ranks agree on the forms of losses and of shared parameters       } form
       passes.py        execute_passes    every pass in turn, each from the buffers of the one before:
         execute.py     fill, execute     leaves -> buffers of this pass alone; every call in turn
       results.py       collect           buffers -> losses, gradients, outputs, metrics, state
       transport        end               the sum of the losses; a step fails on every rank or on none
 
 `spec.py` says what the caller wants of a step; `refusals.py` refuses what nothing would honour. `calls.py` makes the calls of stage
-programs, `tail.py` those that end a program, `update_calls.py` those that update parameters; `record.py` measures them;
-`nonfinite.py` runs passes again, to find where a number was first not finite. A transport is two protocols (`transport.py`), data and
+programs, `residual_calls.py` those that take residuals out of the way; `shared_sums.py`, `input_gradients.py` and `update_calls.py` make
+those that end a program; `record.py` measures them; `nonfinite.py` runs passes again, to find where a number was first not finite.
+Three own what lasts from call to call: a `StepFunction` nothing but its arguments, its `CompiledSteps` what is compiled, its `Agreement`
+what the ranks agreed on. A transport is two protocols (`transport.py`), data and
 control, with three implementations: `InProcess`, `P2P` and `Simulated`. Where several pipelines train together, `grid.py` says which
 rank belongs where, `layouts.py` compares how tensors lie over them, and `collective.py` sums among them.
 

@@ -1,6 +1,7 @@
 """The cache of a step function: compiled steps by the form of the arguments, bounded."""
 
 from collections import OrderedDict
+from collections.abc import Hashable
 from typing import Any, NamedTuple, Self, TypeVar
 
 from ppfunc.stage import Outline, Stage
@@ -9,9 +10,11 @@ from ppfunc.stage.module import frozen_in
 
 from .arguments import StepArguments
 from .compile import CompiledStep
+from .exchange import Agreed
 from .layouts import LaidOut, laid_out
+from .lowered import LoweredStep
 from .stage_programs import autocast, modes
-from .transport import LossPart, Mode
+from .transport import Mode
 
 V = TypeVar("V")
 
@@ -30,62 +33,71 @@ class CacheInfo(NamedTuple):
     currsize: int
 
 
+class Conditions(NamedTuple):
+    """Conditions under which a lowered step holds, beside the form of its arguments.
+
+    Args:
+        modes: of its modules.
+        frozen: the parameters that its stages do not differentiate.
+        autocast: which is on.
+        agreed: what the ranks agreed on for it.
+    """
+
+    modes: tuple[tuple[Outline, tuple[bool, ...]], ...]
+    frozen: tuple[tuple[Stage, list[str]], ...]
+    autocast: tuple[Hashable, ...]
+    agreed: Agreed
+
+    @classmethod
+    def now(cls, lowered: LoweredStep, agreed: Agreed) -> Self:
+        """Those under which a step is lowered now."""
+        outlines = {id(low.outline): low.outline for low in lowered.stages.values()}.values()
+        functions = {id(low.function.fn): low.function.fn for low in lowered.stages.values()}.values()
+        frozen = tuple((fn, frozen_in(fn)) for fn in functions)
+        return cls(tuple((outline, modes(outline)) for outline in outlines), frozen, autocast(), agreed)
+
+    def hold(self) -> bool:
+        """Whether modules and autocast are in the modes of then, and the same parameters are frozen."""
+        return (
+            self.autocast == autocast()
+            and all(modes(outline) == before for outline, before in self.modes)
+            and all(frozen_in(fn) == names for fn, names in self.frozen)
+        )
+
+    def require(self) -> None:
+        """Raise ValueError where they do not hold."""
+        if not self.hold():
+            raise ValueError(
+                "modules or autocast have another mode than when the step was lowered, or other parameters are frozen; "
+                "lower and compile it again"
+            )
+
+    def mode(self) -> Mode:
+        """The mode of all modules."""
+        found = {mode for _, every in self.modes for mode in every}
+        return "mixed" if len(found) != 1 else "training" if found.pop() else "evaluation"
+
+
 class Entry(NamedTuple):
     """A compiled step, and what it holds for.
 
     Args:
         compiled: the step.
-        modes: of its modules.
-        frozen: the parameters that its stages do not differentiate.
-        parts: the form of the losses of all ranks.
+        conditions: under which it was lowered.
         laid: how its DTensors lie.
     """
 
     compiled: CompiledStep
-    modes: tuple[tuple[Outline, tuple[bool, ...]], ...]
-    frozen: tuple[tuple[Stage, list[str]], ...]
-    parts: dict[int, LossPart]
+    conditions: Conditions
     laid: LaidOut
 
     @classmethod
-    def of(cls, compiled: CompiledStep, parts: dict[int, LossPart]) -> Self:
-        """The entry of a step compiled in the present modes."""
-        outlines = {id(low.outline): low.outline for low in compiled.lowered.stages.values()}.values()
-        functions = {id(low.function.fn): low.function.fn for low in compiled.lowered.stages.values()}.values()
-        frozen = tuple((fn, frozen_in(fn)) for fn in functions)
-        return cls(compiled, tuple((outline, modes(outline)) for outline in outlines), frozen, parts, laid_out(compiled.lowered.form))
+    def of(cls, compiled: CompiledStep, conditions: Conditions) -> Self:
+        return cls(compiled, conditions, laid_out(compiled.lowered.form))
 
-    def holds(self) -> bool:
-        """Whether every module that ran in it is in the mode in which it was traced, and the same parameters are frozen."""
-        return all(modes(outline) == before for outline, before in self.modes) and all(frozen_in(fn) == names for fn, names in self.frozen)
-
-    def mode(self) -> Mode:
-        """The mode of all of them."""
-        found = {mode for _, every in self.modes for mode in every}
-        return "mixed" if len(found) != 1 else "training" if found.pop() else "evaluation"
-
-
-class Last(NamedTuple):
-    """A step with what it was compiled for: the arguments without their tensors, the name of the batch, autocast."""
-
-    arguments: StepArguments
-    name: str
-    autocast: tuple[Any, ...]
-    entry: Entry
-
-    @classmethod
-    def of(cls, arguments: StepArguments, name: str, entry: Entry) -> Self:
-        """A step for these arguments under the present autocast."""
-        bare = arguments._replace(params={}, state={}, inputs=(), targets=(), extras={}, scale=None, update_state=None)
-        return cls(bare, name, autocast(), entry)
-
-    def require_same_modes(self) -> None:
-        """Raise ValueError where modules or autocast have another mode than then, or other parameters are frozen."""
-        if self.autocast != autocast() or not self.entry.holds():
-            raise ValueError(
-                "modules or autocast have another mode than when the step was lowered, or other parameters are frozen; "
-                "lower and compile it again"
-            )
+    def holds(self, agreed: Agreed | None) -> bool:
+        """Whether it holds where the ranks agree on this. Where they agree anew, none may be left out that has kept a program."""
+        return self.conditions.agreed is agreed and self.conditions.hold()
 
 
 def keep(cache: OrderedDict[tuple[Any, ...], V], key: tuple[Any, ...], value: V) -> None:

@@ -22,7 +22,7 @@ from .buffers import Buffers, Key, Leaves, Tag
 from .gradients import Gradients, LeafGradients, Numbers
 from .lowered import BATCH, Edge, LoweredStage
 from .rng import generator_of
-from .transport import Call
+from .transport import Call, DataTransport, Transfer
 
 
 class Origin(NamedTuple):
@@ -32,6 +32,9 @@ class Origin(NamedTuple):
     position: int
     instruction: Instruction
     awaited: Tag | None = None
+
+
+PlacedCall = tuple[Call, Origin]
 
 
 class ProgramCall(NamedTuple):
@@ -202,7 +205,8 @@ def _numbers(program: Callable[..., Any]) -> Numbers | None:
 
 
 def _present(gradients: Sequence[object]) -> Numbers:
-    return tuple([n for n, gradient in enumerate(gradients) if gradient is not None])
+    present = tuple([n for n, gradient in enumerate(gradients) if gradient is not None])
+    return present if len(present) < len(gradients) else range(len(gradients))
 
 
 def _add(sums: Gradients, gradients: LeafGradients, numbers: Numbers | None, microbatch: int) -> None:
@@ -218,72 +222,6 @@ def _dense(gradients: LeafGradients, leaves: tuple[LeafSignature, ...], device: 
     return tuple([torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) if g is None else g for g, leaf in pairs])
 
 
-class Held(NamedTuple):
-    """A view of a parameter among residuals, by the number of the parameter: the tensor itself may be freed meanwhile."""
-
-    number: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-
-def release_params(low: LoweredStage, key: Key) -> Call:
-    """Let go of the parameters among the residuals, so that RESHARD can free them.
-
-    Raises:
-        TypeError: the engine keeps something else than tensors.
-    """
-    model = low.model
-
-    def release(buffers: Buffers) -> None:
-        numbers = {t.untyped_storage().data_ptr(): n for n, t in enumerate(buffers.params[model]) if t.numel()}
-        saved = buffers.residuals[key]
-        if not all(isinstance(t, torch.Tensor) for t in saved):
-            raise TypeError(
-                f"the parameters of stage {model} cannot be freed between forward and backward: its engine keeps something else than "
-                f"tensors; use the graph engine without cuda_graphs=True, or whole parameters"
-            )
-        places = [numbers.get(t.untyped_storage().data_ptr()) if t.numel() else None for t in saved]
-        buffers.residuals[key] = tuple(
-            [t if n is None else Held(n, t.shape, t.stride(), t.storage_offset()) for t, n in zip(saved, places, strict=True)]
-        )
-
-    return release
-
-
-def restore_params(low: LoweredStage, key: Key) -> Call:
-    """Put the parameters back where :func:`release_params` has let go of them."""
-    model = low.model
-
-    def restore(buffers: Buffers) -> None:
-        params, saved = buffers.params[model], buffers.residuals[key]
-        buffers.residuals[key] = tuple(
-            [params[t.number].as_strided(t.shape, t.stride, t.offset) if isinstance(t, Held) else t for t in saved]
-        )
-
-    return restore
-
-
-def move_residuals(low: LoweredStage, key: Key, target: torch.device) -> Call | None:
-    """Move residuals to ``target``; parameters, held by reference, stay where they are."""
-    if low.device.type == "cpu":
-        return None
-    model = low.model
-
-    def move(buffers: Buffers) -> None:
-        if not all(isinstance(t, torch.Tensor) for t in buffers.residuals[key]):
-            raise TypeError(
-                f"the residuals of stage {model} cannot be moved: its engine keeps something else than tensors; "
-                f"use the graph engine without cuda_graphs=True, or a schedule without OFFLOAD"
-            )
-        stay = {t.untyped_storage().data_ptr() for t in buffers.params[model]}
-        buffers.residuals[key] = tuple(
-            t if t.untyped_storage().data_ptr() in stay else t.to(target, non_blocking=True) for t in buffers.residuals[key]
-        )
-
-    return move
-
-
 def _places(edges: tuple[Edge, ...], carrying: bool = False) -> Iterator[tuple[Edge, slice]]:
     """Each edge with the place of its leaves in the tuple of all of them."""
     start = 0
@@ -291,3 +229,14 @@ def _places(edges: tuple[Edge, ...], carrying: bool = False) -> Iterator[tuple[E
         stop = start + len(edge.carrying if carrying else edge.leaves)
         yield edge, slice(start, stop)
         start = stop
+
+
+def exchange(place: Origin, data: DataTransport, batch: Sequence[Transfer], collect: Call) -> Iterator[PlacedCall]:
+    """Post messages all together, in one order at both ends, so that no rank waits before it has sent its own parts;
+    ``collect`` runs once all have arrived."""
+    batch = sorted(batch, key=lambda transfer: transfer.tag)
+    calls = [data.post(batch)] if batch else []
+    calls += [data.wait_recv(transfer) for transfer in batch if not transfer.outgoing]
+    calls += [collect]
+    calls += [data.wait_send(transfer) for transfer in batch if transfer.outgoing]
+    return ((call, place) for call in calls if call is not None)

@@ -1,8 +1,8 @@
 """Compile a lowered step: the programs of its stages, and one flat list of calls with every lookup resolved.
 
-A call reads and writes the buffers of the running step: `calls.py` has those of stage programs, `tail.py` those of
-the exchanges that end a program, a transport those of messages, which post what is in ``buffers.values``, or put there
-what has arrived.
+A call reads and writes the buffers of the running step: `calls.py` has those of stage programs, `shared_sums.py`, `input_gradients.py`
+and `update_calls.py` those that end a program, a transport those of messages, which post what is in ``buffers.values``, or put
+there what has arrived.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,24 +15,14 @@ from ppfunc.schedule.instruction import COMMUNICATION, SENDS, TAIL
 from ppfunc.stage import Engine, Signature, StageProgram
 
 from .buffers import Buffers, Key, Tag
-from .calls import (
-    Origin,
-    backward,
-    backward_call,
-    forward,
-    forward_call,
-    load,
-    move_residuals,
-    release_params,
-    restore_params,
-    seeded,
-    weight,
-)
+from .calls import Origin, PlacedCall, backward, backward_call, forward, forward_call, load, seeded, weight
 from .gradients import Gradients, Stack, Sum
+from .input_gradients import share_input_gradients
 from .lowered import BATCH, LoweredStep
 from .overlap import Overlapped
+from .residual_calls import move_residuals, release_params, restore_params
+from .shared_sums import sum_over_places
 from .stage_programs import program_of
-from .tail import PlacedCall, share_input_gradients, sum_over_places
 from .transport import Call, DataTransport, Transfer
 from .update_calls import is_late, sharding_call, update_call, update_parameters
 

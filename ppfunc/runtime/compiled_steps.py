@@ -10,94 +10,99 @@ from typing import Any, NamedTuple
 from ppfunc.schedule import Schedule
 from ppfunc.stage import Engine, Loss, Stage
 
-from .agreement import Agreement, Began, batch_name, rows_of
+from .agreement import Agreement, Began
 from .arguments import StepArguments
-from .cache import CACHE_SIZE, RETRACES, CacheInfo, Entry, Last, keep, warn_of_retraces
-from .compile import CompiledStep, compile_step
+from .cache import CACHE_SIZE, RETRACES, CacheInfo, Conditions, Entry, keep, warn_of_retraces
+from .compile import compile_step
+from .exchange import Agreed, Negotiation, Replay
 from .form import StepForm
 from .interrupts import let_interrupts
-from .lower import Exchange, lower
+from .lower import lower
 from .lowered import LoweredStep
 from .spec import StepSpec
 from .stage_programs import autocast
+from .terms import BatchShapes
 from .transport import Transport
 
 _MODES = 3  # programs that are kept for other modes of the modules
 
 
-class LoweredFor(NamedTuple):
-    """A step that was lowered by itself, for what arguments, and after how many failures."""
+class _Last(NamedTuple):
+    """The step of the last call, its arguments without their tensors, and the shapes of its batch."""
 
-    last: Last
-    generation: int | None
+    arguments: StepArguments
+    shapes: BatchShapes
+    entry: Entry
 
 
 class CompiledSteps:
-    """The compiled steps of one step function.
+    """Owns the compiled steps of one step function; what the ranks agreed on for them is its :class:`Agreement`'s.
 
     Args:
         stages, loss_fn, schedule, transport, engine, spec: of the step function.
         ranks: those of this process.
         owner: the step function, as errors name it.
-
-    Attributes:
-        last: the step of the last call.
     """
 
     def __init__(
         self, stages: Sequence[Stage | None], loss_fn: Loss | None, schedule: Schedule, transport: Transport, engine: Engine,
         spec: StepSpec, ranks: tuple[int, ...], owner: str,
     ) -> None:  # fmt: skip
-        self.last: Last | None = None
         self._stages, self._loss_fn, self._schedule, self._transport = stages, loss_fn, schedule, transport
         self._engine, self._spec, self._ranks, self._owner = engine, spec, ranks, owner
         self._agreement = Agreement(schedule, spec, transport, ranks)
         self._lock = threading.Lock()
         self._building = threading.local()
+        self._last: _Last | None = None
         self._entries: OrderedDict[tuple[Any, ...], list[Entry]] = OrderedDict()
         self._hits = self._misses = 0
 
+    @property
+    def last_arguments(self) -> StepArguments | None:
+        """The arguments of the last call, without their tensors."""
+        last = self._last
+        return None if last is None else last.arguments
+
     def find(self, passes: Sequence[StepArguments], purpose: str) -> Entry:
         """The compiled step for these arguments; worked out with the peers where the form of the batch is new."""
-        arguments, last, now = passes[0], self.last, autocast()
-        if last is not None and (last.arguments.form is not arguments.form or last.autocast != now):
+        arguments, last = passes[0], self._last
+        if last is not None and last.arguments.form is not arguments.form:
             last = None  # another form than that of the last call
-        name, known = self._begin(passes, last and last.name, purpose)
-        if last is not None and last is self.last and last.name == name and last.entry.holds() and known:
+        began = self._begin(passes, purpose, last and last.shapes)
+        if last is not None and last.shapes == began.shapes and last.entry.holds(began.agreed):
             self._hits += 1
             return last.entry
-        own = (name, arguments.key, now)
+        key = (began.shapes, arguments.key, autocast())
         with self._lock:
-            if not known:  # the ranks agree anew, and nobody may be left out: agreements are evicted in another order than programs
-                self._entries.pop(own, None)
-            entry = self._found(own)
-        entry = entry or self._build(arguments, name, own)
-        self.last = Last.of(arguments, name, entry)
+            entry = self._found(key, began.agreed)
+        entry = entry or self._build(arguments, began, key)
+        bare = arguments._replace(params={}, state={}, inputs=(), targets=(), extras={}, scale=None, update_state=None)
+        self._last = _Last(bare, began.shapes, entry)
         return entry
 
-    def lower(self, arguments: StepArguments) -> LoweredFor:
-        """Lower a step by itself, which is not kept."""
-        name, _ = self._begin([arguments], None, "lowered, not run")
-        exchange, generation = self._agreement.exchange(name, arguments.form), self._agreement.generation
+    def lower(self, arguments: StepArguments) -> tuple[LoweredStep, Conditions]:
+        """Lower a step by itself, which is not kept; says under what conditions it holds."""
+        began = self._begin([arguments], "lowered, not run")
+        exchange = self._agreement.exchange(began, arguments.form)
         with let_interrupts():
-            lowered = self._lower(arguments, name, exchange)
-        agreed = self._agreement.conclude(name, lowered, exchange)
-        return LoweredFor(Last.of(arguments, name, Entry.of(CompiledStep(lowered, {}, (), ()), agreed.parts)), generation)
+            lowered = self._lower(arguments, began, exchange)
+        agreed = self._agreement.keep(began.shapes, exchange.conclude(lowered))
+        return lowered, Conditions.now(lowered, agreed)
 
-    def reuse(self, kept: LoweredFor, passes: Sequence[StepArguments]) -> Entry:
+    def reuse(self, entry: Entry, passes: Sequence[StepArguments]) -> Entry:
         """The step that was lowered and compiled by itself, where it holds for these arguments."""
-        name, _ = self._begin(passes, None, "run as it was compiled")
-        kept.last.require_same_modes()
-        if self._agreement.generation != kept.generation:
+        began = self._begin(passes, "run as it was compiled")
+        entry.conditions.require()
+        if entry.conditions.agreed.generation != self._transport.generation:
             raise RuntimeError("a step has failed since this one was lowered, and the ranks agree anew; lower and compile it again")
-        now, then = _form(passes[0], name), kept.last.entry.compiled.lowered.form
+        now, then = _form(passes[0], began.shapes), entry.compiled.lowered.form
         for field, got, expected in zip(now._fields, now, then, strict=True):
             if got != expected:
                 raise ValueError(
                     f"{field}: got {_described(got)}, the step was compiled for {_described(expected)}; call the step function, which "
                     f"compiles for every form"
                 )
-        return kept.last.entry
+        return entry
 
     def info(self) -> CacheInfo:
         return CacheInfo(self._hits, self._misses, CACHE_SIZE, len(self._entries))
@@ -109,30 +114,30 @@ class CompiledSteps:
     def _forget(self) -> None:
         with self._lock:
             self._entries.clear()
-            self.last = None
+            self._last = None
 
-    def _begin(self, passes: Sequence[StepArguments], name: str | None, purpose: str) -> Began:
-        """Begin a step with the peers; what was compiled before a failure is of no use after it."""
-        form = passes[0].form
-        if form.inputs is None:  # this process was given no batch, and is told its name
-            name = None
-        elif name is None:
-            name = batch_name(form)
-        generation = self._agreement.generation
-        began = self._agreement.begin(passes, name, purpose)
-        if self._agreement.generation != generation:
-            self._forget()
+    def _begin(self, passes: Sequence[StepArguments], purpose: str, shapes: BatchShapes | None = None) -> Began:
+        """Begin a step with the peers.
+
+        Args:
+            shapes: of the batch, where they are known to be those of the last call.
+        """
+        form, last = passes[0].form, self._last
+        shapes = None if form.inputs is None else shapes or BatchShapes.of(form)  # a process that was given no batch is told
+        began = self._agreement.begin(passes, shapes, purpose)
+        if last is not None and last.entry.conditions.agreed.generation != self._transport.generation:
+            self._forget()  # what was compiled before a failure is of no use after it
         return began
 
-    def _found(self, own: tuple[Any, ...]) -> Entry | None:
-        """The compiled step of a key that holds for the modes of the modules, if there is one; under the lock."""
-        entry = next((e for e in self._entries.get(own, ()) if e.holds()), None)
+    def _found(self, key: tuple[Any, ...], agreed: Agreed | None) -> Entry | None:
+        """A compiled step of this key that holds, if there is one; under the lock."""
+        entry = next((entry for entry in self._entries.get(key, ()) if entry.holds(agreed)), None)
         if entry is not None:
             self._hits += 1
-            self._entries.move_to_end(own)
+            self._entries.move_to_end(key)
         return entry
 
-    def _build(self, arguments: StepArguments, name: str, own: tuple[Any, ...]) -> Entry:
+    def _build(self, arguments: StepArguments, began: Began, key: tuple[Any, ...]) -> Entry:
         """Lower and compile."""
         if getattr(self._building, "active", False):
             raise RuntimeError(
@@ -140,34 +145,35 @@ class CompiledSteps:
             )
         self._building.active = True
         try:
-            exchange = self._agreement.exchange(name, arguments.form)
+            exchange = self._agreement.exchange(began, arguments.form)
             with let_interrupts():
-                lowered = self._lower(arguments, name, exchange)
+                lowered = self._lower(arguments, began, exchange)
                 compiled = compile_step(lowered, self._engine, self._transport)
-            agreed = self._agreement.conclude(name, lowered, exchange)
+            agreed = self._agreement.keep(began.shapes, exchange.conclude(lowered))
         finally:
             self._building.active = False
-        entry = Entry.of(compiled, agreed.parts)
+        entry = Entry.of(compiled, Conditions.now(lowered, agreed))
         with self._lock:
-            if (built := self._found(own)) is not None:  # by another thread meanwhile
+            if (built := self._found(key, agreed)) is not None:  # by another thread meanwhile
                 return built
             self._misses += 1
-            keep(self._entries, own, [*self._entries.get(own, [])[-_MODES:], entry])
+            others = [other for other in self._entries.get(key, ()) if other.conditions.agreed is agreed]
+            keep(self._entries, key, [*others[-_MODES:], entry])
         if self._misses == RETRACES:
-            warn_of_retraces(self._spec.name, self._misses, arguments, self.last and self.last.arguments)
+            warn_of_retraces(self._spec.name, self._misses, arguments, self.last_arguments)
         return entry
 
-    def _lower(self, arguments: StepArguments, name: str, exchange: Exchange) -> LoweredStep:
+    def _lower(self, arguments: StepArguments, began: Began, exchange: Negotiation | Replay) -> LoweredStep:
         return lower(
-            self._stages, self._loss_fn, self._schedule, _form(arguments, name), self._spec,
+            self._stages, self._loss_fn, self._schedule, _form(arguments, began.shapes), self._spec,
             ranks=self._ranks, exchange=exchange, example=arguments.example,
         )  # fmt: skip
 
 
-def _form(arguments: StepArguments, name: str) -> StepForm:
-    """The form of the arguments; a process that was not given the batch learns of its name whether it is a whole one."""
+def _form(arguments: StepArguments, shapes: BatchShapes) -> StepForm:
+    """The form of the arguments; a process that was not given the batch is told whether it is a whole one."""
     form = arguments.form
-    return form._replace(rows=rows_of(name)) if form.inputs is None else form
+    return form._replace(rows=shapes.rows) if form.inputs is None else form
 
 
 def _described(part: Any) -> str:

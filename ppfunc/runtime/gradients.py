@@ -16,7 +16,7 @@ from .batch import Leaves as Leaves
 from .functorch import transforming
 
 LeafGradients = tuple[torch.Tensor | None, ...]  # one tensor of the parameter's shape and dtype per leaf, None for zero
-Numbers = tuple[int, ...]  # of leaves
+Numbers = tuple[int, ...] | range  # of leaves, ascending; a range of all of them, which is looked up in no time
 Owner = Callable[[torch.Tensor], torch.Tensor]  # returns a tensor, or a copy where anything else uses its memory
 
 
@@ -90,7 +90,7 @@ class Sum:
         return torch.promote_types(dtype, self._dtype) if self._dtype and differentiable(dtype) else dtype
 
     def merge(self, gradients: Leaves) -> None:
-        self.add(gradients, tuple(range(len(gradients))), -1)
+        self.add(gradients, range(len(gradients)), -1)
 
     def signature(self, leaf: LeafSignature) -> LeafSignature:
         if self._dtype is None or (dtype := self._dtype_of(leaf.dtype)) is leaf.dtype:
@@ -99,7 +99,7 @@ class Sum:
 
     def take(self, like: Leaves, owned: Owner) -> Leaves:
         parts, self._parts = self._parts, {}
-        whole = parts.get(tuple(range(len(like))))
+        whole = parts.get(range(len(like)))
         if whole is not None and whole.is_own:
             return tuple(whole.total)
         sums = {n: t if part.is_own else owned(t) for known, part in parts.items() for n, t in zip(known, part.total, strict=True)}

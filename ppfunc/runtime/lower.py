@@ -8,7 +8,7 @@ signatures that cross from process to process.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from ppfunc.schedule import Schedule
 from ppfunc.stage import LeafSignature, Loss, Signature, Stage
@@ -16,24 +16,13 @@ from ppfunc.stage.layout import Boundary
 from ppfunc.stage.output import children, received_signature
 
 from .buffers import Key
+from .exchange import Negotiation, Replay
 from .form import StepForm
 from .lowered import BATCH, Edge, LoweredStage, LoweredStep
 from .refusals import require_honoured, require_layouts, require_loss, require_same_rows, require_wanted
 from .spec import StepSpec
 from .stage_programs import StageFunction, outline_of
 from .transport import LossPart
-
-
-class Exchange(Protocol):
-    """Passes the signatures of edges between processes."""
-
-    def send(self, edge: tuple[int, int], signatures: Sequence[Signature]) -> None:
-        """Tell the process of stage ``edge[1]`` the signature of every microbatch on this edge."""
-        ...
-
-    def recv(self, edge: tuple[int, int]) -> Sequence[Signature]:
-        """The signatures on an edge from another process."""
-        ...
 
 
 def lower(
@@ -44,7 +33,7 @@ def lower(
     spec: StepSpec,
     *,
     ranks: Sequence[int] | None = None,
-    exchange: Exchange | None = None,
+    exchange: Negotiation | Replay | None = None,
     example: Callable[[int], Any] | None = None,
 ) -> LoweredStep:
     """Work out what every instruction of the schedule means for arguments of this form.
@@ -175,7 +164,7 @@ def _inputs(form: StepForm, spec: StepSpec, microbatches: range) -> list[Signatu
     return [changed[s] for s in given]
 
 
-def _required(exchange: Exchange | None) -> Exchange:
+def _required(exchange: Negotiation | Replay | None) -> Negotiation | Replay:
     if exchange is None:
         raise ValueError("got ranks of this process that are not all, and no exchange to pass signatures to the others")
     return exchange

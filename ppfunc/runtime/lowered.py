@@ -101,6 +101,11 @@ class LoweredStep(NamedTuple):
     def __repr__(self) -> str:
         return f"<lowered {self.spec.name}, {self.schedule!r}>"
 
+    def wanted(self, stage: int) -> tuple[int, ...]:
+        """The numbers of the leaves of a stage that have gradients."""
+        leaves = self.form.params[self.schedule.model_stages[stage]].leaves
+        return () if self.schedule.forward_only else tuple(n for n, leaf in enumerate(leaves) if leaf.grad)
+
     def edge_of(self, message: Instruction) -> Edge:
         """The edge that a SEND or RECV of this process is about."""
         assert message.microbatch is not None

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
 
 import torch
 
@@ -115,7 +115,7 @@ class StepFunction(Generic[P, R]):
         ended = False
         try:
             with self.transport.hold_interrupts(later=True), _outside_inference_mode():
-                result, raw, timeline = self._attempt(args, kwargs, recorder, ready)
+                result, timeline, raw = self._attempt(args, kwargs, recorder, ready)
                 ended = True
                 return self._finish(result, raw), timeline
         except BaseException:
@@ -125,47 +125,44 @@ class StepFunction(Generic[P, R]):
 
     def _attempt(
         self, args: Any, kwargs: Any, recorder: Recorder | None, ready: Callable[[Sequence[StepArguments]], Entry] | None
-    ) -> tuple[StepResult, Any, Timeline | None]:
-        """Run one step to its end on all ranks, or tell them that it has failed."""
+    ) -> tuple[StepResult, Timeline | None, Any]:
+        """Run one step to its end on all ranks, or tell them that it has failed; returns what was prepared, too."""
         entry: Entry | None = None
-        buffers: Buffers | None = None
-        failure: Failure | None = None
-        error: BaseException | None = None
         try:
             self._require_servable_under_transforms()
             raw = self._prepare(*args, **kwargs)
             passes = self._read_passes(raw if isinstance(raw, list) else [raw])
-            arguments = passes[0]
-            if "grads" in self.spec.wants or (self.spec.update is not None and self.spec.update.unshard is None):
-                require_declared(arguments.params, arguments.form, self.spec.tied, self.spec.primal)
             entry = ready(passes) if ready else self._compiled.find(passes, "recorded" if recorder else "run")
-            compiled = entry.compiled if recorder is None else recorder.attach(entry.compiled)
-            self.transport.ready(entry.laid)
+            return *self._execute(entry, passes, recorder), raw
+        except BaseException as raised:
+            self._fail(self._failure(raised, entry))
+
+    def _execute(self, entry: Entry, passes: Sequence[StepArguments], recorder: Recorder | None) -> tuple[StepResult, Timeline | None]:
+        """Run a compiled step, and end it on all ranks."""
+        update, parts = self.spec.update, entry.conditions.agreed.parts
+        compiled = entry.compiled if recorder is None else recorder.attach(entry.compiled)
+        lowered = compiled.lowered
+        buffers: Buffers | None = None
+        self.transport.ready(entry.laid)
+        try:
             # Under a torch.func transform from outside, that transform decides what is recorded.
-            with torch.set_grad_enabled(torch.is_grad_enabled() and transforming()), _generators(arguments):
+            with torch.set_grad_enabled(torch.is_grad_enabled() and transforming()), _generators(passes[0]):
                 with let_interrupts():
-                    if self.spec.update is not None:
-                        passes = self.spec.update.begin(passes)
+                    if update is not None:
+                        passes, parts = update.begin(passes), {}  # it has the losses, and sums them over all pipelines
                     buffers = execute_passes(compiled, passes, self.transport)
-                    if self.spec.update is not None:
-                        self.spec.update.finish(buffers)
-                    parts = entry.parts if self.spec.update is None else {}  # an update has them, and sums them over all pipelines
-                    losses = losses_of(compiled.lowered, buffers) if parts else {}
-                    result = collect(compiled.lowered, passes, buffers)
+                    if update is not None:
+                        update.finish(buffers)
+                    losses = losses_of(lowered, buffers) if parts else {}
+                    result = collect(lowered, passes, buffers)
                     buffers = None
-                    if self.spec.finite and self.spec.update is None:
+                    if self.spec.finite and update is None:
                         made = [*losses.values(), *tree_leaves((result.grads, result.input_grads))]
                         require_finite(made, entry.compiled, passes, self.transport)
                     timeline = None if recorder is None else gather(entry.compiled, recorder.intervals(), self.transport)
-                return result._replace(loss=self.transport.end(losses, parts, entry.mode())), raw, timeline
-        except BaseException as raised:
-            failure = self._failure(raised, entry)
-            error = self.transport.fail(failure)
-            if error is failure.cause or not isinstance(failure.cause, Exception):
-                raise failure.cause from failure.cause.__cause__  # an interrupt stays what it is
-            raise error from failure.cause
+                return result._replace(loss=self.transport.end(losses, parts, entry.conditions.mode())), timeline
         finally:
-            buffers = failure = error = None  # an error that is kept keeps this frame, and must not keep what it held
+            buffers = None  # an error that is kept keeps this frame, and must not keep what it held
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> Lowered:
         """Lower the step for these arguments, and run nothing; where ranks are processes, every one calls it.
@@ -175,21 +172,17 @@ class StepFunction(Generic[P, R]):
         """
         with self.transport.hold_interrupts():
             try:
-                kept = self._compiled.lower(self._read(self._prepare(*args, **kwargs), None, abstract=True))
+                lowered, conditions = self._compiled.lower(self._read(self._prepare(*args, **kwargs), None, abstract=True))
                 self.transport.end({}, {})
-            except BaseException as cause:
-                error = self.transport.fail(Failure(self._ranks[0], None, None, cause))
-                if error is cause or not isinstance(cause, Exception):
-                    raise
-                raise error from cause
+            except BaseException as raised:
+                self._fail(self._failure(raised, None))
 
         def runs(compiled: CompiledStep) -> Callable[P, R]:
-            kept.last.require_same_modes()
-            own = kept._replace(last=kept.last._replace(entry=kept.last.entry._replace(compiled=compiled)))
-            ready = partial(self._compiled.reuse, own)
+            conditions.require()
+            ready = partial(self._compiled.reuse, Entry.of(compiled, conditions))
             return lambda *args, **kwargs: self._run(args, kwargs, ready=ready)[0]
 
-        return Lowered(kept.last.entry.compiled.lowered, self._engine, self.transport, runs)
+        return Lowered(lowered, self._engine, self.transport, runs)
 
     def cache_info(self) -> CacheInfo:
         """Count the calls that found their program compiled, and those that did not."""
@@ -208,13 +201,25 @@ class StepFunction(Generic[P, R]):
 
     def _read_passes(self, raw: Sequence[RawArguments]) -> Sequence[StepArguments]:
         """The arguments of every pass of the schedule, all of one form."""
-        last = self._compiled.last
-        first = self._read(raw[0], last and last.arguments)
+        first = self._read(raw[0], self._compiled.last_arguments)
         passes = [first, *(self._read(other, first) for other in raw[1:])]
         for n, other in enumerate(passes):
             if other.form is not first.form:
                 raise ValueError(f"inputs: pass {n} of the schedule has a batch of another form than pass 0; pad them to one form")
+        if "grads" in self.spec.wants or (self.spec.update is not None and self.spec.update.unshard is None):
+            require_declared(first.params, first.form, self.spec.tied, self.spec.primal)
         return passes
+
+    def _fail(self, failure: Failure) -> NoReturn:
+        """Tell the peers of a failure, and raise."""
+        cause = error = failure.cause
+        try:
+            error = self.transport.fail(failure)
+            if error is cause or not isinstance(cause, Exception):
+                raise cause from cause.__cause__  # an interrupt stays what it is
+            raise error from cause
+        finally:
+            del failure, cause, error  # likewise
 
     def _failure(self, raised: BaseException, entry: Entry | None) -> Failure:
         if not isinstance(raised, StepFailed) or entry is None:

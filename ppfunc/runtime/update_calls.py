@@ -4,10 +4,9 @@ from collections.abc import Iterator, Sequence
 
 from ppfunc.schedule import Instruction, Op
 
-from .calls import Origin
+from .calls import Origin, PlacedCall
 from .losses import losses_of
 from .lowered import LoweredStep
-from .tail import PlacedCall, wanted_of
 from .ties import shared_leaves
 from .transport import Call
 
@@ -43,7 +42,7 @@ def update_call(lowered: LoweredStep, instruction: Instruction) -> Call | None:
         return None
     if instruction.op is Op.STEP:
         return lambda buffers: update.step(buffers, model)
-    wanted = wanted_of(lowered, first)
+    wanted = lowered.wanted(first)
     return lambda buffers: update.reduce(buffers, model, buffers.gradients[first], wanted)
 
 

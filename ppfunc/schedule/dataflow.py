@@ -5,14 +5,14 @@ with respect to the stage's input is the next odd number. What an instruction co
 at fixed distances from its own stage's output, which keeps walks over a million instructions cheap.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from .instruction import Instruction, Op, microbatch_of, parts_of
 from .schedule import Schedule
 
-# Distance from a stage's output to what an instruction produces; W produces nothing that others consume.
-PRODUCT = {Op.F: 0, Op.B: 1, Op.I: 1, Op.W: None}
+# Distance from a stage's output to what an instruction produces; W is not here, which produces nothing that others consume.
+PRODUCT = {Op.F: 0, Op.B: 1, Op.I: 1}
 
 
 class Dataflow(NamedTuple):
@@ -25,9 +25,13 @@ class Dataflow(NamedTuple):
         """Return the number of the value that ``F`` of this stage and microbatch produces."""
         return 2 * (stage * self.microbatches + microbatch)
 
+    def place(self, value: int) -> tuple[int, int]:
+        """Return the stage and the microbatch of a value."""
+        return divmod(value // 2, self.microbatches)
+
     def name(self, value: int) -> str:
         """Return the value in words, such as ``the output of stage 2 for microbatch 0``."""
-        stage, microbatch = divmod(value // 2, self.microbatches)
+        stage, microbatch = self.place(value)
         kind = "the input gradient" if value % 2 else "the output"
         return f"{kind} of stage {stage} for microbatch {microbatch}"
 
@@ -49,7 +53,7 @@ def products(flow: Dataflow, instruction: Instruction) -> tuple[int, ...]:
     return tuple(
         flow.output(part.stage, microbatch_of(part)) + product
         for part in parts_of(instruction)
-        if (product := PRODUCT[part.op]) is not None
+        if (product := PRODUCT.get(part.op)) is not None
     )
 
 
@@ -100,13 +104,23 @@ def find_routes(schedule: Schedule, flow: Dataflow) -> Routes:
     home = schedule.placement
     for a, b, op, send, receive, far, near in edge_flows(schedule):
         if home[a] != home[b]:
-            product = PRODUCT[op] or 0
+            product = PRODUCT[op]
             found[send, a, far] = MessageRoute(product, b, home[b])
             found[receive, b, near] = MessageRoute(flow.output(a - b, 0) + product, b, home[a])
     return found
 
 
-def message_number(schedule: Schedule, flow: Dataflow, route: MessageRoute, instruction: Instruction) -> int:
-    """Return the number of a message, the same at both ends: ``value * S + stage that consumes it``."""
-    value = flow.output(instruction[1], microbatch_of(instruction)) + route[0]
-    return value * len(schedule.placement) + route[1]
+def message_number(schedule: Schedule, flow: Dataflow, instruction: Instruction, distance: int, target: int) -> int:
+    """Return the number of the message, the same at both ends, that carries a value to the stage that consumes it.
+
+    Args:
+        instruction: of one end, or the consumer.
+        distance: from the output of its stage and microbatch to the value.
+    """
+    return (flow.output(instruction[1], microbatch_of(instruction)) + distance) * len(schedule.placement) + target
+
+
+def message_numbers(schedule: Schedule, first: int, target: int, microbatches: Iterable[int]) -> list[int]:
+    """Return the numbers of the messages that carry values like ``first``, that of microbatch 0, to the stage that consumes them."""
+    stages = len(schedule.placement)
+    return [(first + 2 * m) * stages + target for m in microbatches]

@@ -105,7 +105,8 @@ def earliest(
     while ready:
         next(runs[ready.pop()], None)
     times.done.update((first, done) for first, (done, _) in lines.items())
-    if missing := {rank: first + 2 * m for first, (_, waiting) in lines.items() for m, ranks in waiting.items() for rank in ranks}:
+    waits = ((first + flow.output(0, m), ranks) for first, (_, waiting) in lines.items() for m, ranks in waiting.items())
+    if missing := {rank: value for value, ranks in waits for rank in ranks}:
         raise _stuck(schedule, flow, times, timed, missing)
     return times
 
@@ -152,8 +153,7 @@ def _kinds(
             found[op, stage] = TimedOp(op, (stage,), whole[op](stage), (), ())
         for op in flow.needs.keys() & schedule.ops:
             inputs = ((first + d, delay(origin, stage) if home[origin] != home[stage] else 0) for d, origin in flow.needs[op][stage])
-            product = PRODUCT[op]
-            products = () if product is None else ((lines[first + product], 0),)
+            products = ((lines[first + PRODUCT[op]], 0),) if op in PRODUCT else ()
             found[op, stage] = TimedOp(op, (stage,), duration(op, stage), tuple((lines[n], 0, late) for n, late in inputs), products)
     return found
 

@@ -221,7 +221,7 @@ def _all_instructions(schedule: Schedule, costs: Costs, times: EarliestTimes) ->
     carried = {}
     for end, route in routes.items():
         value = flow.output(end[1], 0) + route.distance
-        carried[end] = (value, costs.message_of(value // 2 // flow.microbatches))
+        carried[end] = (value, costs.message_of(flow.place(value)[0]))
     spans: list[list[tuple[Time, Time]]] = []
     for rank, program in enumerate(schedule.programs):
         spans.append([])

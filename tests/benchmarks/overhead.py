@@ -115,7 +115,7 @@ def run_programs(compiled: CompiledStep, params: dict[int, Any], rank: int) -> N
     """Every forward and backward of this process, in the order of the schedule, and the sums of its gradients."""
     x, one = torch.zeros(1, WIDTH), torch.ones(())
     sums, residuals = {s: new_gradients(compiled.lowered) for s in params}, {}
-    numbers = {s: tuple(range(len(tree))) for s, tree in params.items()}
+    numbers = {s: range(len(tree)) for s, tree in params.items()}
     for instruction in compiled.lowered.schedule.instructions(rank):
         s, m = key = instruction.stage, instruction.microbatch
         program, targets = compiled.programs[key].flat, (x,) * (compiled.lowered.stages[key].loss is not None)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ...parallel.counts import require_counts
 from ..collector import collector_paused
-from ..dataflow import PRODUCT, Dataflow, EdgeFlow, dataflow, edge_flows
+from ..dataflow import PRODUCT, Dataflow, EdgeFlow, dataflow, edge_flows, message_numbers
 from ..earliest import earliest
 from ..instruction import COMMUNICATION, COMPUTE, Instruction, Op, instructions_of
 from ..proof.structure import require_schedule
@@ -112,13 +112,13 @@ def _pairs(schedule: Schedule) -> dict[int, dict[int, list[EdgeFlow]]]:
 def _along(schedule: Schedule, flow: Dataflow, edge: EdgeFlow, done: Mapping[int, Mapping[int, int]]) -> Iterable[tuple]:
     """The messages of all microbatches along one edge that have a consumer, as rows."""
     a, b, op, send, receive, far, near = edge
-    first, then = (flow.output(stage, 0) + (PRODUCT[op] or 0) for stage in (a, b))
+    first, then = (flow.output(stage, 0) + PRODUCT[op] for stage in (a, b))
     made, used = done.get(first, {}), done.get(then, {})
-    numbers, stages = [m for m in made if m in used], schedule.stages
+    numbers = [m for m in made if m in used]
     return zip(
         map(made.__getitem__, numbers),
         repeat(schedule.placement[a]),
-        [(first + 2 * m) * stages + b for m in numbers],
+        message_numbers(schedule, first, b, numbers),
         map(used.__getitem__, numbers),
         instructions_of(send, a, numbers, far),
         instructions_of(receive, b, numbers, near),

@@ -65,7 +65,7 @@ def _messages(schedule: Schedule, flow: Dataflow, routes: Routes, rank: int) -> 
         for instruction in instructions:
             if instruction[0] in COMMUNICATION:
                 route = routes[instruction[0], instruction[1], instruction[3]]
-                yield step, instruction, route.other, message_number(schedule, flow, route, instruction)
+                yield step, instruction, route.other, message_number(schedule, flow, instruction, route.distance, route.target)
 
 
 def _consumption(schedule: Schedule, rank: int) -> dict[tuple[bool, int, int | None], int]:

@@ -83,7 +83,7 @@ def _compute(schedule: Schedule, flow: Dataflow, record: OrderRecord, instructio
                     return f"it needs {flow.name(value)}, which this rank has not computed before"
             elif lowered and value * len(home) + stage not in record.receives:
                 return f"it needs {flow.name(value)}, but its receive has not been posted before"
-        product = PRODUCT[op]
+        product = PRODUCT.get(op)
         if product is None:
             fault = _weight_fault(schedule, record, output + 1)
             if fault:
@@ -114,7 +114,7 @@ def _message(schedule: Schedule, flow: Dataflow, routes: Routes, record: OrderRe
     route = routes.get((instruction[0], instruction[1], instruction[3]))
     if route is None:
         return _no_route(schedule, instruction)
-    message = message_number(schedule, flow, route, instruction)
+    message = message_number(schedule, flow, instruction, route[0], route[1])
     sending = instruction[0] in SENDS
     ends = record.sends if sending else record.receives
     if message in ends:

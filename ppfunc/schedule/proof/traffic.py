@@ -4,7 +4,7 @@ from collections.abc import Hashable
 from typing import NamedTuple
 
 from ..dataflow import Dataflow, Routes, message_number
-from ..instruction import COMMUNICATION, COMPUTE, RECEIVES, TAIL, Instruction, Op, microbatch_of, parts_of
+from ..instruction import COMMUNICATION, COMPUTE, RECEIVES, TAIL, Instruction, Op, parts_of
 from ..schedule import Schedule
 from .order import in_order
 
@@ -44,7 +44,7 @@ def traffic(schedule: Schedule, flow: Dataflow, routes: Routes, queue: str) -> T
                     key = (rank, route[2]) if queue == "pair" else rank
                     if key not in batches:
                         batches[key] = _open(found, rank, step, queues.setdefault(key, len(queues)))
-                    message = message_number(schedule, flow, route, instruction)
+                    message = message_number(schedule, flow, instruction, route[0], route[1])
                     _join(found, batches[key], message)
                     if op in RECEIVES:
                         received[message] = batches[key]
@@ -53,7 +53,7 @@ def traffic(schedule: Schedule, flow: Dataflow, routes: Routes, queue: str) -> T
                 elif op in COMPUTE:
                     for part in parts_of(instruction):
                         for distance in remote[part[0]][part[1]]:
-                            message = (flow.output(part[1], microbatch_of(part)) + distance) * schedule.stages + part[1]
+                            message = message_number(schedule, flow, part, distance, part[1])
                             events.append((received[message], step, place))
                 # A sum over replicas is begun by REDUCE_TIED and waited for before what follows it, or at the end.
                 elif op is Op.REDUCE_TIED:
