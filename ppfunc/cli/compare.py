@@ -18,7 +18,7 @@ from ..schedule.schedule import Schedule
 from ..schedule.simulate import Timeline
 from .costs import add_cost_options, read_costs
 from .number import count, number
-from .output import write
+from .output import form_of, write
 from .sources import is_file, read_file, require_size
 
 _PLAN = "plan"
@@ -26,6 +26,9 @@ _COLUMNS = """Columns: the makespan in the unit of the costs; the bubble as a sh
 over the ranks, from their first start to their last end); the peak of activations in those of one microbatch in one rank's share
 of the model; messages in a step; parameters held, in shares of one rank; and by how much the makespan is over the lower
 bound of its placement, which no order of its stages beats, a - where no bound is known (several chains)."""
+
+_UNIT = "Costs are those of a rank's share of the model, also where it holds several stages; `ppfunc simulate` takes those of a stage."
+_SUFFIXES = {"table": (".txt",), "svg": (".svg",), "json": (".json",)}
 
 
 def add_compare(commands: Any) -> None:
@@ -45,15 +48,18 @@ def add_compare(commands: Any) -> None:
     comparing.add_argument("--cap", type=number, metavar="K", help="memory of a rank, in the unit of the costs; default: no limit")
     comparing.add_argument("--effort", type=number, metavar="N", help="how long a plan is searched for; default: 1, some seconds")
     add_cost_options(comparing, "one rank's share of the model")
-    comparing.add_argument("--format", choices=("table", "svg", "json"), default="table", help="svg: bubble against memory; default: table")
+    comparing.add_argument(
+        "--format", choices=tuple(_SUFFIXES), help="svg: bubble against memory; default: as the suffix of --out says, else table"
+    )
     comparing.add_argument("--width", type=count, metavar="N", help="pixels of an svg")
     comparing.add_argument("--out", metavar="FILE", type=Path, help="write there instead of to standard output")
     comparing.set_defaults(func=_compare)
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    if arguments.width is not None and arguments.format != "svg":
-        raise ValueError(f"--width is for an svg: leave it out of --format {arguments.format}")
+    form = form_of(arguments.out, arguments.format, _SUFFIXES)
+    if arguments.width is not None and form != "svg":
+        raise ValueError(f"--width is for an svg: leave it out of --format {form}")
     costs = read_costs(arguments)
     items = list(_items(arguments.names))
     ranks, microbatches = _numbers(arguments, items)
@@ -62,10 +68,10 @@ def _compare(arguments: argparse.Namespace) -> int:
     require_size(ranks, microbatches, chunks)
     schedules = [_planned(arguments, ranks, microbatches, costs) if item == _PLAN else item for item in items]
     overview = compare_schedules(ranks, microbatches, schedules or None, costs, cap=arguments.cap, chunks=chunks)
-    if arguments.format == "svg":
+    if form == "svg":
         text = to_scatter(overview, width=arguments.width)
     else:
-        text = f"{overview}\n" if arguments.format == "table" else json.dumps(_document(overview), default=float) + "\n"
+        text = f"{overview}\n\n{_UNIT}\n" if form == "table" else json.dumps(_document(overview), default=float) + "\n"
     write(text, arguments.out)
     return 0
 

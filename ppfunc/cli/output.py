@@ -1,9 +1,12 @@
 """Write text to a file or to standard output."""
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from .parser import escaped
+
+_OTHER_PICTURES = (".png", ".jpg", ".jpeg", ".gif", ".webp", ".pdf", ".html")
 
 
 def write(text: str, path: Path | None = None) -> None:
@@ -12,3 +15,28 @@ def write(text: str, path: Path | None = None) -> None:
         sys.stdout.write(escaped(text))
     else:
         path.write_text(text, encoding="utf-8", newline="")
+
+
+def form_of(path: Path | None, chosen: str | None, suffixes: Mapping[str, tuple[str, ...]]) -> str:
+    """The format of what is written: the chosen one, or the one that the suffix of the file says, or the first.
+
+    Args:
+        path: where it is written; None for standard output.
+        chosen: the value of ``--format``.
+        suffixes: of every format.
+
+    Raises:
+        ValueError: the suffix is that of another format, or says none.
+
+    >>> form_of(Path("x.svg"), None, {"grid": (".txt",), "svg": (".svg",)})
+    'svg'
+    """
+    suffix = "" if path is None else path.suffix.lower()
+    if not suffix:
+        return chosen or next(iter(suffixes))
+    forms = [form for form, own in suffixes.items() if suffix in own]
+    if chosen is None and not forms:
+        raise ValueError(f"--out {path}: its suffix says no format, give --format, one of {', '.join(suffixes)}")
+    if chosen is not None and chosen not in forms and (forms or suffix in _OTHER_PICTURES):
+        raise ValueError(f"--out {path}: expected a file called {' or '.join(suffixes[chosen])}, for --format {chosen}")
+    return chosen or forms[0]

@@ -22,6 +22,15 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{printable(f'{self.prog}: error: {message}')} (see {self.prog} --help)\n")
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse the words, and refuse here, and not in the command above, those that are left."""
+        found, left = super().parse_known_args(args, namespace)
+        if left:
+            word = next((w for w in left if w.startswith("-")), left[0])
+            options = [option for action in self._actions for option in action.option_strings]
+            self.error(f"{word} is none of its options or arguments{suggestion(word, options)}")
+        return found, left
+
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         try:
             return action.type(arg_string) if callable(action.type) else arg_string

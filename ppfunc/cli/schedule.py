@@ -25,8 +25,8 @@ from ..schedule.schedule import Schedule
 from ..schedule.simulate import Timeline, simulate
 from .costs import add_cost_options, fitted, read_costs
 from .number import count
-from .output import write
-from .sources import OPTIONS, add_builder_options, find_schedule, is_file, read_file, takes_costs
+from .output import form_of, write
+from .sources import OPTIONS, add_builder_options, find_schedule, is_file, takes_costs
 from .words import explain
 
 _TEXTS: dict[str, Callable[[Schedule], str]] = {
@@ -39,10 +39,17 @@ _PICTURES: dict[str, Callable[[Schedule, Timeline | None, int | None], str]] = {
     "svg": lambda schedule, timeline, width: to_svg(schedule, timeline, width=width),
     "trace": lambda schedule, timeline, width: to_trace(schedule, timeline),
 }
-FORMATS = ("grid", "csv", "steps", "json", "svg", "trace")
+_SUFFIXES = {
+    "grid": (".txt",),
+    "csv": (".csv", ".txt"),
+    "steps": (".txt",),
+    "json": (".json",),
+    "svg": (".svg",),
+    "trace": (".json", ".trace"),
+}
 _WIDE = 160  # columns of a measured grid where there is no terminal
 _FIGURES = ("makespan", "span", "bubble", "span_bubble", "idle", "peak_activations")
-_SOURCE = "a name of `ppfunc list`, a CSV, JSON or trace file, or - for standard input"
+_SOURCE = "a name of `ppfunc list`, a file (CSV, also of torch.distributed.pipelining, JSON or trace), or - for standard input"
 
 
 def add_schedules(commands: Any) -> None:
@@ -56,11 +63,13 @@ def add_schedules(commands: Any) -> None:
     _add_show(commands)
     checking = commands.add_parser(
         "check",
-        help="prove a schedule in a file, or say what is wrong with it",
+        help="prove a schedule, or say what is wrong with it",
         description="Exits with 0 where the schedule is right, with 1 where it is wrong.",
-        example="  ppfunc show zb_h1 --ranks 4 --microbatches 8 --lowered --format csv | ppfunc check - --max-activations 4",
+        example="  ppfunc show zb_h1 --ranks 4 --microbatches 8 --lowered --format csv | ppfunc check - --max-activations 4\n"
+        "  ppfunc check 1f1b --ranks 4 --microbatches 8",
     )
-    checking.add_argument("file", metavar="FILE", help="CSV, also of torch.distributed.pipelining, JSON or trace; - for standard input")
+    checking.add_argument("name", metavar="NAME|FILE", help=_SOURCE)
+    add_builder_options(checking)
     checking.add_argument("--max-activations", type=count, metavar="N", help="refuse a rank that holds more activations at one time")
     checking.set_defaults(func=_check)
     timing = commands.add_parser(
@@ -90,7 +99,7 @@ def _add_show(commands: Any) -> None:
     show.add_argument("name", metavar="NAME|FILE", help=_SOURCE)
     add_builder_options(show)
     add_cost_options(show, "all stages")
-    show.add_argument("--format", choices=FORMATS, help="default: grid, or csv for torch")
+    show.add_argument("--format", choices=tuple(_SUFFIXES), help="default: as the suffix of --out says, else grid; csv for torch")
     show.add_argument("--for", dest="target", choices=("torch",), help="a csv that torch.distributed.pipelining's runtime runs")
     show.add_argument("--lowered", action="store_true", help="with communication; csv without it holds compute only")
     show.add_argument(
@@ -99,7 +108,7 @@ def _add_show(commands: Any) -> None:
         metavar="N",
         help="pixels of an svg, or the most columns of a grid; default of a trace: those of the terminal",
     )
-    show.add_argument("--out", metavar="FILE", type=Path, help="write there, as --format says, or its suffix: .txt, .csv or .svg")
+    show.add_argument("--out", metavar="FILE", type=Path, help="write there instead of to standard output")
     show.set_defaults(func=_show)
 
 
@@ -138,7 +147,7 @@ def _section(text: str, title: str) -> list[str]:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    form = arguments.format or ("csv" if arguments.target else _form_of(arguments.out))
+    form = form_of(arguments.out, arguments.format or ("csv" if arguments.target else None), _SUFFIXES)
     costs = read_costs(arguments)
     if arguments.target is not None and form != "csv":
         raise ValueError(f"--for {arguments.target} is a csv: leave --format {form} out")
@@ -168,25 +177,12 @@ def _show(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _form_of(out: Path | None) -> str:
-    """The format that the suffix of a file says, a grid where there is none.
-
-    Raises:
-        ValueError: the suffix of another kind of file.
-    """
-    suffix = "" if out is None else out.suffix
-    known = {"": "grid", ".txt": "grid", ".csv": "csv", ".svg": "svg"}
-    if suffix not in known:
-        raise ValueError(f"--out {out}: its suffix says no format, give --format, one of {', '.join(FORMATS)}")
-    return known[suffix]
-
-
 def _lowered(schedule: Schedule) -> Schedule:
     return schedule if schedule.lowered else place_communication(schedule)
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    found = read_file(arguments.file)
+    found = find_schedule(arguments.name, arguments, None)
     certificate = check(found.schedule if isinstance(found, Timeline) else found, max_activations=arguments.max_activations)
     write(explain(str(certificate)) + "\n")
     return 0

@@ -70,22 +70,13 @@ def text_of_path(path: str | Path) -> str:
 def read_file(path: str) -> Schedule | Timeline:
     """Read a schedule, or a trace with its times, and say whose errors they are."""
     if path != "-" and not Path(path).exists():
-        raise ValueError(f"no such file: {path}{_file_meant(path)}")
+        folder = Path(path).parent
+        raise ValueError(f"no such file: {path}{suggestion(path, map(str, folder.iterdir())) if folder.is_dir() else ''}")
     try:
         return parse(text_of_path(path), "stdin" if path == "-" else Path(path).stem)
     except FormatError as error:
         name = "standard input" if path == "-" else path
         raise FormatError(str(error) if str(error).startswith(name) else f"{name}: {error}") from None
-
-
-def _file_meant(name: str) -> str:
-    """The end of an error on a path that does not exist: the nearest name, or the builder of that name."""
-    try:
-        find_builder(name)
-    except ValueError:
-        folder = Path(name).parent
-        return suggestion(name, map(str, folder.iterdir())) if folder.is_dir() else ""
-    return f"; {name} is a schedule that is built: ppfunc show {name} --ranks P --microbatches M --lowered --out {name}.csv writes it"
 
 
 def require_size(ranks: int, microbatches: int, chunks: int) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import random
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import _lru_cache_wrapper, partial, wraps
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from ppfunc.stage import StageError
 from ppfunc.stage._torch import ASSIGNS_DATA
+from ppfunc.stage.foreign_draws import draw_functions
 
 from ._torch import check_values
 from .record import BY_HAND, MODEL, Recording, calling_place
@@ -161,16 +161,8 @@ def _unseen() -> Iterator[tuple[Any, str, str, str]]:
         yield owner, "manual_seed", "seeds the default random generator", "leave that out"
     for name in ("register_hook", "register_post_accumulate_grad_hook"):
         yield torch.Tensor, name, f"puts a hook onto the gradient of a tensor ({name})", "write an autograd.Function"
-    generators = [(random, "Random"), *([(numpy, "RandomState")] if (numpy := sys.modules.get("numpy.random")) is not None else [])]
-    for module, drawing in generators:
-        for name in _bound(module, drawing):
-            yield module, name, f"draws from the generator of {module.__name__} ({name})", "draw by torch"
-
-
-def _bound(module: ModuleType, kind: str) -> list[str]:
-    """The functions of a module that are methods of its one generator, but for those that ask for its state."""
-    found = (name for name, f in vars(module).items() if isinstance(getattr(f, "__self__", None), getattr(module, kind)))
-    return [name for name in found if name not in ("getstate", "get_state")]
+    for module, name in draw_functions():
+        yield module, name, f"draws from the generator of {module.__name__} ({name})", "draw by torch"
 
 
 @contextmanager

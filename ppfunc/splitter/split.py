@@ -257,8 +257,15 @@ def _names(model: nn.Module, at: Sequence[str]) -> list[str]:
     known = dict(model.named_modules(remove_duplicate=False))
     for name in at:
         if not isinstance(name, str) or not name or name not in known:
-            near = get_close_matches(str(name), known, n=3)
-            raise ValueError(f"at: got {name!r}, which is no module of the model; the nearest are {', '.join(near) or 'none'}")
+            raise ValueError(f"at: got {name!r}, which is no module of the model; {_near(str(name), known)}")
     if len({id(known[name]) for name in at}) < len(at):
         raise ValueError(f"at: got {list(at)}, expected each module once")
     return list(at)
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    """The names that one may be meant for, those that end in it first; where none is like it, those of the outermost modules."""
+    names = [*filter(None, known)]
+    near = dict.fromkeys([*(n for n in names if n.endswith(f".{name}")), *get_close_matches(name, names, n=3)])
+    outermost = sorted(names, key=lambda n: n.count("."))
+    return f"the nearest are {', '.join([*near][:3])}" if near else f"its first are {', '.join(outermost[:8]) or 'none'}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from ppfunc.stage import StageError
 from ppfunc.stage._torch import without_modes, without_transforms
 from ppfunc.stage.abstract import DATA_DEPENDENT, data_dependence, quiet, without_values
 from ppfunc.stage.errors import line_of
+from ppfunc.stage.foreign_draws import without_foreign_draws
 from ppfunc.stage.module import further_places, unmodified
 from ppfunc.stage.process import process_lock
 from ppfunc.stage.tree import tree_flatten
@@ -98,8 +100,12 @@ def trace(model: nn.Module, form: CallForm, inputs: Sequence[LeafForm], device: 
     Raises:
         StageError: it cannot be traced.
     """
-    tensors = Tensors.of(model)
     _require_no_hooks(model)
+    return without_foreign_draws(partial(_trace, model, form, inputs, device, names), MODEL)  # those by names that are not patched
+
+
+def _trace(model: nn.Module, form: CallForm, inputs: Sequence[LeafForm], device: torch.device, names: Iterable[str]) -> Trace:
+    tensors = Tensors.of(model)
     with process_lock, undisturbed(), unseen_refused(), without_values(), ExitStack() as stack:
         recording = Recording()
         fakes = {name: _like(t, device) for name, t in (*tensors.params.items(), *tensors.buffers.items())}

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from ._torch import (
 )
 from .errors import StageError, by_dtensor, is_of_a_library as is_of_a_library, line_of, raised
 from .example import Example, Leaves, split_aux, stand_ins
+from .foreign_draws import without_foreign_draws
 from .layout import local
 from .purity import Evaluation, NoValuesError, Purity, SeenFunctions, require_values
 from .signature import LeafSignature, Signature, differentiable
@@ -86,7 +88,7 @@ def outline(
 
     Raises:
         StageError: the stage raises, is not pure, keeps a tensor that it makes, or draws from a generator that it
-            does not make.
+            does not make, such as those of Python and numpy.
         TypeError: a leaf is not a tensor.
 
     >>> outline(lambda w, x: torch.nn.functional.dropout(x @ w), (torch.zeros(2, 3), torch.zeros(5, 2))).random
@@ -97,7 +99,7 @@ def outline(
         refusal = f"its example has tensors of the types {', '.join(seen.subclasses)}, which are not traced", "use the eager engine"
     else:
         try:
-            return _evaluate(fn, seen, has_aux, name)
+            return without_foreign_draws(partial(_evaluate, fn, seen, has_aux, name), name)
         except DATA_DEPENDENT as error:
             engine = "eager" if isinstance(error, UnsupportedOperatorException) else "functional"
             refusal = data_dependence(error), f"use the {engine} engine, which runs any Python"
@@ -107,7 +109,8 @@ def outline(
             refusal, failure = (f"without values {error.reason}", "use the eager engine"), error
 
     try:
-        found = _observe(fn, seen, stand_ins(example, seen.device), has_aux, name, abstract=False, after=failure)
+        observe = partial(_observe, fn, seen, stand_ins(example, seen.device), has_aux, name, abstract=False, after=failure)
+        found = without_foreign_draws(observe, name, repeatable=False)  # it may wait for other ranks
         # Another path than that of zeros may depend on what this one does not.
         depends = any(differentiable(leaf.dtype) for leaf in seen.params.leaves) or any(leaf.grad for leaf in seen.x.leaves)
         return found._replace(refusal=refusal, y=found.y.with_grad() if depends else found.y, lasts=failure is None)

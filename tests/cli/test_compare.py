@@ -10,12 +10,15 @@ import pytest
 from ppfunc.schedule import BUILDERS, Costs, compare_schedules, place_communication, plan, simulate, to_csv, to_scatter, to_trace, zbv
 
 SHAPE = ("--ranks", 4, "--microbatches", 8)
+UNIT = """
+Costs are those of a rank's share of the model, also where it holds several stages; `ppfunc simulate` takes those of a stage.
+"""
 
 
 def test_without_names_all_schedules_are_compared(run):
     code, out, err = run("compare", *SHAPE)
-    assert (code, out, err) == (0, f"{compare_schedules(4, 8)}\n", "")
-    names = [line.split()[0] for line in out.splitlines()[1:] if not line.startswith("left out")]
+    assert (code, out, err) == (0, f"{compare_schedules(4, 8)}\n{UNIT}", "")
+    names = [line.split()[0] for line in out.removesuffix(UNIT).splitlines()[1:] if not line.startswith("left out")]
     assert set(names) == {name for name in BUILDERS if "inference" not in name}
 
 
@@ -42,13 +45,15 @@ def test_costs_of_a_file_are_those_of_the_model(run, tmp_path):
     costs = Costs(forward=(1, 2, 1, 1), backward=(2, 4, 2, 2), bytes=(5, 5, 5, 0), bandwidth=10)
     (tmp_path / "costs.json").write_text(costs.to_json())
     code, out, _ = run("compare", *SHAPE, "--costs", tmp_path / "costs.json")
-    assert (code, out) == (0, f"{compare_schedules(4, 8, costs=costs)}\n")
+    assert (code, out) == (0, f"{compare_schedules(4, 8, costs=costs)}\n{UNIT}")
 
 
 def test_the_picture(run, tmp_path):
     assert run("compare", *SHAPE, "--format", "svg", "--width", 1000)[1] == to_scatter(compare_schedules(4, 8), width=1000)
     assert run("compare", *SHAPE, "--format", "svg", "--out", tmp_path / "x.svg") == (0, "", "")
     assert ElementTree.parse(tmp_path / "x.svg").getroot().get("width") == "900"
+    assert run("compare", *SHAPE, "1f1b", "--out", tmp_path / "y.svg") == (0, "", "")
+    assert ElementTree.parse(tmp_path / "y.svg").getroot().tag.endswith("svg")
 
 
 @pytest.mark.parametrize(
@@ -68,6 +73,7 @@ def test_the_picture(run, tmp_path):
         (("--ranks", 0, "--microbatches", 2), "ranks = 0, expected an integer of at least 1"),
         (("--ranks", 3, "--microbatches", 3, "dualpipe"), "ranks = 3, expected an even number"),
         ((*SHAPE, "--format", "tabel"), "did you mean 'table'?"),
+        ((*SHAPE, "--format", "table", "--out", "x.svg"), "--out x.svg: expected a file called .txt, for --format table"),
     ],
 )
 def test_a_question_that_cannot_be_answered_exits_with_2(arguments, message, run):

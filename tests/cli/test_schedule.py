@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
 import pytest
 
@@ -113,7 +114,8 @@ def test_the_options_of_a_schedule_reach_it(run):
             "--backward-input 2 is a part of --backward 1: expected at most that",
         ),
         (("check", "/nowhere/at/all"), "no such file: /nowhere/at/all"),
-        (("check", "1f1b"), "1f1b is a schedule that is built: ppfunc show 1f1b --ranks P --microbatches M --lowered --out 1f1b.csv"),
+        (("check", "1f1b"), "1f1b needs --ranks and --microbatches"),
+        (("check", "x.csv", "y.csv"), "ppfunc check: error: y.csv is none of its options or arguments"),
         (("check", "/"), "Is a directory"),
         ((), "required"),
     ],
@@ -356,6 +358,12 @@ def test_check_refuses_more_activations_than_are_allowed(run, tmp_path):
     assert (code, out) == (1, "") and "0F7" in err and "7" in err
 
 
+def test_check_builds_what_it_is_given_the_name_of(run):
+    code, out, _ = run("check", "zb_h1", *SHAPE, "--max-activations", 4)
+    assert code == 0 and out.startswith("zb_h1: proved")
+    assert run("check", "zb_h1", *SHAPE, "--max-activations", 3)[0] == 1
+
+
 def test_every_word_of_a_proof_is_explained(run, tmp_path):
     for name in ("dualpipe", "deepspeed_train"):
         for lowered in ((), ("--lowered",)):
@@ -438,6 +446,7 @@ def test_huge_numbers_end_at_once(arguments, message, run):
         (("shwo", "1f1b"), "did you mean 'show'?"),
         (("show", "interleaved_1f", *SHAPE), "did you mean 'interleaved_1f1b'?"),
         (("simulate", "zbh1v", *SHAPE), "did you mean 'zb_h1'?"),
+        (("show", "1f1b", *SHAPE, "--loweerd"), "--loweerd is none of its options or arguments; did you mean '--lowered'?"),
         (("compare", *SHAPE, "dualpip"), "did you mean 'dualpipe'?"),
         (("compare", *SHAPE, "plann"), "did you mean 'plan'?"),
         (("partition", "--layers", 4, "--stages", 2, "--method", "balancd"), "did you mean 'balanced'?"),
@@ -538,5 +547,11 @@ def test_a_picture_is_written_as_its_suffix_says(run, tmp_path):
         file = tmp_path / f"picture{suffix}"
         assert run("show", *shape, "--out", file)[0] == 0
         assert file.read_text().startswith(begin)
-    code, _, err = run("show", *shape, "--out", tmp_path / "picture.png")
-    assert code and "its suffix says no format, give --format, one of grid, csv" in err
+    for words, message in (
+        (("--out", "picture.png"), "its suffix says no format, give --format, one of grid, csv"),
+        (("--format", "svg", "--out", "picture.png"), "--out picture.png: expected a file called .svg, for --format svg"),
+        (("--format", "csv", "--out", "picture.SVG"), "expected a file called .csv or .txt"),
+        (("--for", "torch", "--out", "picture.svg"), "expected a file called .csv or .txt"),
+    ):
+        code, out, err = run("show", *shape, *words)
+        assert (code, out) == (2, "") and message in err and not Path(words[-1]).exists()

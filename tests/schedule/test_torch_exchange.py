@@ -98,7 +98,7 @@ def folder(tmp_path_factory):
         for rank in range(RANKS)
     ]
     try:
-        outputs = [worker.communicate(timeout=120)[0] for worker in workers]
+        outputs = [worker.communicate(timeout=600)[0] for worker in workers]
     finally:
         for worker in workers:
             worker.kill()

@@ -169,7 +169,7 @@ def bars_of(schedule: Schedule, timeline: Timeline, ops: Container[Op]) -> list[
     if not isinstance(timeline, Timeline):
         raise TypeError(f"timeline: got {type(timeline).__name__}, expected a Timeline, as simulate(...) or step.record(...)[1] gives")
     if list(map(len, timeline.starts)) != [sum(map(len, program)) for program in schedule.programs]:
-        raise ValueError(f"timeline: got that of {timeline.schedule!r}, expected one of {schedule!r}")
+        raise ValueError(f"timeline: got that of {timeline.schedule!r}, expected one of {schedule!r}; its own is timeline.schedule")
     return [
         [
             Bar(instruction, float(start), float(end))

@@ -1,0 +1,96 @@
+"""Refuse draws from the generators of Python and numpy, which no seed of a step reaches."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from types import ModuleType
+from typing import Any, TypeVar
+
+from .errors import StageError, place_of_call
+from .process import process_lock
+
+T = TypeVar("T")
+
+
+def without_foreign_draws(call: Callable[[], T], name: str, *, repeatable: bool = True) -> T:
+    """``call()``, which evaluates a stage or a model.
+
+    Args:
+        call: without effects; its result may be that of a second call.
+        name: how errors call the stage.
+        repeatable: whether it may be called twice. If so, it is watched, which takes time, only where the states of the
+            generators have changed: by it, or by another thread.
+
+    Raises:
+        StageError: it draws from the generator of ``random``, or of ``numpy.random``.
+    """
+    if repeatable:
+        before = _states()
+        result = call()
+        if _states() == before:
+            return result
+    with _draws_seen() as seen:
+        result = call()
+    if seen:
+        reason = f"it draws from the generator of {seen[0]}, whose numbers depend on the order in which microbatches run"
+        raise StageError(name, reason, "draw by torch, whose generator seed=(seed, step) sets, or give the numbers as inputs")
+    return result
+
+
+def draw_functions() -> Iterator[tuple[ModuleType, str]]:
+    """The functions that draw from the generator of ``random``, and of ``numpy.random`` where it is imported, and those that seed it."""
+    numpy = sys.modules.get("numpy.random")
+    for module, kind in ((random, "Random"), *([] if numpy is None else [(numpy, "RandomState")])):
+        for name, function in vars(module).items():
+            if isinstance(getattr(function, "__self__", None), getattr(module, kind)) and name not in ("getstate", "get_state"):
+                yield module, name
+
+
+def _states() -> list[bytes]:
+    """The states of both generators, as bytes to compare."""
+    numpy = sys.modules.get("numpy.random")
+    return [pickle.dumps(random.getstate()), *([] if numpy is None else [pickle.dumps(numpy.get_state(legacy=False))])]
+
+
+@contextmanager
+def _draws_seen() -> Iterator[list[str]]:
+    """Within it, list the calls by which this thread draws.
+
+    Those of ``random`` are seen by a profile function, by whatever name they are called, unless a profiler is at work.
+    numpy's are none that a profile function sees, so others take their places in the module.
+    """
+    this, seen, own = threading.get_ident(), list[str](), getattr(random.random, "__self__", None)
+
+    def note(frame: Any, event: str, function: Any) -> None:
+        if event == "c_call" and getattr(function, "__self__", None) is own and function.__name__ != "getstate":
+            seen.append(f"random ({function.__name__}{place_of_call()})")
+
+    def noting(original: Callable[..., Any], what: str) -> Callable[..., Any]:
+        @wraps(original)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == this:
+                seen.append(f"{what}{place_of_call()})")
+            return original(*args, **kwargs)
+
+        return noted
+
+    with process_lock:
+        originals = [(module, name, getattr(module, name)) for module, name in draw_functions()]
+        for module, name, original in originals:
+            setattr(module, name, noting(original, f"{module.__name__} ({name}"))
+        alone = sys.getprofile() is None
+        if alone:
+            sys.setprofile(note)
+        try:
+            yield seen
+        finally:
+            if alone:
+                sys.setprofile(None)
+            for module, name, original in originals:
+                setattr(module, name, original)
