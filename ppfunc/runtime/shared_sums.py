@@ -43,16 +43,18 @@ class _Message(NamedTuple):
     Args:
         transfer: this end.
         own: the stage at this end.
-        parts: what each gradient is of.
+        numbers: of the leaves of that stage whose values are compared.
+        carried: what each gradient is of.
     """
 
     transfer: Transfer
     own: int
-    parts: tuple[_PlacedGradient, ...]
+    numbers: tuple[int, ...]
+    carried: tuple[_PlacedGradient, ...]
 
     def digest(self, params: Leaves) -> torch.Tensor:
         """Of the values at this end."""
-        return digest(tuple(params[part.number] for part in self.parts))
+        return digest(tuple(params[number] for number in self.numbers))
 
 
 def sum_over_places(lowered: LoweredStep, data: DataTransport, summed: Callable[[LeafSignature], LeafSignature]) -> Iterator[PlacedCall]:
@@ -88,11 +90,10 @@ def _messages(
         if parts := tuple(_parts(leaves, sender, own, other)):
             model = schedule.model_stages[own]
             params = lowered.form.params[model].leaves
-            gradients = [summed(params[part.number]) for part in parts if part.number in lowered.wanted(own)]
-            transfer = Transfer(
-                own == sender, Tag("R", sender, receiver, -1), home[other], (*gradients, DIGEST), lowered.form.devices[model]
-            )
-            yield _Message(transfer, own, parts)
+            carried = tuple(part for part in parts if params[part.number].grad and not schedule.forward_only)
+            forms = (*(summed(params[part.number]) for part in carried), DIGEST)
+            transfer = Transfer(own == sender, Tag("R", sender, receiver, -1), home[other], forms, lowered.form.devices[model])
+            yield _Message(transfer, own, tuple(part.number for part in parts), carried)
 
 
 def _parts(leaves: Sequence[SharedLeaf], sender: int, own: int, other: int) -> Iterator[_PlacedGradient]:
@@ -138,7 +139,7 @@ def _publish(lowered: LoweredStep, stage: int, outgoing: Sequence[_Message]) -> 
         gradients = dict(zip(wanted, total, strict=True))
         buffers.values[Tag("R", stage, stage, -1)] = total
         for message in outgoing:
-            sent = tuple(gradients[part.number] for part in message.parts if part.number in gradients)
+            sent = tuple(gradients[part.number] for part in message.carried)
             buffers.values[message.transfer.tag] = (*sent, message.digest(buffers.kept_params(model)).to(message.transfer.device))
 
     return publish
@@ -179,8 +180,7 @@ def _received(lowered: LoweredStep, buffers: Buffers, message: _Message) -> Iter
             f"the parameters of stage {model} differ between the processes that hold them: their digests are {_short(mine)} here and "
             f"{_short(theirs)} where the schedule's stage {message.transfer.tag.source} lives; give all the same values"
         )
-    wanted = lowered.wanted(message.own)
-    return zip(((part.leaf.name, part.place) for part in message.parts if part.number in wanted), gradients, strict=True)
+    return zip(((part.leaf.name, part.place) for part in message.carried), gradients, strict=True)
 
 
 def _short(value: torch.Tensor) -> str:
