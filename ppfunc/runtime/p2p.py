@@ -156,7 +156,7 @@ class P2P(Control):
                 f"an earlier step has failed in the middle of a stage, whose collectives may hang: the process group of the axis "
                 f"{self.axes.model!r} has been ended; make a new mesh and a new P2P() on every rank"
             )
-            _torch.end_group(self.mesh, self.axes.model)
+            _torch.drop([_torch.forget_group(self.mesh, self.axes.model)])
         self._disconnect()
 
     def close(self) -> None:
@@ -210,10 +210,11 @@ class P2P(Control):
         """
         if self.backend == "nccl" and not self._executing:
             _torch.finish_soon(_DRAIN)
-        ended = self._pair_groups.let_go() + [collective.let_go() for collective in self._collectives.values()]
+        collectives = (collective.let_go() for collective in self._collectives.values())
+        ended = self._pair_groups.let_go() + [group for group in collectives if group is not None]
         for group in ended if self.backend == "nccl" else ():
-            if group is not None:
-                group.abort()
+            group.abort()
+        _torch.drop(ended)
 
 
 def _group_of(group: dist.ProcessGroup | None, mesh: DeviceMesh | None, axes: Axes | None) -> dist.ProcessGroup:
