@@ -3,7 +3,9 @@
 ``tests/test_torch_names.py`` says which of them another torch than 2.13 has not.
 """
 
+import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -51,14 +53,25 @@ def all_gather(group: Any, whole: torch.Tensor, part: torch.Tensor) -> Any:
     return group._allgather_base(whole, part)
 
 
-def end_group(mesh: Any, axis: str) -> None:
-    """End the group of an axis of a mesh, so that peers which wait in one of its operations raise. Under gloo a group ends
-    with its last reference, one of which the mesh holds."""
+def forget_group(mesh: Any, axis: str) -> Any:
+    """Take the group of an axis from its mesh and from torch, and return it. Under gloo it ends with its last reference, and peers
+    which wait in one of its operations raise."""
     group, root = mesh.get_group(axis), getattr(mesh, "_root_mesh", None) or mesh
     if backend_of(group) == "nccl":
         group.abort()
     dist.destroy_process_group(group)
     getattr(root, "_pg_registry", {}).pop(group.group_name, None)
+    return group
+
+
+def drop(groups: list[Any]) -> None:
+    """Drop the last references to communicators, each in a thread, and empty the list.
+
+    One of gloo ends when what is under way on it has ended. A peer that it waits for may itself wait for what the caller ends next.
+    """
+    while groups:
+        with suppress(RuntimeError):  # the interpreter is ending, and begins no thread
+            threading.Thread(target=id, args=(groups.pop(),), name="ppfunc drops", daemon=True).start()
 
 
 def begun_in(group: dist.ProcessGroup) -> int:

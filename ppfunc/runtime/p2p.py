@@ -44,8 +44,12 @@ class P2P(Control):
     and kind of message: a connection is locked while something is written to it, and what arrives on it meanwhile keeps
     a thread spinning. Control messages take TCP connections along a binary tree, so no GPU has to be waited for, and a
     process that ends is noticed at once. Under gloo the store of the user's group is asked only until the ranks have met,
-    so that it may end with its process. A rank that is late is named, not those that wait for it; those that wait in a
-    collective of a stage raise when the limit of the group of that axis is over.
+    so that it may end with its process. A rank that is late is named, not those that wait for it.
+
+    Nobody can wake a rank in a collective over a gloo group of the user's. In a collective of a stage, over the axis ``model``,
+    it raises at once when a peer of that axis fails or ends, and where one is stopped when the limit of that group is over. In one
+    between steps, or over a group that is no axis of ``mesh``, it raises when a process of the group ends, or at its limit, which
+    ``init_process_group(timeout=...)`` gives; ``timeout`` here does not change it.
 
     Every rank makes its transports over a group in the same order, and so its step functions over a transport. A step
     returns on all ranks, once each is at its end, or fails on all of them. One step runs at a time.
@@ -156,7 +160,7 @@ class P2P(Control):
                 f"an earlier step has failed in the middle of a stage, whose collectives may hang: the process group of the axis "
                 f"{self.axes.model!r} has been ended; make a new mesh and a new P2P() on every rank"
             )
-            _torch.end_group(self.mesh, self.axes.model)
+            _torch.drop([_torch.forget_group(self.mesh, self.axes.model)])
         self._disconnect()
 
     def close(self) -> None:
@@ -210,10 +214,11 @@ class P2P(Control):
         """
         if self.backend == "nccl" and not self._executing:
             _torch.finish_soon(_DRAIN)
-        ended = self._pair_groups.let_go() + [collective.let_go() for collective in self._collectives.values()]
+        collectives = (collective.let_go() for collective in self._collectives.values())
+        ended = self._pair_groups.let_go() + [group for group in collectives if group is not None]
         for group in ended if self.backend == "nccl" else ():
-            if group is not None:
-                group.abort()
+            group.abort()
+        _torch.drop(ended)
 
 
 def _group_of(group: dist.ProcessGroup | None, mesh: DeviceMesh | None, axes: Axes | None) -> dist.ProcessGroup:

@@ -375,6 +375,30 @@ def test_an_error_that_is_kept_holds_up_nobody(fresh, soon):
     assert max(at for at, _ in seen) - min(at for at, _ in seen) < min(soon, 3.0), seen
 
 
+def leaves_a_sum_under_way(rank, size):
+    """The first rank fails when it has begun a sum over all ranks; the other waits for what the first would have sent it before."""
+    calls, ones = [0], torch.ones(4)
+
+    def before(place):
+        calls[0] += place == "stage"
+        if rank == 0 and calls[0] == 5:  # it is traced before
+            time.sleep(0.5)  # until the other waits
+            OPEN[-1].collective("world").all_reduce(ones)
+            raise ArithmeticError("armed")
+
+    began, run = time.monotonic(), Run("2 ranks", limit=10.0, before=before)
+    seen = watched(run.step)
+    return seen.text, time.monotonic() - began
+
+
+def test_a_sum_that_is_under_way_holds_up_nobody(fresh):
+    """gloo ends a communicator when what is under way on it has ended."""
+    processes = fresh(2)
+    processes(warm)
+    for text, seconds in processes(leaves_a_sum_under_way):
+        assert "failed at 0F" in text and seconds < 8.0
+
+
 # -- who leaves, and who skips a call ----------------------------------------------------------
 
 
