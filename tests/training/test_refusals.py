@@ -459,6 +459,19 @@ def test_states_of_stages_are_trained_on_with():
         trainer.init(params, [state])
 
 
+def test_the_state_of_a_split_is_asked_for():
+    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), BatchNormed(WIDTH)).double()
+    _, _, x, y = problem()
+    split = pp.split(model, x, at=["1"])
+    trainer = trainer_of(stages=split)
+    with pytest.raises(
+        ValueError, match=r"state: got none of the stages \[1\], whose buffers the model writes into; give that of the split"
+    ):
+        trainer.init(split.params)
+    state, _ = trainer.step(trainer.init(split.params, split.state), x, y)
+    assert not same_bits(state.stage_state, split.state)
+
+
 def test_a_skipped_update_leaves_the_states_of_stages():
     _, _, x, y = problem()
     stages = normalised()
@@ -658,7 +671,16 @@ OPTIMIZERS = {
     "kind": (lambda r: pp.sgd(1e-3) if r else pp.adamw(1e-3), "optimizer (sgd|adamw)"),
     "rate": (lambda r: pp.adamw(pp.warmup_cosine(1e-3, 2 + r, 10)), r"warmup_cosine\(0.001, [23], 10"),
     "momentum": (lambda r: pp.sgd(1e-3, 0.5 * r), "momentum 0"),
+    "own rate": (lambda r: pp.sgd(lambda updates: 1e-3 * (1 + r)), r"lr .*lambda> \(0.00[12] at 0"),
+    "later rate": (lambda r: pp.sgd(lambda updates: 1e-3 * (1 + r * (updates > 50))), r"0.001\d* at 10, 0.00[12]\d* at 100"),
+    "mask": (lambda r: pp.adamw(1e-3, mask=lambda params: bool(r)), "ones updated by the optimizer of stage 0 with the checksum"),
+    "own optimizer": (lambda r: pp.from_updates(descent(1e-3 * (1 + r))), "ones updated by the optimizer of stage 0 with the checksum"),
 }
+
+
+def descent(rate):
+    """Differences of gradient descent, in optax's form, of which only the name of a function is known."""
+    return pp.training.Transform(lambda params: (), lambda grads, state, params: (tree_map(lambda g: -rate * g, grads), state))
 
 
 def disagreeing(rank, size, kind):
@@ -671,6 +693,8 @@ def disagreeing(rank, size, kind):
         optimizer = make(rank)
     elif kind == "scale":
         options, text = {"scale": pp.dynamic_scale(2.0 ** (8 + rank))}, "dynamic_scale"
+    elif kind == "seed":
+        text = r"equal weights, seed \(0, [01]\)"
     elif kind in ("scale of the state", "step of the state"):
         options = {"scale": pp.dynamic_scale(256.0)}
     began = time.monotonic()
@@ -688,7 +712,7 @@ def disagreeing(rank, size, kind):
         elif kind == "state of stages":
             return refuse_state(trainer, params)
         with pytest.raises(pp.AgreementError, match=text):
-            trainer.step(state, x, y)
+            trainer.step(state, x, y, seed=(0, rank) if kind == "seed" else None)
     return time.monotonic() - began
 
 
@@ -698,7 +722,7 @@ def refuse_state(trainer, params):
     return 0.0
 
 
-KINDS = [*OPTIMIZERS, "scale", "scale of the state", "step of the state", "parameters", "moments", "state of stages"]
+KINDS = [*OPTIMIZERS, "scale", "scale of the state", "step of the state", "parameters", "moments", "state of stages", "seed"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -714,6 +738,27 @@ def misfitting(rank, size):
             trainer_of(mesh=mesh, axes=axes)
     with pytest.raises(ValueError, match="the schedule is for 2 ranks, the transport has 1"):
         trainer_of(mesh=mesh, axes=pp.Axes("pp", "dp"))
+
+
+def unmade(rank, size):
+    """A trainer that one rank cannot make: the other is told what and why by its first step, and does not wait at its second."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
+    stages, params, x, y = problem(1)
+    options = {"mesh": mesh, "axes": pp.Axes("pp", "dp")}
+    if rank:
+        with pytest.raises(ValueError, match="clip is -1"):
+            pp.train_step(stages, squared, pp.gpipe(1, 4), pp.sgd(0.1), clip=-1, **options)
+        return 0.0
+    with pp.train_step(stages, squared, pp.gpipe(1, 4), pp.sgd(0.1), **options) as trainer:
+        state, began = trainer.init(params), time.monotonic()
+        for text in ("rank 1 failed outside its program: ValueError: clip is -1", "rank 1 failed"):
+            with pytest.raises(pp.PipelineError, match=text):
+                trainer.step(state, x, y)
+        return time.monotonic() - began
+
+
+def test_a_trainer_that_one_rank_cannot_make_is_told_to_the_others(two, soon):
+    assert max(two(unmade)) < soon
 
 
 def later_weights(rank, size, steps):
