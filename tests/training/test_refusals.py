@@ -585,6 +585,7 @@ class Reads(TorchDispatchMode):
         {"clip": 0.5, "norm_type": math.inf, "scale": pp.static_scale(2.0)},
         {"on_nonfinite": "ignore"},
         {"precision": pp.Precision(compute=torch.bfloat16, reduce=torch.float32, master=torch.float32)},
+        {"clip": 0.5, "scale": pp.dynamic_scale(), "shard": "params", "engine": pp.graph(remat="full")},
     ],
     ids=str,
 )
@@ -622,16 +623,26 @@ def usage():
     return tensors, resident, threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
 
 
-def many_steps(rank, size):
-    """Steps of three numbers of microbatches in turn, on one transport; some fail, some are skipped."""
+def many_steps(rank, size, shape=None):
+    """Steps of three numbers of microbatches in turn, on one transport; some fail, some are skipped.
+
+    Over data ranks, the parameters are tied and cut.
+    """
     _, params, x, y = problem()
-    own = {rank: params[rank]} if size == 2 else params
-    transport = pp.P2P(timeout=30) if size == 2 else pp.InProcess()
-    counts = (2, 4, 8)
-    trainers = [
-        trainer_of(pp.adamw(1e-3), [measuring, dense], pp.zb_h1(2, m), transport=transport, clip=1.0, scale=pp.dynamic_scale())
-        for m in counts
-    ]
+    options = {"clip": 1.0, "scale": pp.dynamic_scale()}
+    if shape == (1, 2):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp"))
+        transport, own, build = (
+            pp.P2P(timeout=30, mesh=mesh, axes=pp.Axes("pp", "dp")),
+            params,
+            lambda m: pp.interleaved_one_f_one_b(1, m, 2),
+        )
+        params[1] = {"w": params[0]["w"].clone()}
+        options |= {"tied": {"w": [(0, "w"), (1, "w")]}, "shard": "params", "accumulate": 2}
+    else:
+        transport, own = (pp.P2P(timeout=30), {rank: params[rank]}) if size == 2 else (pp.InProcess(), params)
+        build = lambda m: pp.zb_h1(2, m)  # noqa: E731
+    trainers = [trainer_of(pp.adamw(1e-3), [measuring, dense], build(m), transport=transport, **options) for m in (2, 4, 8)]
     state, bad, found = trainers[0].init(own), x / 0, []
     for n in range(200):
         state, _ = trainers[n % 3].step(state, bad if n % 40 == 7 else x, y)
@@ -656,8 +667,9 @@ def test_two_hundred_steps_do_not_grow_in_process():
     require_no_growth(many_steps(0, 1))
 
 
-def test_two_hundred_steps_do_not_grow(two):
-    for answer in two(many_steps, timeout=120):
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
+def test_two_hundred_steps_do_not_grow(two, shape):
+    for answer in two(many_steps, shape, timeout=120):
         require_no_growth(answer)
 
 
