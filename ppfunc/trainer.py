@@ -42,16 +42,16 @@ class Trainer:
         rule: how parameters are updated.
         accumulate: passes of the schedule in a step.
         owned: whether to close the transport.
+        stateful: the stages of a split that have a state.
     """
 
     def __init__(
         self, stages: Sequence[Stage | None], loss_fn: Loss, schedule: Schedule, transport: Transport, engine: Engine, tied: Tied,
-        rule: UpdateRule, accumulate: int, owned: bool,
+        rule: UpdateRule, accumulate: int, owned: bool, stateful: Sequence[int],
     ) -> None:  # fmt: skip
-        self.schedule, self.transport, self._owned = schedule, transport, owned
+        self.schedule, self.transport, self._owned, self._stateful = schedule, transport, owned, stateful
         self._ranks, self._rule, self._accumulate = TrainingRanks.of(rule.shard, schedule, tied, transport), rule, accumulate
-        self._check_frozen = frozen_check(stages, rule.optimizer)
-        self._check_frozen()
+        self._check_frozen = frozen_check(stages, rule.optimizer, tied)
         self._scale_keys = set() if rule.scale is None else set(rule.scale.init("cpu"))
         reduce = rule.precision.reduce
         sum_dtype = reduce if reduce in (torch.float32, torch.float64) else None
@@ -82,6 +82,8 @@ class Trainer:
         stages = self._ranks.stages
         _require_trees("params", params, stages)
         _require_trees("state", state or {}, stages, some=True)
+        if missing := [s for s in self._stateful if s in stages and s not in (state or {})]:
+            raise ValueError(f"state: got none of the stages {missing}, whose buffers the model writes into; give that of the split, state")
         for name, trees in (("params", params), ("state", state or {})):
             for s, tree in trees.items():
                 flatten(tree, f"{name}[{s}]")  # raises for leaves that are no tensors
@@ -93,6 +95,7 @@ class Trainer:
         step = torch.zeros((), dtype=torch.int64, device=device)
         made = TrainState(step, masters, optimizer, {} if rule.scale is None else rule.scale.init(device), dict(state or {}))
         self._require_fit(made)
+        self._check_frozen(made.params)
         return made
 
     def step(
@@ -191,10 +194,10 @@ class Trainer:
             raise TypeError(f"batches: got {shown(batches)}, expected a list of (inputs, targets), one for every step")
         if not batches:
             raise ValueError("batches: got none, expected inputs and targets of at least one step")
-        self._check_frozen()
         seed = read_seed(seed)
         given: Sequence[LossWeights] = [None] * len(batches) if weights is None else weights
-        common = self._common(state, given[0] is not None, written)
+        common = self._common(state, given[0] is not None, written, seed)
+        self._check_frozen(state.params)
         made: list[RawArguments] = []
         for n, (inputs, targets) in enumerate(batches):
             later = None if seed is None else (seed[0], seed[1] + n)
@@ -206,16 +209,17 @@ class Trainer:
         self, state: TrainState, inputs: Any, targets: Any, loss_weights: LossWeights, seed: Seed, extras: Mapping[int, Any] | None
     ) -> list[RawArguments]:
         """The passes of an evaluation."""
-        return self._passes(self._common(state, loss_weights is not None, []), inputs, targets, loss_weights, seed, extras)
+        common = self._common(state, loss_weights is not None, [], read_seed(seed))
+        return self._passes(common, inputs, targets, loss_weights, seed, extras)
 
-    def _common(self, state: TrainState, weighted: bool, written: list[torch.Tensor]) -> RawArguments:
+    def _common(self, state: TrainState, weighted: bool, written: list[torch.Tensor], seed: Seed) -> RawArguments:
         """The arguments that all passes share: parameters are cast once."""
         self._require_fit(state)
         params = {s: self._ranks.given(tree, self._rule.precision) for s, tree in state.params.items()}
         begun = state._replace(params=dict(state.params), optimizer=dict(state.optimizer))
         return RawArguments(
             params, None, state=state.stage_state, scale=state.scale.get("scale"), update_state=Progress(begun, weighted, written=written),
-            common="own weights" if weighted else "equal weights",
+            common=f"{'own' if weighted else 'equal'} weights, seed {seed}",
         )  # fmt: skip
 
     def _passes(
@@ -245,7 +249,8 @@ class Trainer:
         if self._ranks.data.size > 1 and tree_leaves(state.stage_state):
             raise ValueError(
                 f"state: got that of the stages {sorted(state.stage_state)}, of which each of the {self._ranks.data.size} data ranks would "
-                "have another; use stages without one, such as stage_from_module(module, constants=True) where buffers are only read"
+                "have another; put batch norms into evaluation mode before they are split or made stages by "
+                "stage_from_module(module, constants=True), which have no state then, or take norms without running statistics: GroupNorm"
             )
         require_not_given_up(state)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import reprlib
+from contextlib import ExitStack
 from typing import get_args
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,6 +14,7 @@ from ppfunc.making import Stages, mistakes_told, require_one_of, unpacked
 from ppfunc.runtime import P2P, Axes, InProcess, Transport
 from ppfunc.runtime.ties import TiedPlaces
 from ppfunc.schedule import Schedule, append_tail, insert_unshards, reduce_early, remove_tail, remove_unshards
+from ppfunc.splitter import Split
 from ppfunc.stage import Engine, Loss, graph
 
 from .trainer import Trainer
@@ -83,14 +85,20 @@ def train_step(
     owned = transport is None
     if transport is None:
         transport = InProcess() if mesh is None and axes is None else P2P(mesh=mesh, axes=axes)
-    with mistakes_told(transport):
-        stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied)
-        rule = _rule(optimizer, clip, norm_type, scale, precision, on_nonfinite, shard)
-        require_count("accumulate", accumulate)
-        schedule = remove_unshards(remove_tail(schedule))
-        schedule = insert_unshards(schedule) if shard == "params" else schedule
-        schedule = reduce_early(append_tail(schedule, tied=bool(ties) or bool(schedule.replicas)))
-        return Trainer(stages, loss_fn, schedule, transport, engine, ties, rule, accumulate, owned)
+    with ExitStack() as opened:
+        if owned:  # peers that step without this rank hear of it
+            opened.callback(transport.close)
+        with mistakes_told(transport):
+            stateful = tuple(stages.state) if isinstance(stages, Split) else ()
+            stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied)
+            rule = _rule(optimizer, clip, norm_type, scale, precision, on_nonfinite, shard)
+            require_count("accumulate", accumulate)
+            schedule = remove_unshards(remove_tail(schedule))
+            schedule = insert_unshards(schedule) if shard == "params" else schedule
+            schedule = reduce_early(append_tail(schedule, tied=bool(ties) or bool(schedule.replicas)))
+            made = Trainer(stages, loss_fn, schedule, transport, engine, ties, rule, accumulate, owned, stateful)
+        opened.pop_all()
+    return made
 
 
 def _rule(

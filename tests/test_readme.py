@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from pytest import MonkeyPatch
 from torch import nn
 
 from ppfunc.stage.tree import tree_map
 
 README = Path(__file__).parent.parent / "README.md"
+SCRIPT = re.compile(r"# torchrun --nproc-per-node (\d) (\w+)\.py\n")  # at the beginning of one for several processes
 LIBRARY = re.compile(r"# pip install (\w+)\n")  # at the beginning of a block that uses a library which ppfunc does not need
 
 
@@ -76,13 +78,39 @@ def library(monkeypatch):
     return provide
 
 
+def blocks() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def running(rank: int, size: int, script: str, definitions: list[str]) -> float:
+    """Run a block in a process of a group that is there already, after the blocks that define what it uses; returns its loss."""
+    names: dict[str, Any] = {"__name__": script}
+    torch.manual_seed(0)
+    with MonkeyPatch.context() as patches:
+        for name in ("init_process_group", "destroy_process_group"):
+            patches.setattr(torch.distributed, name, lambda *args: None)
+        for block in [block for block in blocks() if any(text in block for text in definitions)] + [script]:
+            exec(compile(block, "README.md", "exec"), names)
+    return float(names["metrics"].loss if "metrics" in names else names["loss"])
+
+
+DEFINITIONS = {"pipeline": ["def stage(params, x):"], "split": ["def stage(params, x):", "split = pp.split(model, inputs"], "mesh": []}
+
+
+@pytest.mark.parametrize("name", DEFINITIONS)
+def test_its_scripts_run_in_as_many_processes_as_they_say(request, name):
+    ((size, script),) = [(int(found[1]), block) for block in blocks() if (found := SCRIPT.match(block)) and found[2] == name]
+    losses = request.getfixturevalue({4: "four", 8: "eight"}[size])(running, script, DEFINITIONS[name])
+    assert len(set(losses)) == 1 and losses[0] > 0
+
+
 def test_its_python_runs_from_top_to_bottom(capsys, library, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # files are written
     text = README.read_text(encoding="utf-8")
     names: dict[str, object] = {"__name__": "readme"}
     for found in re.finditer(r"```python\n(.*?)```", text, re.DOTALL):
         block = found[1]
-        if "init_process_group" in block or "init_device_mesh" in block:  # those are for one process per rank
+        if SCRIPT.match(block):  # those are for one process per rank
             continue
         if outside := LIBRARY.match(block):
             library(outside[1])

@@ -13,7 +13,7 @@ from .buffers import Buffers, Tag
 from .compile import CompiledStep, gradients_of
 from .errors import Failure
 from .functorch import values
-from .losses import losses_of
+from .losses import loss_dtype, losses_of
 from .lowered import BATCH, LoweredStep
 
 
@@ -86,15 +86,15 @@ def fill(lowered: LoweredStep, arguments: StepArguments, before: Buffers | None 
                 if buffers.scale is not None:
                     _require_scalable(lowered, stage)
                     weights = tuple([weight * buffers.scale.to(weight.device, weight.dtype) for weight in weights])
-                shape = lowered.losses[stage].leaf.shape[1:]
-                buffers.cotangents.update(((stage, m), (weights[m].expand(shape),)) for m in chain.microbatches)
+                shape, dtype = lowered.losses[stage].leaf.shape[1:], loss_dtype(lowered, stage)
+                buffers.cotangents.update(((stage, m), (weights[m].to(dtype).expand(shape),)) for m in chain.microbatches)
             if stage == chain.stages[0]:
                 buffers.values.update((Tag("F", BATCH, stage, m), tuple(arguments.inputs[m])) for m in chain.microbatches)
     return buffers
 
 
 def _require_scalable(lowered: LoweredStep, stage: int) -> None:
-    if lowered.losses[stage].leaf.dtype == torch.float16:
+    if loss_dtype(lowered, stage) == torch.float16:
         raise ValueError(
             f"the loss of stage {lowered.schedule.model_stages[stage]} is float16, in which a scaled loss overflows; compute it in "
             "float32, as loss_fn(y.float(), target) does, or leave out the scale"
@@ -102,19 +102,19 @@ def _require_scalable(lowered: LoweredStep, stage: int) -> None:
 
 
 def weights_of(lowered: LoweredStep, arguments: StepArguments, stage: int) -> tuple[torch.Tensor, ...]:
-    """The weight of every microbatch, a scalar each, where a stage computes and in the dtype of its loss."""
+    """The weight of every microbatch, a scalar each, where a stage computes and in the dtype in which losses are added up."""
     m, weights = lowered.schedule.microbatches, arguments.loss_weights
     if weights is None:
         weights = torch.full((m,), 1 / m, dtype=torch.float64)
-    device, dtype = lowered.form.devices[lowered.schedule.model_stages[stage]], lowered.losses[stage].leaf.dtype
-    narrow = weights.to(device, dtype)
+    device, dtype = lowered.form.devices[lowered.schedule.model_stages[stage]], loss_dtype(lowered, stage)
+    wide = weights.to(device, lowered.losses[stage].leaf.dtype)
     if arguments.loss_weights is not None:
         given = values(weights)  # of all rows, under a transform
         if given.device.type == "cpu":
             _require_representable(tuple(given.flatten().tolist()), dtype)
         else:  # where nothing may be read, they make no number
-            narrow = torch.where(((weights != 0) & (narrow == 0)).to(device), torch.nan, narrow)
-    return narrow.unbind()
+            wide = torch.where((weights.to(device) != 0) & (wide.to(dtype) == 0), torch.nan, wide)
+    return wide.unbind()
 
 
 @lru_cache(maxsize=64)

@@ -1,19 +1,39 @@
 """Weigh the losses of a step."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import torch
 
-from .buffers import Buffers
-from .lowered import LoweredStep
+if TYPE_CHECKING:
+    from .buffers import Buffers
+    from .lowered import LoweredStep
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which losses of a dtype are weighed and added up: halves in float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def loss_dtype(lowered: LoweredStep, stage: int) -> torch.dtype:
+    """The dtype in which a stage makes its losses, and their gradients begin."""
+    made = (low.loss.leaves[0].dtype for (s, _), low in lowered.stages.items() if s == stage and low.loss is not None)
+    return next(made)
 
 
 def losses_of(lowered: LoweredStep, buffers: Buffers) -> dict[int, torch.Tensor]:
-    """The losses of every stage of this process that has some, each times the weight of its microbatch, of all passes so far."""
+    """The losses of every stage of this process that has some, each times the weight of its microbatch, of all passes so far.
+
+    A microbatch of weight 0 counts as 0, whatever its loss: that of no tokens is no number.
+    """
     made: dict[int, torch.Tensor] = {}
-    for stage in lowered.losses:
+    for stage, part in lowered.losses.items():
         chain = next(chain for chain in lowered.schedule.chains if stage in chain.stages)
         own = [m for m in chain.microbatches if lowered.stages[stage, m].loss is not None]
-        losses = torch.stack([buffers.kept[stage, m][0] for m in own])
+        losses = torch.stack([buffers.kept[stage, m][0] for m in own]).to(part.leaf.dtype)
         weights = torch.stack([buffers.weights[stage][m] for m in own])
-        losses = losses * weights.view(-1, *(1,) * (losses.ndim - 1))
+        weights = weights.view(-1, *(1,) * (losses.ndim - 1))
+        losses = torch.where(weights == 0, torch.zeros_like(losses), losses * weights)
         made[stage] = torch.cat([*buffers.losses[stage], losses]) if stage in buffers.losses else losses
     return made

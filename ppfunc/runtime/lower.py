@@ -18,8 +18,9 @@ from ppfunc.stage.output import children, received_signature
 from .buffers import Key
 from .exchange import Negotiation, Replay
 from .form import StepForm
+from .losses import sum_dtype
 from .lowered import BATCH, Edge, LoweredStage, LoweredStep
-from .refusals import require_honoured, require_layouts, require_loss, require_same_rows, require_wanted
+from .refusals import require_honoured, require_layouts, require_loss, require_same_rows, require_wanted, warn_of_detached
 from .spec import StepSpec
 from .stage_programs import StageFunction, outline_of
 from .transport import LossPart
@@ -152,6 +153,8 @@ def _lower_stage(
     )  # fmt: skip
     require_loss(low, loss, spec)
     require_wanted(low, form, spec, bool(schedule.replicas))
+    if not schedule.forward_only and (spec.update is not None or "grads" in spec.wants):
+        warn_of_detached(low)
     return low
 
 
@@ -171,7 +174,7 @@ def _required(exchange: Negotiation | Replay | None) -> Negotiation | Replay:
 
 
 def _losses(schedule: Schedule, lowered: Mapping[Key, LoweredStage]) -> dict[int, LossPart]:
-    """The form of the losses of every stage that has some: those microbatches that have one, beside each other."""
+    """The form of the weighted losses of every stage that has some: those microbatches that have one, beside each other."""
     found: dict[int, LossPart] = {}
     for stage, microbatches in stages_in_order(schedule):
         losses = [low.loss.leaves[0] for m in microbatches if (low := lowered.get((stage, m))) and low.loss is not None]
@@ -181,6 +184,6 @@ def _losses(schedule: Schedule, lowered: Mapping[Key, LoweredStage]) -> dict[int
                 f"{' and '.join(map(str, dict.fromkeys(losses)))}; expected one dtype: cast the loss"
             )
         if losses:
-            leaf = LeafSignature((len(losses), *losses[0].shape), losses[0].dtype, False)
+            leaf = LeafSignature((len(losses), *losses[0].shape), sum_dtype(losses[0].dtype), False)
             found[stage] = LossPart(schedule.placement[stage], leaf)
     return found

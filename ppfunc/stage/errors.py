@@ -12,6 +12,7 @@ from types import FrameType
 import torch
 
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[1])
+_LAYERS = Path(torch.__file__).parent / "nn" / "modules"
 _PYTHON = Path(traceback.__file__).parent
 
 
@@ -46,10 +47,10 @@ def by_dtensor(error: BaseException) -> bool:
 
 
 def line_of(error: BaseException) -> str:
-    """The innermost line, as ``" at file:line"``, that is neither of torch nor of Python nor of this library."""
+    """The innermost line, as ``" at file:line"``, that is neither of torch, Python nor this library; else that of a layer of torch."""
     files = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    own = [f" at {file}:{line}" for file, line in files if not is_of_a_library(file)]
-    return own[-1] if own else ""
+    own = [place for place in files if not is_of_a_library(place[0])] or [place for place in files if _is_layer(place[0])]
+    return f" at {own[-1][0]}:{own[-1][1]}" if own else ""
 
 
 def place_of_call(end: str = "") -> str:
@@ -71,8 +72,17 @@ def warn(text: str) -> None:
 
 
 @cache
+def _is_layer(path: str) -> bool:
+    """Whether a file defines layers of torch, not what calls and contains them."""
+    file = Path(path)
+    return file.is_relative_to(_LAYERS) and file.name not in ("module.py", "container.py")
+
+
+@cache
 def is_of_a_library(path: str) -> bool:
     """Whether a file is of torch, of Python or of this library, or a program that was traced."""
     file = Path(path)
     installed = {"site-packages", "dist-packages"}.intersection(file.parts)
+    if file.name == "typing_extensions.py":  # torch decorates functions with it
+        return True
     return any(map(file.is_relative_to, _LIBRARIES)) or (file.is_relative_to(_PYTHON) and not installed) or path.startswith("<")

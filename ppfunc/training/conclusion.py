@@ -58,7 +58,7 @@ def join(rule: UpdateRule, ranks: TrainingRanks, buffers: Buffers, losses: dict[
         receive(rule, ranks, progress, stage)
     shares = torch.cat([torch.zeros(1, dtype=torch.float64, device=progress.state.step.device), *progress.shares])
     progress.shares.clear()
-    own = [part.sum().to(shares) for part in losses.values()] if ranks.model.index == 0 else []
+    own = [part.to(shares).sum() for part in losses.values()] if ranks.model.index == 0 else []
     loss = torch.stack([shares[0], *own]).sum()
     bad = shares.isnan().any().to(shares)  # the largest of several numbers need not be NaN where one is
     total = torch.stack([shares[0] if isinf(p) else shares.sum(), loss, bad])

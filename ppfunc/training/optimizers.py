@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ..stage.tree import tree_leaves
+from .._text import shown
+from ..stage.tree import NAMESPACE, tree_flatten, tree_leaves
 from ._torch import fused_adamw, fused_sgd
 from .checks import require_number
 from .leaves import LeafPlan, gradients_of, leaves_of, owned, plan_of, zeros_like
@@ -21,6 +23,11 @@ from .protocols import Optimizer, Tree, UpdateOptions, updating
 LearningRate = float | Callable[[Tensor], Tensor | float]
 """A number, or a function of the number of updates made before, such as :func:`warmup_cosine`."""
 
+Mask = Callable[[Tree], Tree]
+"""From the parameters of a stage to a tree of booleans, or one whose leaves stand for whole branches."""
+
+_PROBED = (0, 1, 10, 100, 1_000, 10_000, 100_000)  # numbers of updates at which ranks compare a rate of which only a name is known
+
 
 def adamw(
     lr: LearningRate,
@@ -28,6 +35,7 @@ def adamw(
     eps: float = 1e-8,
     weight_decay: float = 1e-2,
     *,
+    mask: Mask | None = None,
     donate: bool = False,
 ) -> Optimizer:
     """Make an optimizer: Adam with decoupled weight decay.
@@ -47,6 +55,8 @@ def adamw(
         betas: decay of the two moments.
         eps: added to the denominator.
         weight_decay: share of each parameter removed per update, times ``lr``.
+        mask: ``mask(params) -> tree of booleans``: which parameters of a stage decay, by their names, dimensions or dtypes; True stands
+            for all of a branch. It decides once for parameters of one form. All decay where there is none.
         donate: give up the parameters, the state, and with ``grad_scale`` the gradients: tensors in row-major memory are
             updated in place and returned, so that no copy is made. Otherwise the arguments of an update stay as they are.
 
@@ -63,6 +73,7 @@ def adamw(
     >>> updated, state = optimizer.update({"w": torch.tensor([3.0, -3.0])}, state, params)
     >>> updated["w"], params["w"], state["updates"]
     (tensor([0.5000, 2.5000]), tensor([1., 2.]), tensor(1))
+    >>> matrices = adamw(lr=0.5, mask=lambda params: {name: p.ndim > 1 for name, p in params.items()})
     """
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise TypeError(f"betas is {reprlib.repr(betas)}, expected two numbers, such as (0.9, 0.999)")
@@ -70,20 +81,13 @@ def adamw(
         require_number(f"betas[{n}]", beta, below=1.0)
     require_number("eps", eps)
     require_number("weight_decay", weight_decay)
-    options: dict[str, Any] = {
-        "beta1": betas[0],
-        "beta2": betas[1],
-        "weight_decay": weight_decay,
-        "eps": eps,
-        "amsgrad": False,
-        "maximize": False,
-    }
+    options: dict[str, Any] = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "amsgrad": False, "maximize": False}
 
     def kernel(params: list[Tensor], grads: list[Tensor], mean: list[Tensor], square: list[Tensor], step: Tensor, **given: Any) -> None:
         fused_adamw(params, grads, mean, square, [], [step] * len(params), **options, **given)
 
-    text = f"adamw({_text_of_rate(lr)}, betas ({betas[0]}, {betas[1]}), eps {eps}, weight decay {weight_decay})"
-    return _fused(kernel, ("mean", "square"), lr, donate, text)
+    text = f"adamw({_text_of_rate(lr)}, betas ({betas[0]}, {betas[1]}), eps {eps}, weight decay {weight_decay}{_text_of_mask(mask)})"
+    return _fused(kernel, ("mean", "square"), lr, donate, text, weight_decay, mask)
 
 
 def sgd(
@@ -93,6 +97,7 @@ def sgd(
     *,
     dampening: float = 0.0,
     nesterov: bool = False,
+    mask: Mask | None = None,
     donate: bool = False,
 ) -> Optimizer:
     """Make an optimizer: stochastic gradient descent, with momentum if asked for.
@@ -110,6 +115,7 @@ def sgd(
         weight_decay: share of each parameter added to its gradient.
         dampening: share of each gradient that is kept out of the buffer; no fused kernel knows it without reading a value.
         nesterov: look ahead along the momentum.
+        mask: as in :func:`adamw`.
         donate: as in :func:`adamw`.
 
     Raises:
@@ -124,23 +130,18 @@ def sgd(
         require_number(name, number)
     if nesterov and (momentum <= 0 or dampening != 0):
         raise ValueError(f"nesterov needs momentum > 0 and dampening 0, got momentum={momentum} and dampening={dampening}")
-    text = f"sgd({_text_of_rate(lr)}, momentum {momentum}, weight decay {weight_decay}, dampening {dampening}, nesterov {nesterov})"
+    decay = f"weight decay {weight_decay}{_text_of_mask(mask)}"
+    text = f"sgd({_text_of_rate(lr)}, momentum {momentum}, {decay}, dampening {dampening}, nesterov {nesterov})"
     if momentum and dampening:
-        kernel_of_both = partial(_dampened, momentum=momentum, weight_decay=weight_decay, dampening=dampening)
-        return _fused(kernel_of_both, ("momentum",), lr, donate, text)
-    options: dict[str, Any] = {
-        "momentum": momentum,
-        "weight_decay": weight_decay,
-        "dampening": 0.0,
-        "nesterov": nesterov,
-        "maximize": False,
-    }
+        kernel_of_both = partial(_dampened, momentum=momentum, dampening=dampening)
+        return _fused(kernel_of_both, ("momentum",), lr, donate, text, weight_decay, mask)
+    options: dict[str, Any] = {"momentum": momentum, "dampening": 0.0, "nesterov": nesterov, "maximize": False}
 
     def kernel(params: list[Tensor], grads: list[Tensor], *rest: Any, **given: Any) -> None:
         # A buffer of zeros becomes the gradient, as it does in torch at the first update.
         fused_sgd(params, grads, rest[0] if momentum else [], **options, is_first_step=False, **given)
 
-    return _fused(kernel, ("momentum",) if momentum else (), lr, donate, text)
+    return _fused(kernel, ("momentum",) if momentum else (), lr, donate, text, weight_decay, mask)
 
 
 def _dampened(
@@ -167,17 +168,56 @@ def _dampened(
 
 
 def _text_of_rate(lr: LearningRate) -> str:
-    """A learning rate as ranks compare it: its numbers, or the name of its function."""
+    """A learning rate as ranks compare it: its numbers, or the name of its function with some of its values."""
     if not callable(lr):
         require_number("lr", lr, mend=", or a function of the number of updates, such as ppfunc.warmup_cosine")
         return f"lr {lr}"
-    return f"lr {getattr(lr, 'text', None) or getattr(lr, '__qualname__', type(lr).__name__)}"
+    if text := getattr(lr, "text", None):
+        return f"lr {text}"
+    values = ", ".join(f"{_value_of(lr, updates)} at {updates}" for updates in _PROBED)
+    return f"lr {getattr(lr, '__qualname__', type(lr).__name__)} ({values})"
 
 
-def _fused(kernel: Kernel, names: tuple[str, ...], lr: LearningRate, donate: bool, text: str) -> Optimizer:
+def _text_of_mask(mask: Mask | None) -> str:
+    return "" if mask is None else f" of {getattr(mask, '__qualname__', type(mask).__name__)}"
+
+
+def _value_of(lr: Callable[[Tensor], Tensor | float], updates: int) -> str:
+    """A rate after so many updates, or what it raises there, as one that is a table does behind its end."""
+    try:
+        return str(float(lr(torch.tensor(updates))))
+    except Exception as error:
+        return type(error).__name__
+
+
+def _decaying(mask: Mask | None, params: Tree) -> list[bool]:
+    """Of every leaf, whether it decays.
+
+    Raises:
+        TypeError, ValueError: the mask gave something else than booleans for the parameters.
+    """
+    leaves, structure = tree_flatten(params)
+    if mask is None:
+        return [True] * len(leaves)
+    made = mask(params)
+    try:
+        found: list[Any] = structure.flatten_up_to(optree.tree_broadcast_prefix(made, params, namespace=NAMESPACE))
+    except ValueError as error:
+        raise ValueError(f"mask: got {reprlib.repr(made)}, expected booleans in the structure of the parameters, {structure}") from error
+    if not all(isinstance(one, bool) for one in found):
+        raise TypeError(f"mask: got {reprlib.repr(made)}, expected a boolean for every parameter, or for a branch of them")
+    return found
+
+
+def _fused(
+    kernel: Kernel, names: tuple[str, ...], lr: LearningRate, donate: bool, text: str, weight_decay: float, mask: Mask | None
+) -> Optimizer:
     """An optimizer that runs ``kernel`` on leaves of the parameters, their gradients, and the trees ``names`` of its state."""
-    widths: dict[torch.dtype, int] = {}
-    last: LeafPlan | None = None  # how the trees of the last update were taken apart; those of the next are mostly like them
+    if mask is not None and not callable(mask):
+        raise TypeError(f"mask: got {shown(mask)}, expected a function mask(params) -> tree of booleans")
+    widths: dict[tuple[torch.dtype, float], int] = {}
+    # How the trees of the last update were taken apart, and groups of leaves by their decay; those of the next are mostly like them.
+    last: tuple[LeafPlan, list[tuple[float, tuple[int, ...]]]] | None = None
 
     def init(params: Tree) -> dict[str, Tree]:
         return {"updates": _zero_count(params), **{name: zeros_like(params) for name in names}}
@@ -188,11 +228,12 @@ def _fused(kernel: Kernel, names: tuple[str, ...], lr: LearningRate, donate: boo
         _require_state(state, names)
         grad_scale, found_inf, parts = options
         states = {name: state[name] for name in names}
-        plan = last  # read once: another thread may set it
-        leaves = None if plan is None else leaves_of(plan, (params, grads, *states.values()))
-        if plan is None or leaves is None:
+        known = last  # read once: another thread may set it
+        leaves = None if known is None else leaves_of(known[0], (params, grads, *states.values()))
+        if known is None or leaves is None:
             plan, leaves = plan_of(params, grads, states)
-            last = plan
+            last = known = plan, _groups(plan, weight_decay, mask, params)
+        plan, groups = known
         new, own = owned(plan, (params, *states.values()), (leaves[0], *leaves[2:]), donate)
         if donate:  # the kernels do not count that they write
             increment_version([leaf for column in own for leaf in column])
@@ -201,25 +242,39 @@ def _fused(kernel: Kernel, names: tuple[str, ...], lr: LearningRate, donate: boo
         whole = None if parts is None else as_columns([parts[n] for n in plan.trained], [leaves[0][n].dtype for n in plan.trained])
         count = state["updates"]
         rate = lr(count) if callable(lr) else lr
-        for group in plan.groups:
+        for decay, group in groups:
             columns = [c if len(group) == len(c) else [c[n] for n in group] for c in (own[0], gradients, *own[1:])]
-            run_on(columns, None if whole is None else [whole[n] for n in group], (count + 1).float(), rate, options)
+            places = None if whole is None else [whole[n] for n in group]
+            run_on(partial(kernel, weight_decay=decay), decay, columns, places, (count + 1).float(), rate, options)
         after = count + 1 if found_inf is None else torch.where(found_inf.to(count.device) > 0, count, count + 1)
         return new[0], {"updates": after, **dict(zip(names, new[1:], strict=True))}
 
     def run_on(
-        columns: Sequence[Sequence[Tensor]], whole: Sequence[Any] | None, step: Tensor, rate: Tensor | float, options: UpdateOptions
-    ) -> None:
-        """Run the kernel on leaves of one device and dtype, which may be parts."""
+        run: Kernel, decay: float, columns: Sequence[Sequence[Tensor]], whole: Sequence[Any] | None, step: Tensor, rate: Tensor | float,
+        options: UpdateOptions,
+    ) -> None:  # fmt: skip
+        """Run the kernel on leaves of one device, dtype and decay, which may be parts."""
         device, dtype = columns[0][0].device, columns[0][0].dtype
         given = {"grad_scale": _on(device, options.grad_scale), "found_inf": _on(device, options.found_inf), "lr": _rate(rate, device)}
         if whole is None or device.type != "cpu":
-            kernel(*columns, step.to(device), **given)
+            run(*columns, step.to(device), **given)
         else:
-            widths[dtype] = widths.get(dtype) or vector_width(kernel, len(columns), dtype)
-            run_on_parts(kernel, columns, whole, widths[dtype], step, **given)
+            width = widths.get((dtype, decay)) or vector_width(run, len(columns), dtype)
+            widths[dtype, decay] = width
+            run_on_parts(run, columns, whole, width, step, **given)
 
     return Optimizer(init, update, text=text)
+
+
+def _groups(plan: LeafPlan, weight_decay: float, mask: Mask | None, params: Tree) -> list[tuple[float, tuple[int, ...]]]:
+    """The groups of a plan, each cut in what decays and what does not."""
+    decaying = _decaying(mask, params)
+    made = []
+    for group in plan.groups:
+        for decays, decay in ((True, weight_decay), (False, 0.0)):
+            if own := tuple(n for n in group if decaying[plan.trained[n]] is decays):
+                made.append((decay, own))
+    return made
 
 
 def _require_state(state: Any, names: tuple[str, ...]) -> None:

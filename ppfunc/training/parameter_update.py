@@ -43,7 +43,7 @@ def parameter_update(rule: UpdateRule, ranks: TrainingRanks) -> ParameterUpdate:
         finish=_finish,
         together=rule.needs_all,
         unshard=partial(_unshard, rule, ranks) if rule.shard == "params" else None,
-        facts=lambda progress: start_facts(rule.numbers_text, ranks, progress.state),
+        facts=lambda progress: start_facts(rule, ranks, progress.state),
     )
 
 

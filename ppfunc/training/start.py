@@ -11,26 +11,35 @@ from torch import Tensor
 from ..stage.layout import local
 from ..stage.tree import tree_leaves
 from .checksums import checksum
+from .protocols import Optimizer
 from .ranks import TrainingRanks
 from .train_state import TrainState
+from .update_rule import UpdateRule, updated_ones
 
 
-def start_facts(options: Sequence[str], ranks: TrainingRanks, state: TrainState) -> tuple[str, str]:
+def start_facts(rule: UpdateRule, ranks: TrainingRanks, state: TrainState) -> tuple[str, str]:
     """Terms that all ranks have to agree on, and those that the ranks of other batches have to, which hold the same parameters.
 
-    Reads numbers of the device: ranks compare them once.
+    Of an optimizer that the user wrote only a name is known: ranks also compare what it makes of ones. Reads numbers of the device:
+    ranks compare them once.
     """
     if ranks.world.size == 1:
         return "", ""
     scale = ", ".join(f"{name} {value.item():g}" for name, value in sorted(state.scale.items()))
-    common = [*options, f"state of step {int(state.step)}{f' with the scale {scale}' if scale else ''}"]
-    trees = [(f"{name} of stage {s}", tree) for s in ranks.stages for name, tree in _trees(state, s)] if ranks.data.size > 1 else []
+    common = [*rule.numbers_text, f"state of step {int(state.step)}{f' with the scale {scale}' if scale else ''}"]
+    trees = (
+        [(f"{name} of stage {s}", tree) for s in ranks.stages for name, tree in _trees(rule.optimizer, state, s)]
+        if ranks.data.size > 1
+        else []
+    )
     held = [f"the {name} with the checksum {_checksum([t for t in tree_leaves(tree) if ranks.is_whole(t)])}" for name, tree in trees]
     return "; ".join(common), "; ".join(held)
 
 
-def _trees(state: TrainState, stage: int) -> list[tuple[str, object]]:
-    return [("parameters", state.params[stage]), ("optimizer state", state.optimizer[stage])]
+def _trees(optimizer: Optimizer, state: TrainState, stage: int) -> list[tuple[str, object]]:
+    params = state.params[stage]
+    made = updated_ones(optimizer, params, (1.0, -0.5, 0.25))
+    return [("parameters", params), ("optimizer state", state.optimizer[stage]), ("ones updated by the optimizer", made)]
 
 
 def _checksum(leaves: Sequence[Tensor]) -> str:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
-from ppfunc.stage import Stage
+from ppfunc.runtime.ties import Tied, leaf_names
+from ppfunc.stage import Signature, Stage
+from ppfunc.stage.layout import local
 from ppfunc.stage.module import frozen_in
+from ppfunc.stage.signature import differentiable
+from ppfunc.stage.tree import tree_leaves, tree_map
 
 from .precision import LossScale, Precision
-from .protocols import Optimizer, text_of
+from .protocols import Optimizer, Tree, text_of
 from .ranks import ShardWhat
 
 OnNonfinite = Literal["skip", "raise", "ignore"]
@@ -58,25 +62,54 @@ class UpdateRule(NamedTuple):
         return not (self.clip == inf and self.scale is None and self.on_nonfinite == "ignore")
 
 
-def frozen_check(stages: Sequence[Stage | None], optimizer: Optimizer) -> Callable[[], None]:
-    """Make the check that raises where modules have frozen parameters, and the optimizer changes what has a gradient of zeros."""
+def updated_ones(optimizer: Optimizer, params: Tree, gradients: Sequence[float]) -> Tree:
+    """Update ones in the place of parameters, of one element each, so that it shows what an optimizer does.
 
-    @cache
-    def moves() -> bool:
-        params = {"p": torch.ones(2)}
-        state = optimizer.init(params)
-        for _ in range(3):  # a rate may be 0 at first
-            params, state = optimizer.update({"p": torch.zeros(2)}, state, params)
-            if not torch.equal(params["p"], torch.ones(2)):
-                return True
-        return False
+    Args:
+        params: their structure, dimensions and dtypes.
+        gradients: of every element, in update after update.
+    """
 
-    def check() -> None:
-        frozen = [name for stage in stages if stage is not None for name in frozen_in(stage)]
-        if frozen and moves():
-            raise ValueError(
-                f"optimizer: it changes parameters whose gradient is zero, as weight decay does, and {frozen[0]} is frozen; "
-                "take one that does not (weight_decay=0), or let the parameter require a gradient"
-            )
+    def ones(leaf: Tensor) -> Tensor:
+        return torch.ones([min(1, size) for size in leaf.shape], dtype=leaf.dtype, device=leaf.device)
+
+    made = tree_map(lambda leaf: ones(local(leaf)), params)
+    state = optimizer.init(made)
+    for value in gradients:
+        grads = tree_map(lambda leaf, value=value: torch.full_like(leaf, value) if differentiable(leaf.dtype) else leaf, made)
+        made, state = optimizer.update(grads, state, made)
+    return made
+
+
+def frozen_check(stages: Sequence[Stage | None], optimizer: Optimizer, tied: Tied) -> Callable[[Mapping[int, Tree]], None]:
+    """Make the check of parameters by stage that raises where modules have frozen some, and the optimizer would change them.
+
+    So it does to parameters whose gradient is zero by weight decay, and to those that are tied to one which is not frozen.
+    """
+    moved: dict[int, set[str]] = {}
+
+    def moved_in(stage: int, tree: Tree) -> set[str]:
+        if stage not in moved:
+            found = updated_ones(optimizer, tree, (0.0, 0.0, 0.0))  # a rate may be 0 at first
+            names = leaf_names(Signature.of(tree))
+            moved[stage] = {name for name, leaf in zip(names, tree_leaves(found), strict=True) if bool((leaf != 1).any())}
+        return moved[stage]
+
+    def check(params: Mapping[int, Tree]) -> None:
+        frozen = {stage: set(names) for stage, fn in enumerate(stages) if fn is not None and (names := frozen_in(fn))}
+        for stage in frozen.keys() & params.keys():
+            if found := sorted(frozen[stage] & moved_in(stage, params[stage])):
+                raise ValueError(
+                    f"optimizer: it changes parameters whose gradient is zero, as weight decay does, and {found[0]} of stage {stage} is "
+                    "frozen; take one that does not (weight_decay=0, or mask= that leaves it out), or let the parameter require a gradient"
+                )
+        for name, places in tied if frozen else ():
+            known = [place for place in places if stages[place[0]] is not None]
+            free, fixed = ([p for p in known if (p[1] in frozen.get(p[0], ())) is here] for here in (False, True))
+            if free and fixed:
+                raise ValueError(
+                    f"tied[{name!r}]: {fixed[0][1]} of stage {fixed[0][0]} is frozen, {free[0][1]} of stage {free[0][0]} is not, and "
+                    "both are one parameter; freeze it in both modules, or in none"
+                )
 
     return check

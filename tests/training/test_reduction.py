@@ -61,6 +61,7 @@ def kept(rank, size, shard):
             state, states, copies = trainer.init(params), [], []
             for _ in range(4):
                 state, _ = trainer.step(state, x, y)
+                del seen[: -len(states) - 1]  # ranks compare what optimizers do before the first step
                 states.append(state.optimizer)
                 copies.append([t.clone() for t in tree_leaves(state.optimizer)])
             assert all(map(torch.equal, tree_leaves(states), tree_leaves(copies)))

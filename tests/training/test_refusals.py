@@ -459,6 +459,19 @@ def test_states_of_stages_are_trained_on_with():
         trainer.init(params, [state])
 
 
+def test_the_state_of_a_split_is_asked_for():
+    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), BatchNormed(WIDTH)).double()
+    _, _, x, y = problem()
+    split = pp.split(model, x, at=["1"])
+    trainer = trainer_of(stages=split)
+    with pytest.raises(
+        ValueError, match=r"state: got none of the stages \[1\], whose buffers the model writes into; give that of the split"
+    ):
+        trainer.init(split.params)
+    state, _ = trainer.step(trainer.init(split.params, split.state), x, y)
+    assert not same_bits(state.stage_state, split.state)
+
+
 def test_a_skipped_update_leaves_the_states_of_stages():
     _, _, x, y = problem()
     stages = normalised()
@@ -572,6 +585,7 @@ class Reads(TorchDispatchMode):
         {"clip": 0.5, "norm_type": math.inf, "scale": pp.static_scale(2.0)},
         {"on_nonfinite": "ignore"},
         {"precision": pp.Precision(compute=torch.bfloat16, reduce=torch.float32, master=torch.float32)},
+        {"clip": 0.5, "scale": pp.dynamic_scale(), "shard": "params", "engine": pp.graph(remat="full")},
     ],
     ids=str,
 )
@@ -609,16 +623,26 @@ def usage():
     return tensors, resident, threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
 
 
-def many_steps(rank, size):
-    """Steps of three numbers of microbatches in turn, on one transport; some fail, some are skipped."""
+def many_steps(rank, size, shape=None):
+    """Steps of three numbers of microbatches in turn, on one transport; some fail, some are skipped.
+
+    Over data ranks, the parameters are tied and cut.
+    """
     _, params, x, y = problem()
-    own = {rank: params[rank]} if size == 2 else params
-    transport = pp.P2P(timeout=30) if size == 2 else pp.InProcess()
-    counts = (2, 4, 8)
-    trainers = [
-        trainer_of(pp.adamw(1e-3), [measuring, dense], pp.zb_h1(2, m), transport=transport, clip=1.0, scale=pp.dynamic_scale())
-        for m in counts
-    ]
+    options = {"clip": 1.0, "scale": pp.dynamic_scale()}
+    if shape == (1, 2):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp"))
+        transport, own, build = (
+            pp.P2P(timeout=30, mesh=mesh, axes=pp.Axes("pp", "dp")),
+            params,
+            lambda m: pp.interleaved_one_f_one_b(1, m, 2),
+        )
+        params[1] = {"w": params[0]["w"].clone()}
+        options |= {"tied": {"w": [(0, "w"), (1, "w")]}, "shard": "params", "accumulate": 2}
+    else:
+        transport, own = (pp.P2P(timeout=30), {rank: params[rank]}) if size == 2 else (pp.InProcess(), params)
+        build = lambda m: pp.zb_h1(2, m)  # noqa: E731
+    trainers = [trainer_of(pp.adamw(1e-3), [measuring, dense], build(m), transport=transport, **options) for m in (2, 4, 8)]
     state, bad, found = trainers[0].init(own), x / 0, []
     for n in range(200):
         state, _ = trainers[n % 3].step(state, bad if n % 40 == 7 else x, y)
@@ -643,8 +667,9 @@ def test_two_hundred_steps_do_not_grow_in_process():
     require_no_growth(many_steps(0, 1))
 
 
-def test_two_hundred_steps_do_not_grow(two):
-    for answer in two(many_steps, timeout=120):
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
+def test_two_hundred_steps_do_not_grow(two, shape):
+    for answer in two(many_steps, shape, timeout=120):
         require_no_growth(answer)
 
 
@@ -658,7 +683,16 @@ OPTIMIZERS = {
     "kind": (lambda r: pp.sgd(1e-3) if r else pp.adamw(1e-3), "optimizer (sgd|adamw)"),
     "rate": (lambda r: pp.adamw(pp.warmup_cosine(1e-3, 2 + r, 10)), r"warmup_cosine\(0.001, [23], 10"),
     "momentum": (lambda r: pp.sgd(1e-3, 0.5 * r), "momentum 0"),
+    "own rate": (lambda r: pp.sgd(lambda updates: 1e-3 * (1 + r)), r"lr .*lambda> \(0.00[12] at 0"),
+    "later rate": (lambda r: pp.sgd(lambda updates: 1e-3 * (1 + r * (updates > 50))), r"0.001\d* at 10, 0.00[12]\d* at 100"),
+    "mask": (lambda r: pp.adamw(1e-3, mask=lambda params: bool(r)), "ones updated by the optimizer of stage 0 with the checksum"),
+    "own optimizer": (lambda r: pp.from_updates(descent(1e-3 * (1 + r))), "ones updated by the optimizer of stage 0 with the checksum"),
 }
+
+
+def descent(rate):
+    """Differences of gradient descent, in optax's form, of which only the name of a function is known."""
+    return pp.training.Transform(lambda params: (), lambda grads, state, params: (tree_map(lambda g: -rate * g, grads), state))
 
 
 def disagreeing(rank, size, kind):
@@ -671,6 +705,8 @@ def disagreeing(rank, size, kind):
         optimizer = make(rank)
     elif kind == "scale":
         options, text = {"scale": pp.dynamic_scale(2.0 ** (8 + rank))}, "dynamic_scale"
+    elif kind == "seed":
+        text = r"equal weights, seed \(0, [01]\)"
     elif kind in ("scale of the state", "step of the state"):
         options = {"scale": pp.dynamic_scale(256.0)}
     began = time.monotonic()
@@ -688,7 +724,7 @@ def disagreeing(rank, size, kind):
         elif kind == "state of stages":
             return refuse_state(trainer, params)
         with pytest.raises(pp.AgreementError, match=text):
-            trainer.step(state, x, y)
+            trainer.step(state, x, y, seed=(0, rank) if kind == "seed" else None)
     return time.monotonic() - began
 
 
@@ -698,7 +734,7 @@ def refuse_state(trainer, params):
     return 0.0
 
 
-KINDS = [*OPTIMIZERS, "scale", "scale of the state", "step of the state", "parameters", "moments", "state of stages"]
+KINDS = [*OPTIMIZERS, "scale", "scale of the state", "step of the state", "parameters", "moments", "state of stages", "seed"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -714,6 +750,27 @@ def misfitting(rank, size):
             trainer_of(mesh=mesh, axes=axes)
     with pytest.raises(ValueError, match="the schedule is for 2 ranks, the transport has 1"):
         trainer_of(mesh=mesh, axes=pp.Axes("pp", "dp"))
+
+
+def unmade(rank, size):
+    """A trainer that one rank cannot make: the other is told what and why by its first step, and does not wait at its second."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
+    stages, params, x, y = problem(1)
+    options = {"mesh": mesh, "axes": pp.Axes("pp", "dp")}
+    if rank:
+        with pytest.raises(ValueError, match="clip is -1"):
+            pp.train_step(stages, squared, pp.gpipe(1, 4), pp.sgd(0.1), clip=-1, **options)
+        return 0.0
+    with pp.train_step(stages, squared, pp.gpipe(1, 4), pp.sgd(0.1), **options) as trainer:
+        state, began = trainer.init(params), time.monotonic()
+        for text in ("rank 1 failed outside its program: ValueError: clip is -1", "rank 1 failed"):
+            with pytest.raises(pp.PipelineError, match=text):
+                trainer.step(state, x, y)
+        return time.monotonic() - began
+
+
+def test_a_trainer_that_one_rank_cannot_make_is_told_to_the_others(two, soon):
+    assert max(two(unmade)) < soon
 
 
 def later_weights(rank, size, steps):

@@ -1,0 +1,132 @@
+"""Weight decay of some parameters: by a mask, sharded or not, and beside frozen ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import ppfunc as pp
+from ppfunc.stage.tree import tree_map
+from tests.models import normal, squared
+
+MATRICES = lambda params: {name: p.ndim > 1 for name, p in params.items()}  # noqa: E731
+
+
+def params():
+    return {"w": normal(4, 3), "b": normal(3), "n": torch.arange(2)}
+
+
+def grads():
+    return {"w": normal(4, 3, seed=1), "b": normal(3, seed=2), "n": torch.zeros(2, dtype=torch.int64)}
+
+
+MAKE = {
+    "adamw": (pp.adamw, torch.optim.AdamW, {}),
+    "sgd": (pp.sgd, torch.optim.SGD, {}),
+    "momentum": (pp.sgd, torch.optim.SGD, {"momentum": 0.9}),
+    "dampened": (pp.sgd, torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5}),
+}
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("kind", MAKE)
+def test_a_mask_makes_the_groups_of_torch(kind, donate):
+    make, theirs, options = MAKE[kind]
+    optimizer, own = make(0.1, weight_decay=0.5, mask=MATRICES, donate=donate, **options), params()
+    w, b = (nn.Parameter(params()[name].clone()) for name in ("w", "b"))
+    reference = theirs([{"params": [w], "weight_decay": 0.5}, {"params": [b], "weight_decay": 0.0}], 0.1, **options)
+    state = optimizer.init(own)
+    for n in range(3):
+        given = tree_map(lambda g, n=n: g * (n + 1), grads())
+        own, state = optimizer.update(given, state, own)
+        w.grad, b.grad = (grads()[name] * (n + 1) for name in ("w", "b"))
+        reference.step()
+    torch.testing.assert_close((own["w"], own["b"]), (w.detach(), b.detach()), rtol=1e-12, atol=0)
+
+
+def test_a_mask_may_stand_for_branches_in_any_order():
+    tree, flat = {"a": [normal(2), normal(3)], "b": normal(4)}, pp.sgd(1.0, weight_decay=0.5)
+    zeros = tree_map(torch.zeros_like, tree)
+    for mask, decays in (
+        ({"b": False, "a": True}, (True, True, False)),
+        (False, (False,) * 3),
+        ({"a": [False, True], "b": True}, (False, True, True)),
+    ):
+        optimizer = pp.sgd(1.0, weight_decay=0.5, mask=lambda params, mask=mask: mask)
+        got, _ = optimizer.update(zeros, optimizer.init(tree), tree)
+        whole, _ = flat.update(zeros, flat.init(tree), tree)
+        for one, other, before, here in zip(*map(leaves, (got, whole, tree)), decays, strict=True):
+            assert torch.equal(one, other if here else before)
+
+
+def leaves(tree):
+    return [*tree["a"], tree["b"]]
+
+
+@pytest.mark.parametrize(
+    "mask, error, text",
+    [
+        ({"w": True}, TypeError, "mask: got .* of type dict, expected a function"),
+        (lambda params: {"w": True}, ValueError, "mask: got .*, expected booleans in the structure of the parameters"),
+        (lambda params: {name: 0.5 for name in params}, TypeError, "expected a boolean for every parameter"),
+        (lambda params: None, ValueError, "expected booleans in the structure"),
+    ],
+)
+def test_masks_of_another_form_are_named(mask, error, text):
+    with pytest.raises(error, match=text):
+        optimizer = pp.adamw(0.1, mask=mask)
+        optimizer.update(grads(), optimizer.init(params()), params())
+
+
+def test_what_is_frozen_is_left_out_by_a_mask():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
+    model[0].weight.requires_grad_(False)
+    made = [pp.stage_from_module(part) for part in model]
+    functions, given = [fn for fn, _, _ in made], {s: own for s, (_, own, _) in enumerate(made)}
+    x, y = normal(4, 3), normal(4, 3, seed=1)
+
+    def decaying(mask):
+        trainer = pp.train_step(functions, squared, pp.gpipe(2, 2), pp.adamw(0.1, weight_decay=0.5, mask=mask))
+        return trainer.step(trainer.init(given), x, y)[0].params
+
+    for mask in (None, lambda params: True, MATRICES):
+        with pytest.raises(ValueError, match="weight of stage 0 is frozen; take one that does not .*mask="):
+            decaying(mask)
+    after = decaying(lambda params: {name: p.ndim < 2 for name, p in params.items()})
+    assert torch.equal(after[0]["weight"], given[0]["weight"]) and not torch.equal(after[0]["bias"], given[0]["bias"])
+
+
+def test_one_parameter_that_is_frozen_at_one_of_its_places_is_refused():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
+    model[0].weight.requires_grad_(False)
+    model[1].weight.data = model[0].weight.data.clone()
+    made = [pp.stage_from_module(part) for part in model]
+    options = {"tied": {"w": [(0, "weight"), (1, "weight")]}}
+    trainer = pp.train_step([fn for fn, _, _ in made], squared, pp.gpipe(2, 2), pp.sgd(0.1), **options)
+    given = {s: own for s, (_, own, _) in enumerate(made)}
+    with pytest.raises(ValueError, match=r"tied\['w'\]: weight of stage 0 is frozen, weight of stage 1 is not"):
+        trainer.init(given)
+    model[1].weight.requires_grad_(False)
+    state, _ = trainer.step(trainer.init(given), normal(4, 3), normal(4, 3, seed=1))
+    assert torch.equal(state.params[0]["weight"], given[0]["weight"]) and torch.equal(state.params[1]["weight"], given[0]["weight"])
+
+
+def sharded(rank, size):
+    """Bits of masked updates, sharded and whole."""
+    mesh, found = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp")), []
+    for shard in ("none", "optimizer", "params"):
+        optimizer = pp.adamw(0.1, weight_decay=0.5, mask=MATRICES)
+        stage, own = lambda p, x: torch.tanh(x @ p["w"]) + p["b"], {"w": normal(6, 6), "b": normal(6)}
+        options = {"axes": pp.Axes("pp", "dp"), "shard": shard}
+        with pp.train_step([stage], squared, pp.gpipe(1, 2), optimizer, mesh, **options) as trainer:
+            state = trainer.init({0: own})
+            for n in range(3):
+                state, _ = trainer.step(state, normal(4, 6, seed=n), normal(4, 6, seed=rank))
+            found.append([t.full_tensor() if hasattr(t, "full_tensor") else t for t in state.params[0].values()])
+    return all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+def test_masked_updates_of_shards_have_the_bits_of_the_whole(two):
+    assert two(sharded) == [True, True]
