@@ -21,6 +21,8 @@ T = TypeVar("T")
 def without_foreign_draws(call: Callable[[], T], name: str, *, repeatable: bool = True) -> T:
     """``call()``, which evaluates a stage or a model.
 
+    What is not seen: draws from a generator of one's own, and by a function that was imported from ``numpy.random`` by its name.
+
     Args:
         call: without effects; its result may be that of a second call.
         name: how errors call the stage.
@@ -63,7 +65,7 @@ def _draws_seen() -> Iterator[list[str]]:
     """Within it, list the calls by which this thread draws.
 
     Those of ``random`` are seen by a profile function, by whatever name they are called, unless a profiler is at work.
-    numpy's are none that a profile function sees, so others take their places in the module.
+    A profile function does not see numpy's, so these are replaced in their module.
     """
     this, seen, own = threading.get_ident(), list[str](), getattr(random.random, "__self__", None)
 

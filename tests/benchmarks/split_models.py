@@ -103,7 +103,7 @@ def in_turn(parts: pp.Split, inputs: Tensors) -> tuple[Any, Any, list[torch.Tens
 def worst(got: Tensors, want: Tensors) -> float:
     """The greatest difference; what is nowhere in the graph of the whole model is zero."""
     assert want.keys() <= got.keys(), sorted(want.keys() - got.keys())
-    assert all(grad.isfinite().all() for grad in got.values())  # a NaN is no greatest difference
+    assert all(grad.isfinite().all() for grad in got.values()), "a gradient is not finite"  # a NaN is no greatest difference
     return max(float((grad - want.get(name, torch.zeros_like(grad))).abs().max()) for name, grad in got.items() if grad.numel())
 
 
