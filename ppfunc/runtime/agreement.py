@@ -21,7 +21,7 @@ from .layouts import laid_out, require_same_layouts
 from .spec import StepSpec
 from .stage_programs import autocast
 from .terms import BatchShapes, call_terms, read_shapes, write_shapes
-from .ties import routes_of_shared
+from .ties import require_same_values, routes_of_shared
 from .transport import Route, Transport
 
 
@@ -123,6 +123,9 @@ class Agreement:
         self._transport.require_same("; ".join(filter(None, (facts, common))))
         forms = (f"params[{s}] {form}" for s, form in arguments.form.params.items())
         self._transport.require_same("; ".join(filter(None, (*forms, held))), "data")
+        if self._spec.update is not None:
+            kept = self._spec.update.kept(arguments.update_state)
+            require_same_values(self._schedule, arguments.form.params, kept, self._spec.tied, self._transport)
         self._transport.connect(routes_of(self._schedule, self._spec))
         self._generation = self._transport.generation
 

@@ -17,7 +17,7 @@ from .transport import ControlTransport, LossPart
 
 Edges = dict[tuple[int, int], tuple[Signature, ...]]  # by (source, destination), the signature of every microbatch
 
-_MEND = "make a new step function for parameters of other dtypes or shapes"
+_MEND = "make a new step function, or trainer, for parameters or targets of other dtypes or shapes"
 _LEAF = tree_structure(0)
 
 

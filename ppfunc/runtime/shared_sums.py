@@ -2,7 +2,8 @@
 
 In every process: each stage *publishes* the sums over its microbatches, to itself and, with a digest of the values, to stages of other
 processes that hold some of the leaves too; all messages are posted at once; then the process *collects*: it compares the digests,
-and adds up the gradients of all places of a leaf in the order of the stages, so that every process has the same bits.
+and adds up the gradients of all places of a leaf in the order of the stages, so that every process has the same bits. Steps that
+update parameters compare them where the ranks meet, and send no digests.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -38,12 +39,12 @@ class _PlacedGradient(NamedTuple):
 
 
 class _Message(NamedTuple):
-    """Gradients of the leaves that two stages share, and a digest of their values.
+    """Gradients of the leaves that two stages share, and a digest of their values if these are compared.
 
     Args:
         transfer: this end.
         own: the stage at this end.
-        numbers: of the leaves of that stage whose values are compared.
+        numbers: of the leaves of that stage whose values are compared, none where nothing is.
         carried: what each gradient is of.
     """
 
@@ -67,7 +68,7 @@ def sum_over_places(lowered: LoweredStep, data: DataTransport, summed: Callable[
     stages = sorted({stage for leaf in leaves for stage, _ in leaf.holders})
     here = [stage for stage in stages if lowered.schedule.placement[stage] in lowered.ranks]
     messages = list(_messages(lowered, leaves, stages, summed))
-    for leaf in leaves:
+    for leaf in leaves if lowered.spec.update is None else ():
         if len(places := _places_here(lowered, leaf)) > 1:
             yield _compare(leaf, places), _last_place(lowered, here[0])
     if not messages and lowered.schedule.forward_only:
@@ -84,16 +85,17 @@ def _messages(
     lowered: LoweredStep, leaves: Sequence[SharedLeaf], stages: Sequence[int], summed: Callable[[LeafSignature], LeafSignature]
 ) -> Iterator[_Message]:
     """The messages between stages of this process and of others, in both directions."""
-    schedule, home = lowered.schedule, lowered.schedule.placement
+    schedule, home, compared = lowered.schedule, lowered.schedule.placement, lowered.spec.update is None
     for sender, receiver in ((a, b) for a in stages for b in stages if (home[a] in lowered.ranks) != (home[b] in lowered.ranks)):
         own, other = (sender, receiver) if home[sender] in lowered.ranks else (receiver, sender)
         if parts := tuple(_parts(leaves, sender, own, other)):
             model = schedule.model_stages[own]
             params = lowered.form.params[model].leaves
             carried = tuple(part for part in parts if params[part.number].grad and not schedule.forward_only)
-            forms = (*(summed(params[part.number]) for part in carried), DIGEST)
+            forms = (*(summed(params[part.number]) for part in carried), *[DIGEST] * compared)
             transfer = Transfer(own == sender, Tag("R", sender, receiver, -1), home[other], forms, lowered.form.devices[model])
-            yield _Message(transfer, own, tuple(part.number for part in parts), carried)
+            if forms:
+                yield _Message(transfer, own, tuple(part.number for part in parts if compared), carried)
 
 
 def _parts(leaves: Sequence[SharedLeaf], sender: int, own: int, other: int) -> Iterator[_PlacedGradient]:
@@ -140,7 +142,8 @@ def _publish(lowered: LoweredStep, stage: int, outgoing: Sequence[_Message]) -> 
         buffers.values[Tag("R", stage, stage, -1)] = total
         for message in outgoing:
             sent = tuple(gradients[part.number] for part in message.carried)
-            buffers.values[message.transfer.tag] = (*sent, message.digest(buffers.kept_params(model)).to(message.transfer.device))
+            told = [message.digest(buffers.kept_params(model)).to(message.transfer.device)] if message.numbers else []
+            buffers.values[message.transfer.tag] = (*sent, *told)
 
     return publish
 
@@ -173,14 +176,13 @@ def _received(lowered: LoweredStep, buffers: Buffers, message: _Message) -> Iter
         AgreementError: the sender has other values.
     """
     model = lowered.schedule.model_stages[message.own]
-    *gradients, theirs = buffers.values.pop(message.transfer.tag)
-    mine = message.digest(buffers.kept_params(model))
-    if not torch.equal(mine, theirs.cpu()):
+    received = buffers.values.pop(message.transfer.tag)
+    if message.numbers and not torch.equal(mine := message.digest(buffers.kept_params(model)), (theirs := received[-1]).cpu()):
         raise AgreementError(
             f"the parameters of stage {model} differ between the processes that hold them: their digests are {_short(mine)} here and "
             f"{_short(theirs)} where the schedule's stage {message.transfer.tag.source} lives; give all the same values"
         )
-    return zip(((part.leaf.name, part.place) for part in message.carried), gradients, strict=True)
+    return zip(((part.leaf.name, part.place) for part in message.carried), received, strict=False)
 
 
 def _short(value: torch.Tensor) -> str:

@@ -1,27 +1,30 @@
 """Parameters that several stages hold: replicas of a stage in a second chain, and weights that the caller has tied.
 
-They are one parameter in several places. Its values are the same everywhere, which is checked at every step, and
-its gradient is the sum over all places, the same at each of them.
+They are one parameter in several places. Its values are the same everywhere, which is checked at every step, or once where steps
+update them, and its gradient is the sum over all places, the same at each of them.
 """
 
 import ctypes
+import json
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from optree import treespec_paths
 
 from ppfunc.schedule import Schedule
 from ppfunc.stage import LeafSignature, Signature
+from ppfunc.stage.layout import local
 from ppfunc.stage.signature import differentiable
+from ppfunc.stage.tree import tree_leaves
 
 from .buffers import Leaves
 from .errors import AgreementError
 from .form import StepForm
 from .ownership import sharing
-from .transport import Route
+from .transport import ControlTransport, Route
 
 TiedPlaces = Mapping[str, Sequence[tuple[int, str]]] | None
 """By name, the places of each tied parameter, as callers write them."""
@@ -203,6 +206,34 @@ def require_same_forms(told: Sequence[Mapping[str, str]]) -> None:
 
 def _readable(form: str) -> str:
     return str(Signature.from_json(form)) if form.startswith("[") else form
+
+
+def require_same_values(
+    schedule: Schedule, params: Mapping[int, Signature], kept: Mapping[int, Any], tied: Tied, control: ControlTransport
+) -> None:
+    """Raise AgreementError where the places of a parameter have other values, in this process or in others of the pipeline.
+
+    All of them call it. It reads the values: a step that updates parameters calls it where the ranks meet, since each state
+    follows from the one before, and others compare in every step.
+
+    Args:
+        params: signatures of the parameters of this process, by stage of the model.
+        kept: their values, whole or the shards of this rank.
+    """
+    found: dict[str, tuple[int, str]] = {}
+    leaves = {model: tree_leaves(tree) for model, tree in kept.items()}
+    for leaf in shared_leaves(schedule, params, tied):
+        for model, number in dict.fromkeys((schedule.model_stages[s], n) for s, n in leaf.holders if n is not None):
+            value = bytes(digest((local(leaves[model][number]),)).tolist()).hex()
+            first, known = found.setdefault(leaf.name, (model, value))
+            if value != known:
+                raise AgreementError(f"{leaf.name} has other values in stage {first} than in stage {model}; give both places the same")
+    first_told: dict[str, tuple[int, str]] = {}
+    for rank, text in enumerate(control.all_gather(json.dumps({name: value for name, (_, value) in found.items()}))):
+        for name, value in json.loads(text).items():
+            other, known = first_told.setdefault(name, (rank, value))
+            if value != known:
+                raise AgreementError(f"{name} has other values on rank {other} than on rank {rank}; give all places the same")
 
 
 DIGEST = LeafSignature((32,), torch.uint8, False)

@@ -44,6 +44,7 @@ def parameter_update(rule: UpdateRule, ranks: TrainingRanks) -> ParameterUpdate:
         together=rule.needs_all,
         unshard=partial(_unshard, rule, ranks) if rule.shard == "params" else None,
         facts=lambda progress: start_facts(rule, ranks, progress.state),
+        kept=lambda progress: progress.state.params,
     )
 
 
