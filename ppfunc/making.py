@@ -1,7 +1,7 @@
 """Make step functions: read what the caller gives, prove the schedule, and tell the peers of a mistake."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from inspect import signature
 from typing import Any, ParamSpec, TypeVar
@@ -33,12 +33,8 @@ def mistakes_told(transport: Transport | None) -> Iterator[None]:
     """
     if transport is not None and (isinstance(transport, type) or not hasattr(transport, "local_ranks")):
         raise TypeError(f"transport: got {shown(transport)}, expected one such as ppfunc.InProcess() or ppfunc.P2P(group)")
-    try:
+    with nullcontext() if transport is None else transport.making_step():
         yield
-    except Exception as cause:
-        if transport is not None:
-            transport.abandon_step(cause)
-        raise
 
 
 def told_to_peers(make: Callable[P, R]) -> Callable[P, R]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import struct
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Literal, Self
 
@@ -79,11 +80,20 @@ class Control:
         self._made += 1
         return self._made
 
-    def abandon_step(self, cause: Exception) -> None:
-        failure = Failure(self.rank, None, None, cause)
-        # The peers have lost a step by it, this rank has not: the batches would not be the same.
-        self._unusable = f"a step function could not be made ({failure.reason}); mend that, and make a new P2P() on every rank"
-        self.fail(failure)
+    @contextmanager
+    def making_step(self) -> Iterator[None]:
+        made = self._made
+        try:
+            yield
+        except Exception as cause:
+            failure = Failure(self.rank, None, None, cause)
+            # The peers have lost a step by it, this rank has not: the batches would not be the same.
+            self._unusable = f"a step function could not be made ({failure.reason}); mend that, and make a new P2P() on every rank"
+            self.fail(failure)
+            raise
+        except BaseException:  # an interrupt: the peers have theirs
+            self._made = made
+            raise
 
     def hold_interrupts(self, later: bool = False) -> hold_interrupts:
         return hold_interrupts(later)

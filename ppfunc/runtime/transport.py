@@ -117,8 +117,11 @@ class ControlTransport(Protocol):
         """The number of one more step function; ranks make theirs in the same order."""
         ...
 
-    def abandon_step(self, cause: Exception) -> None:
-        """Tell the peers that a step function could not be made here; no step can be run with this transport any more."""
+    def making_step(self) -> AbstractContextManager[object]:
+        """A context in which a step function is made.
+
+        Where it raises, the peers are told, and no step can be run with this transport any more; after an interrupt, it may be made again.
+        """
         ...
 
     def all_gather(self, text: str) -> list[str]:

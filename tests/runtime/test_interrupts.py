@@ -290,3 +290,27 @@ def test_steps_that_fail_now_and_then_leave_nothing_behind(two, request):
         for before, after in (looks[1], looks[2]), (looks[0], looks[2]):
             slack = (8, 8, 2, 2000, 20_000)  # what the last generations have opened; objects of caches; kB
             assert all(now <= then + more for now, then, more in zip(after, before, slack, strict=True)), looks
+
+
+def make_again_after_an_interrupt(rank, size):
+    """The trainer of one rank is interrupted between its two step functions, and made again."""
+    patch = pytest.MonkeyPatch()
+
+    def interrupt(schedule):
+        raise KeyboardInterrupt
+
+    with pp.P2P(timeout=10) as transport:
+        given = [stage] * 2, squared, pp.gpipe(2, 2), pp.sgd(RATE)
+        if rank:
+            with patch.context() as during, pytest.raises(KeyboardInterrupt):
+                during.setattr("ppfunc.trainer.forward_only", interrupt)
+                pp.train_step(*given, transport=transport)
+        trainer = pp.train_step(*given, transport=transport)
+        x = torch.ones(4, 3, dtype=torch.float64)
+        _, metrics = trainer.step(trainer.init({rank: torch.eye(3, dtype=torch.float64)}), x, x)
+        return metrics.loss.item()
+
+
+def test_a_trainer_is_made_again_after_an_interrupt(two):
+    first, second = two(make_again_after_an_interrupt)
+    assert first == second > 0
