@@ -99,11 +99,11 @@ def value_and_grad(
         * ``state``: ``{stage: tree}``; a stage's microbatches pass it on from one to the next, in the order of the
           schedule. Nothing is differentiated with respect to extras and state.
 
-        The loss, a scalar, is returned on every rank; halves are added up, and returned, in float32. ``grads`` has the structure
-        of ``params``, zeros where there is no dependence, and belongs to the caller; that of a DTensor is one of the same
-        placements. Gradients of the inputs have the form of the inputs, on ranks of first stages, None elsewhere; for a tuple of
-        ``argnums`` there is a tuple of both. ``aux.metrics`` is ``{stage: tree}`` with a leading axis of the microbatches that
-        this process ran, ``aux.state`` ``{stage: tree}``.
+        The loss, a scalar, is returned on every rank; those in float16 or bfloat16 are summed, and returned, in float32.
+        ``grads`` has the structure of ``params``, zeros where there is no dependence, and belongs to the caller; that of a
+        DTensor is one of the same placements. Gradients of the inputs have the form of the inputs, on ranks of first stages,
+        None elsewhere; for a tuple of ``argnums`` there is a tuple of both. ``aux.metrics`` is ``{stage: tree}`` with a
+        leading axis of the microbatches that this process ran, ``aux.state`` ``{stage: tree}``.
 
         A program is traced once for every form (structure, shapes, strides, dtypes, devices) of the arguments, and
         kept: ``step.cache_info()``, ``step.cache_clear()``. Numbers that a stage reads from elsewhere are those of

@@ -83,7 +83,9 @@ class Trainer:
         _require_trees("params", params, stages)
         _require_trees("state", state or {}, stages, some=True)
         if missing := [s for s in self._stateful if s in stages and s not in (state or {})]:
-            raise ValueError(f"state: got none of the stages {missing}, whose buffers the model writes into; give that of the split, state")
+            raise ValueError(
+                f"state: got none of the stages {missing}, whose buffers the model writes into; expected trainer.init(params, split.state)"
+            )
         for name, trees in (("params", params), ("state", state or {})):
             for s, tree in trees.items():
                 flatten(tree, f"{name}[{s}]")  # raises for leaves that are no tensors

@@ -74,11 +74,12 @@ def train_step(
             device in every step, and runs the step again where it fails); or ``"ignore"`` it.
 
     Parameters, inputs and the leaves of the state are tensors or DTensors; a stage is given the part of its rank. Ranks compare their
-    options, the numbers of optimizer and scale, and checksums of the states of data ranks once, before the first step and after a failure.
+    options, the numbers of optimizer and scale, what the optimizer makes of a few ones, and checksums of the states of data ranks once,
+    before the first step and after a failure; the seed in every step. ``init`` and ``step`` refuse an optimizer that changes what modules
+    have frozen.
 
     Raises:
-        ScheduleError, ValueError, TypeError: as :func:`value_and_grad`; arguments that do not fit together, such as frozen
-            parameters and an optimizer that changes what has no gradient.
+        ScheduleError, ValueError, TypeError: as :func:`value_and_grad`; arguments that do not fit together.
     """
     if transport is not None and (mesh is not None or axes is not None):
         raise ValueError("got a transport and a mesh or its axes, expected one of the two; ppfunc.P2P(mesh=mesh, axes=axes) is a transport")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -102,6 +104,18 @@ def test_its_scripts_run_in_as_many_processes_as_they_say(request, name):
     ((size, script),) = [(int(found[1]), block) for block in blocks() if (found := SCRIPT.match(block)) and found[2] == name]
     losses = request.getfixturevalue({4: "four", 8: "eight"}[size])(running, script, DEFINITIONS[name])
     assert len(set(losses)) == 1 and losses[0] > 0
+
+
+def test_a_script_ends_well(tmp_path):
+    """Nothing is left behind that ends a process of its own accord, with another code than 0."""
+    pipeline = next(block for block in blocks() if (found := SCRIPT.match(block)) and found[2] == "pipeline")
+    defined = next(block for block in blocks() if "def stage(params, x):" in block)
+    (tmp_path / "pipeline.py").write_text(f"{defined}\n{pipeline}", encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "pipeline.py"]
+    path = os.pathsep.join(filter(None, [str(README.parent), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_its_python_runs_from_top_to_bottom(capsys, library, monkeypatch, tmp_path):

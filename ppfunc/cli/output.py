@@ -38,5 +38,5 @@ def form_of(path: Path | None, chosen: str | None, suffixes: Mapping[str, tuple[
     if chosen is None and not forms:
         raise ValueError(f"--out {path}: its suffix says no format, give --format, one of {', '.join(suffixes)}")
     if chosen is not None and chosen not in forms and (forms or suffix in _OTHER_PICTURES):
-        raise ValueError(f"--out {path}: expected a file called {' or '.join(suffixes[chosen])}, for --format {chosen}")
+        raise ValueError(f"--out {path}: expected a name that ends in {' or '.join(suffixes[chosen])}, for --format {chosen}")
     return chosen or forms[0]

@@ -3,6 +3,7 @@
 ``tests/test_torch_names.py`` says which of them another torch than 2.13 has not.
 """
 
+import atexit
 import threading
 import time
 from contextlib import suppress
@@ -14,6 +15,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 _PROBE = 0x70706675  # a tag
+_AT_EXIT = 5.0  # seconds that the end of the process waits for communicators that are dropped
+_DROPPING: set[threading.Thread] = set()
 
 # Without a registry such a communicator ends when it is let go, and peers that wait on it raise.
 ProcessGroupGloo = dist.ProcessGroupGloo
@@ -64,14 +67,30 @@ def forget_group(mesh: Any, axis: str) -> Any:
     return group
 
 
-def drop(groups: list[Any]) -> None:
+def drop_aside(groups: list[Any]) -> None:
     """Drop the last references to communicators, each in a thread, and empty the list.
 
     One of gloo ends when what is under way on it has ended. A peer that it waits for may itself wait for what the caller ends next.
     """
     while groups:
         with suppress(RuntimeError):  # the interpreter is ending, and begins no thread
-            threading.Thread(target=id, args=(groups.pop(),), name="ppfunc drops", daemon=True).start()
+            thread = threading.Thread(target=_hold_last, args=([groups.pop()],), name="ppfunc drops", daemon=True)
+            _DROPPING.add(thread)
+            thread.start()
+
+
+def _hold_last(group: list[Any]) -> None:
+    """Let go of what is the last reference to a communicator."""
+    group.clear()
+    _DROPPING.discard(threading.current_thread())
+
+
+@atexit.register
+def _wait_for_drops() -> None:
+    """A thread that comes back from C++ when the interpreter has ended aborts the process."""
+    end = time.monotonic() + _AT_EXIT
+    for thread in list(_DROPPING):
+        thread.join(max(0.0, end - time.monotonic()))
 
 
 def begun_in(group: dist.ProcessGroup) -> int:

@@ -36,10 +36,11 @@ def require_same_modes(training: int, evaluation: int) -> None:
 
 
 def _differences(one: str, other: str) -> tuple[str, str]:
-    """Of two lines, the terms that differ.
+    """Of two lines, the terms that differ. What follows them is for programs.
 
     >>> _differences("call 2; f; seed None", "call 3; f; seed (0, 1)")
     ('call 2; seed None', 'call 3; seed (0, 1)')
     """
-    pairs = [(a, b) for a, b in zip_longest(one.split("; "), other.split("; "), fillvalue="nothing") if a != b]
+    terms = (text.partition("\n")[0].split("; ") for text in (one, other))
+    pairs = [(a, b) for a, b in zip_longest(*terms, fillvalue="nothing") if a != b]
     return "; ".join(a for a, _ in pairs), "; ".join(b for _, b in pairs)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which losses of a dtype are weighed and added up: halves in float32."""
+    """The dtype in which losses of a dtype are weighed and added up: float32 for float16 and bfloat16."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -25,7 +25,7 @@ def loss_dtype(lowered: LoweredStep, stage: int) -> torch.dtype:
 def losses_of(lowered: LoweredStep, buffers: Buffers) -> dict[int, torch.Tensor]:
     """The losses of every stage of this process that has some, each times the weight of its microbatch, of all passes so far.
 
-    A microbatch of weight 0 counts as 0, whatever its loss: that of no tokens is no number.
+    A loss of weight 0 counts as 0, also where it is NaN, as the mean over no tokens is. Its gradient has to be finite.
     """
     made: dict[int, torch.Tensor] = {}
     for stage, part in lowered.losses.items():

@@ -46,10 +46,10 @@ class P2P(Control):
     process that ends is noticed at once. Under gloo the store of the user's group is asked only until the ranks have met,
     so that it may end with its process. A rank that is late is named, not those that wait for it.
 
-    Nobody can wake a rank in a collective over a gloo group of the user's. In a collective of a stage, over the axis ``model``,
-    it raises at once when a peer of that axis fails or ends, and where one is stopped when the limit of that group is over. In one
-    between steps, or over a group that is no axis of ``mesh``, it raises when a process of the group ends, or at its limit, which
-    ``init_process_group(timeout=...)`` gives; ``timeout`` here does not change it.
+    A rank in a collective of a stage, over the axis ``model``, raises at once when a peer of that axis fails or ends; where one is
+    stopped, when the limit of that group is over. In a collective between steps, or over a group that is no axis of ``mesh``, it
+    raises when a process of the group ends, or at its limit, which ``init_process_group(timeout=...)`` gives: nothing can wake it
+    earlier, and ``timeout`` here does not change that.
 
     Every rank makes its transports over a group in the same order, and so its step functions over a transport. A step
     returns on all ranks, once each is at its end, or fails on all of them. One step runs at a time.
@@ -160,8 +160,8 @@ class P2P(Control):
                 f"an earlier step has failed in the middle of a stage, whose collectives may hang: the process group of the axis "
                 f"{self.axes.model!r} has been ended; make a new mesh and a new P2P() on every rank"
             )
-            _torch.drop([_torch.forget_group(self.mesh, self.axes.model)])
-        self._disconnect()
+            _torch.drop_aside([_torch.forget_group(self.mesh, self.axes.model)])
+        _torch.drop_aside(self._disconnect())
 
     def close(self) -> None:
         with self.hold_interrupts():
@@ -207,8 +207,9 @@ class P2P(Control):
     def wait_send(self, transfer: Transfer) -> Call | None:
         return self._pair_groups.wait_send(transfer)
 
-    def _disconnect(self) -> None:
-        """End every communicator: peers that wait on one raise at once. The next step makes new ones.
+    def _disconnect(self) -> list[Any]:
+        """Let go of every communicator, which ends with its last reference: peers that wait on one raise at once. The next step makes
+        new ones.
 
         What a step that has ended has given the GPU is let finish: others have ended it, too.
         """
@@ -218,7 +219,7 @@ class P2P(Control):
         ended = self._pair_groups.let_go() + [group for group in collectives if group is not None]
         for group in ended if self.backend == "nccl" else ():
             group.abort()
-        _torch.drop(ended)
+        return ended
 
 
 def _group_of(group: dist.ProcessGroup | None, mesh: DeviceMesh | None, axes: Axes | None) -> dist.ProcessGroup:

@@ -97,7 +97,8 @@ def warn_of_detached(low: LoweredStage) -> None:
         return
     warn(
         f"stage {low.model}: its {'output' if low.sinks else 'loss'} passes no gradient on, so that neither its parameters nor the stages "
-        "before it train; it was made by detach(), under no_grad() or of integers: leave it out, or freeze the parameters if it is meant"
+        "before it train; it was made by detach(), under no_grad() or of integers: "
+        "remove that; where it is meant, call requires_grad_(False) on the module"
     )
 
 

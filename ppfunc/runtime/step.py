@@ -219,7 +219,7 @@ class StepFunction(Generic[P, R]):
                 raise cause from cause.__cause__  # an interrupt stays what it is
             raise error from cause
         finally:
-            del failure, cause, error  # likewise
+            del failure, cause, error  # an error that is kept keeps this frame
 
     def _failure(self, raised: BaseException, entry: Entry | None) -> Failure:
         if not isinstance(raised, StepFailed) or entry is None:

@@ -32,6 +32,10 @@ class BatchShapes(NamedTuple):
     digest: str
     rows: int | None
 
+    def __str__(self) -> str:
+        whole = "as Microbatches" if self.rows is None else f"with {self.rows} rows each"
+        return f"{self.microbatches} microbatches of {self.shapes.replace(';', ',')} ({self.digest[:8]}) {whole}"
+
     @classmethod
     def of(cls, form: StepForm) -> Self:
         """Those of a batch that this process was given."""
@@ -44,8 +48,9 @@ class BatchShapes(NamedTuple):
 
 @lru_cache(maxsize=64)
 def write_shapes(shapes: BatchShapes, run_before: bool) -> str:
-    """JSON of the shapes of a batch, and of whether the ranks have agreed on them before; read back by :func:`read_shapes`."""
-    return json.dumps({**shapes._asdict(), "run_before": run_before})
+    """The shapes of a batch, and whether the ranks have agreed on them before: a line for people, and JSON for :func:`read_shapes`."""
+    known = "run before" if run_before else "not run before"
+    return f"{shapes}, {known}\n{json.dumps({**shapes._asdict(), 'run_before': run_before})}"
 
 
 @lru_cache(maxsize=64)
@@ -56,7 +61,7 @@ def read_shapes(text: str) -> tuple[BatchShapes, bool]:
     >>> read_shapes(write_shapes(shapes, True)) == (shapes, True)
     True
     """
-    fields = json.loads(text)
+    fields = json.loads(text.partition("\n")[2])
     run_before = fields.pop("run_before")
     return BatchShapes(**fields), run_before
 

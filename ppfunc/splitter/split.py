@@ -268,4 +268,4 @@ def _near(name: str, known: Iterable[str]) -> str:
     names = [*filter(None, known)]
     near = dict.fromkeys([*(n for n in names if n.endswith(f".{name}")), *get_close_matches(name, names, n=3)])
     outermost = sorted(names, key=lambda n: n.count("."))
-    return f"the nearest are {', '.join([*near][:3])}" if near else f"its first are {', '.join(outermost[:8]) or 'none'}"
+    return f"the nearest are {', '.join([*near][:3])}" if near else f"its outermost modules are {', '.join(outermost[:8]) or 'none'}"

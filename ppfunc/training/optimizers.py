@@ -55,8 +55,9 @@ def adamw(
         betas: decay of the two moments.
         eps: added to the denominator.
         weight_decay: share of each parameter removed per update, times ``lr``.
-        mask: ``mask(params) -> tree of booleans``: which parameters of a stage decay, by their names, dimensions or dtypes; True stands
-            for all of a branch. It decides once for parameters of one form. All decay where there is none.
+        mask: ``mask(params) -> tree of booleans``: which parameters of a stage decay, by their names, ``ndim`` and ``dtype``; True stands
+            for all of a branch. It is given nothing else of a parameter, whose sizes and values may be those of a shard. It decides once
+            for parameters of one form. All decay where there is none.
         donate: give up the parameters, the state, and with ``grad_scale`` the gradients: tensors in row-major memory are
             updated in place and returned, so that no copy is made. Otherwise the arguments of an update stay as they are.
 
@@ -190,6 +191,27 @@ def _value_of(lr: Callable[[Tensor], Tensor | float], updates: int) -> str:
         return type(error).__name__
 
 
+class ParameterKind:
+    """A parameter as a mask sees it: a rank may hold a shard of it.
+
+    Args:
+        ndim: the number of its dimensions.
+        dtype: its dtype.
+    """
+
+    def __init__(self, ndim: int, dtype: torch.dtype) -> None:
+        self.ndim, self.dtype = ndim, dtype
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def is_floating_point(self) -> bool:
+        return self.dtype.is_floating_point
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"mask: got {name!r} of a parameter, expected ndim or dtype; a rank may hold a shard of it, of another size")
+
+
 def _decaying(mask: Mask | None, params: Tree) -> list[bool]:
     """Of every leaf, whether it decays.
 
@@ -199,7 +221,7 @@ def _decaying(mask: Mask | None, params: Tree) -> list[bool]:
     leaves, structure = tree_flatten(params)
     if mask is None:
         return [True] * len(leaves)
-    made = mask(params)
+    made = mask(structure.unflatten(ParameterKind(leaf.ndim, leaf.dtype) for leaf in leaves))
     try:
         found: list[Any] = structure.flatten_up_to(optree.tree_broadcast_prefix(made, params, namespace=NAMESPACE))
     except ValueError as error:

@@ -74,10 +74,11 @@ def updated_ones(optimizer: Optimizer, params: Tree, gradients: Sequence[float])
         return torch.ones([min(1, size) for size in leaf.shape], dtype=leaf.dtype, device=leaf.device)
 
     made = tree_map(lambda leaf: ones(local(leaf)), params)
-    state = optimizer.init(made)
-    for value in gradients:
-        grads = tree_map(lambda leaf, value=value: torch.full_like(leaf, value) if differentiable(leaf.dtype) else leaf, made)
-        made, state = optimizer.update(grads, state, made)
+    with torch.random.fork_rng():  # an optimizer may draw
+        state = optimizer.init(made)
+        for value in gradients:
+            grads = tree_map(lambda leaf, value=value: torch.full_like(leaf, value) if differentiable(leaf.dtype) else leaf, made)
+            made, state = optimizer.update(grads, state, made)
     return made
 
 

@@ -73,7 +73,7 @@ def test_the_picture(run, tmp_path):
         (("--ranks", 0, "--microbatches", 2), "ranks = 0, expected an integer of at least 1"),
         (("--ranks", 3, "--microbatches", 3, "dualpipe"), "ranks = 3, expected an even number"),
         ((*SHAPE, "--format", "tabel"), "did you mean 'table'?"),
-        ((*SHAPE, "--format", "table", "--out", "x.svg"), "--out x.svg: expected a file called .txt, for --format table"),
+        ((*SHAPE, "--format", "table", "--out", "x.svg"), "--out x.svg: expected a name that ends in .txt, for --format table"),
     ],
 )
 def test_a_question_that_cannot_be_answered_exits_with_2(arguments, message, run):

@@ -549,9 +549,9 @@ def test_a_picture_is_written_as_its_suffix_says(run, tmp_path):
         assert file.read_text().startswith(begin)
     for words, message in (
         (("--out", "picture.png"), "its suffix says no format, give --format, one of grid, csv"),
-        (("--format", "svg", "--out", "picture.png"), "--out picture.png: expected a file called .svg, for --format svg"),
-        (("--format", "csv", "--out", "picture.SVG"), "expected a file called .csv or .txt"),
-        (("--for", "torch", "--out", "picture.svg"), "expected a file called .csv or .txt"),
+        (("--format", "svg", "--out", "picture.png"), "--out picture.png: expected a name that ends in .svg, for --format svg"),
+        (("--format", "csv", "--out", "picture.SVG"), "expected a name that ends in .csv or .txt"),
+        (("--for", "torch", "--out", "picture.svg"), "expected a name that ends in .csv or .txt"),
     ):
         code, out, err = run("show", *shape, *words)
         assert (code, out) == (2, "") and message in err and not Path(words[-1]).exists()

@@ -298,7 +298,7 @@ def test_names_that_cannot_be_cut_at_are_refused():
     model = made(m.Frozen)
     for at, message in (
         (["bb"], "at: got 'bb', which is no module of the model; the nearest are b"),
-        (["5"], "at: got '5', which is no module of the model; its first are a, b, c"),
+        (["5"], "at: got '5', which is no module of the model; its outermost modules are a, b, c"),
         (["unused"], "the module unused is not called"),
         (["c", "b"], r"expected the order in which they are called, \['b', 'c'\]"),
         (["b", "b"], "expected each module once"),

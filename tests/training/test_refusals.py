@@ -465,7 +465,7 @@ def test_the_state_of_a_split_is_asked_for():
     split = pp.split(model, x, at=["1"])
     trainer = trainer_of(stages=split)
     with pytest.raises(
-        ValueError, match=r"state: got none of the stages \[1\], whose buffers the model writes into; give that of the split"
+        ValueError, match=r"state: got none of the stages \[1\], whose buffers the model writes into; expected trainer.init"
     ):
         trainer.init(split.params)
     state, _ = trainer.step(trainer.init(split.params, split.state), x, y)
@@ -588,7 +588,7 @@ class Reads(TorchDispatchMode):
         {"clip": 0.5, "scale": pp.dynamic_scale(), "shard": "params", "engine": pp.graph(remat="full")},
         {"clip": 0.5, "tied": {"w": [(0, "w"), (1, "w")]}},
     ],
-    ids=str,
+    ids=" ".join,
 )
 def test_no_value_is_read_by_the_host_in_a_step(options):
     _, params, x, y = problem()
