@@ -27,7 +27,7 @@ from .training.parameter_update import parameter_update
 from .training.progress import Progress
 from .training.ranks import TrainingRanks
 from .training.train_state import Metrics as Metrics, TrainState as TrainState, give_up, require_not_given_up
-from .training.update_rule import UpdateRule, frozen_check
+from .training.update_rule import UpdateRule, require_frozen_alike
 
 
 class Trainer:
@@ -51,15 +51,15 @@ class Trainer:
     ) -> None:  # fmt: skip
         self.schedule, self.transport, self._owned, self._stateful = schedule, transport, owned, stateful
         self._ranks, self._rule, self._accumulate = TrainingRanks.of(rule.shard, schedule, tied, transport), rule, accumulate
-        self._check_frozen = frozen_check(stages, rule.optimizer, tied)
+        self._require_frozen_alike = partial(require_frozen_alike, stages, tied)
         self._scale_keys = set() if rule.scale is None else set(rule.scale.init("cpu"))
         reduce = rule.precision.reduce
         sum_dtype = reduce if reduce in (torch.float32, torch.float64) else None
         name = f"train_step {rule.options_text}, {accumulate} passes"
-        wants, update = frozenset({"loss", "aux"}), parameter_update(rule, self._ranks)
+        wants, update = frozenset({"loss", "aux"}), parameter_update(rule, self._ranks, stages)
         spec = StepSpec(name, wants, tied=tied, sum_dtype=sum_dtype, update=update, finite=rule.on_nonfinite == "raise")
         self._step = make_step(stages, loss_fn, schedule, transport, engine, spec, self._steps, self._updated)
-        looking = parameter_update(rule._replace(scale=None, clip=math.inf, on_nonfinite="skip"), self._ranks)
+        looking = parameter_update(rule._replace(scale=None, clip=math.inf, on_nonfinite="skip"), self._ranks, stages)
         spec = StepSpec(f"evaluation of {name}", wants, tied=tied, update=looking)
         ahead = forward_only(remove_unshards(remove_tail(schedule)))
         ahead = insert_unshards(ahead) if rule.shard == "params" else ahead
@@ -97,7 +97,7 @@ class Trainer:
         step = torch.zeros((), dtype=torch.int64, device=device)
         made = TrainState(step, masters, optimizer, {} if rule.scale is None else rule.scale.init(device), dict(state or {}))
         self._require_fit(made)
-        self._check_frozen(made.params)
+        self._require_frozen_alike()
         return made
 
     def step(
@@ -199,7 +199,7 @@ class Trainer:
         seed = read_seed(seed)
         given: Sequence[LossWeights] = [None] * len(batches) if weights is None else weights
         common = self._common(state, given[0] is not None, written, seed)
-        self._check_frozen(state.params)
+        self._require_frozen_alike()
         made: list[RawArguments] = []
         for n, (inputs, targets) in enumerate(batches):
             later = None if seed is None else (seed[0], seed[1] + n)

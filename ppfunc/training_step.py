@@ -75,8 +75,9 @@ def train_step(
 
     Parameters, inputs and the leaves of the state are tensors or DTensors; a stage is given the part of its rank. Ranks compare their
     options, the numbers of optimizer and scale, what the optimizer makes of a few ones, and checksums of the states of data ranks once,
-    before the first step and after a failure; the seed in every step. ``init`` and ``step`` refuse an optimizer that changes what modules
-    have frozen.
+    before the first step and after a failure; the seed in every step. A parameter that its module has frozen stays
+    as it is (by ``requires_grad_(False)``, also between steps; on every rank that holds it). Its state of the optimizer goes on with
+    gradients of zero.
 
     Raises:
         ScheduleError, ValueError, TypeError: as :func:`value_and_grad`; arguments that do not fit together.

@@ -95,9 +95,10 @@ class Replay:
     def send(self, edge: tuple[int, int], signatures: Sequence[Signature]) -> None:
         if tuple(signatures) != self._agreed.edges[edge]:
             now, before = (" and ".join(map(str, dict.fromkeys(s))) for s in (signatures, self._agreed.edges[edge]))
+            freed = "; where modules have frozen parameters, or set them free, call again: the ranks then agree anew"
             raise ValueError(
                 f"stage {edge[0]} now gives {now} to stage {edge[1]}, the ranks agreed on {before}; what a stage gives may change "
-                f"only with the shapes of the batch: {_MEND}"
+                f"only with the shapes of the batch: {_MEND}{freed if 'no grad' in now + before else ''}"
             )
 
     def recv(self, edge: tuple[int, int]) -> Sequence[Signature]:

@@ -33,8 +33,8 @@ class ParameterUpdate(NamedTuple):
         together: whether every STEP comes after ``join``; else each comes where the schedule has it, and ``join`` in the end.
         facts: ``facts(update_state)`` gives two texts of terms, which ranks compare where they meet. All ranks agree on the first. On the
             second agree those that hold the same parameters, for other batches.
-        kept: ``kept(update_state)`` gives the parameters by stage of the model, whole or this rank's shards of them: places of shared
-            ones are compared where ranks meet.
+        kept: ``kept(update_state)`` gives the parameters by stage of the model, whole or this rank's shards of them, and the numbers of
+            the leaves that updates leave as they are: places of shared ones are compared where ranks meet.
     """
 
     begin: Callable[[Sequence[StepArguments]], Sequence[StepArguments]]
@@ -45,7 +45,7 @@ class ParameterUpdate(NamedTuple):
     finish: Callable[[Buffers], None]
     together: bool
     facts: Callable[[Any], tuple[str, str]]
-    kept: Callable[[Any], Mapping[int, Any]]
+    kept: Callable[[Any], Mapping[int, tuple[Any, frozenset[int]]]]
     unshard: Callable[[Buffers, int], None] | None = None
 
 

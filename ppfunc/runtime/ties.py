@@ -209,7 +209,11 @@ def _readable(form: str) -> str:
 
 
 def require_same_values(
-    schedule: Schedule, params: Mapping[int, Signature], kept: Mapping[int, Any], tied: Tied, control: ControlTransport
+    schedule: Schedule,
+    params: Mapping[int, Signature],
+    kept: Mapping[int, tuple[Any, frozenset[int]]],
+    tied: Tied,
+    control: ControlTransport,
 ) -> None:
     """Raise AgreementError where the places of a parameter have other values, in this process or in others of the pipeline.
 
@@ -218,22 +222,27 @@ def require_same_values(
 
     Args:
         params: signatures of the parameters of this process, by stage of the model.
-        kept: their values, whole or the shards of this rank.
+        kept: their values, whole or the shards of this rank, and the numbers of those that are frozen.
     """
     found: dict[str, tuple[int, str]] = {}
-    leaves = {model: tree_leaves(tree) for model, tree in kept.items()}
+    frozen: dict[str, bool] = {}
+    leaves = {model: tree_leaves(tree) for model, (tree, _) in kept.items()}
     for leaf in shared_leaves(schedule, params, tied):
         for model, number in dict.fromkeys((schedule.model_stages[s], n) for s, n in leaf.holders if n is not None):
             value = bytes(digest((local(leaves[model][number]),)).tolist()).hex()
             first, known = found.setdefault(leaf.name, (model, value))
             if value != known:
                 raise AgreementError(f"{leaf.name} has other values in stage {first} than in stage {model}; give both places the same")
-    first_told: dict[str, tuple[int, str]] = {}
-    for rank, text in enumerate(control.all_gather(json.dumps({name: value for name, (_, value) in found.items()}))):
-        for name, value in json.loads(text).items():
-            other, known = first_told.setdefault(name, (rank, value))
+            frozen[leaf.name] = number in kept[model][1]
+    first_told: dict[str, tuple[int, str, bool]] = {}
+    for rank, text in enumerate(control.all_gather(json.dumps({name: [value, frozen[name]] for name, (_, value) in found.items()}))):
+        for name, (value, fixed) in json.loads(text).items():
+            other, known, before = first_told.setdefault(name, (rank, value, fixed))
             if value != known:
                 raise AgreementError(f"{name} has other values on rank {other} than on rank {rank}; give all places the same")
+            if fixed != before:
+                one, free = (rank, other) if fixed else (other, rank)
+                raise AgreementError(f"{name} is frozen on rank {one}, and not on rank {free}; freeze it on all ranks, or on none")
 
 
 DIGEST = LeafSignature((32,), torch.uint8, False)

@@ -96,9 +96,19 @@ def _home(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
 
 
 def frozen_in(fn: Stage) -> list[str]:
-    """The names of the parameters of a stage that its module has frozen now; none for other functions."""
-    found: list[str] = getattr(fn, "frozen", list)()
-    return found
+    """The names of the parameters of a stage that its module has frozen now, and of the stages that a function wraps directly."""
+    own: Callable[[], list[str]] | None = getattr(fn, "frozen", None)
+    if own is not None:
+        return own()
+    cells = getattr(fn, "__closure__", None) or ()
+    return [name for part in (*map(_content, cells), getattr(fn, "func", None)) for name in getattr(part, "frozen", list)()]
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return None
 
 
 def _require_usable(module: Any) -> None:

@@ -13,7 +13,7 @@ from ..runtime.arguments import StepArguments
 from ..runtime.buffers import Buffers
 from ..runtime.gradients import Gradients
 from ..runtime.spec import ParameterUpdate
-from ..stage import LeafSignature
+from ..stage import LeafSignature, Stage
 from ..stage._torch import versions
 from ..stage.layout import distributed, layout_of, local
 from ..stage.tree import tree_flatten, tree_leaves, tree_map, tree_paths
@@ -25,26 +25,30 @@ from .ranks import TrainingRanks
 from .reducer import Reducer
 from .sharding import gather
 from .start import start_facts
-from .update_rule import UpdateRule
+from .update_rule import UpdateRule, frozen_numbers
 
 Idle = dict[int, list[Reducer]]
 """By stage, reducers that no step uses."""
 
 
-def parameter_update(rule: UpdateRule, ranks: TrainingRanks) -> ParameterUpdate:
-    """The update of a step whose ``update_state`` is :class:`Progress`."""
+def parameter_update(rule: UpdateRule, ranks: TrainingRanks, stages: Sequence[Stage | None]) -> ParameterUpdate:
+    """The update of a step whose ``update_state`` is :class:`Progress`.
+
+    Args:
+        stages: the functions of the stages, which know what their modules have frozen.
+    """
     idle: Idle = {}
     return ParameterUpdate(
         begin=partial(_begin, ranks),
         sums=partial(_sums, rule, ranks, idle) if ranks.data.size > 1 else None,
         reduce=_reduce,
         join=partial(join, rule, ranks),
-        step=partial(_step, rule, ranks, idle),
+        step=partial(_step, rule, ranks, idle, stages),
         finish=_finish,
         together=rule.needs_all,
         unshard=partial(_unshard, rule, ranks) if rule.shard == "params" else None,
         facts=lambda progress: start_facts(rule, ranks, progress.state),
-        kept=lambda progress: progress.state.params,
+        kept=lambda progress: {s: (tree, frozen_numbers(stages[s], tree)) for s, tree in progress.state.params.items()},
     )
 
 
@@ -92,8 +96,8 @@ def _reduce(buffers: Buffers, stage: int, sums: Gradients, numbers: Sequence[int
         progress.gradients[stage] = dict(zip(numbers, sums.take(like, torch.clone), strict=True))
 
 
-def _step(rule: UpdateRule, ranks: TrainingRanks, idle: Idle, buffers: Buffers, stage: int) -> None:
-    """Make the new parameters and optimizer state of a stage."""
+def _step(rule: UpdateRule, ranks: TrainingRanks, idle: Idle, stages: Sequence[Stage | None], buffers: Buffers, stage: int) -> None:
+    """Make the new parameters and optimizer state of a stage; parameters that its module has frozen stay."""
     progress: Progress = buffers.update_state
     progress.left[stage] -= 1
     if not rule.needs_all:
@@ -106,8 +110,13 @@ def _step(rule: UpdateRule, ranks: TrainingRanks, idle: Idle, buffers: Buffers, 
         gradients = _divided(gradients, progress.divisor, into=stage in progress.reducers)
     grads = treedef.unflatten([gradients[n] if n in gradients else torch.zeros_like(p) for n, p in enumerate(own)])
     given = (grads, tree_map(local, optimizer), treedef.unflatten(own))
+    frozen = sorted(frozen_numbers(stages[stage], progress.state.params[stage]))
+    stay, untouched = [own[n].clone() for n in frozen], versions([own[n] for n in frozen])
     new, after = _optimized(rule, progress, stage, given, ranks.parts(own, dims))
-    parts = tree_leaves(new)
+    parts = list(tree_leaves(new))
+    written = versions([own[n] for n in frozen]) != untouched  # in place
+    for n, value in zip(frozen, stay, strict=True):
+        parts[n] = own[n].copy_(value) if written else own[n]
     progress.state.optimizer[stage] = tree_map(lambda old, part: distributed(part, layout_of(old)), optimizer, after)
     if not ranks.shards_params:
         parts = list(gather(parts, dims, ranks.data).wait())

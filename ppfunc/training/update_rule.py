@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from math import inf
 from typing import Literal, NamedTuple
 
@@ -14,7 +14,7 @@ from ppfunc.stage import Signature, Stage
 from ppfunc.stage.layout import local
 from ppfunc.stage.module import frozen_in
 from ppfunc.stage.signature import differentiable
-from ppfunc.stage.tree import tree_leaves, tree_map
+from ppfunc.stage.tree import tree_map
 
 from .precision import LossScale, Precision
 from .protocols import Optimizer, Tree, text_of
@@ -82,35 +82,20 @@ def updated_ones(optimizer: Optimizer, params: Tree, gradients: Sequence[float])
     return made
 
 
-def frozen_check(stages: Sequence[Stage | None], optimizer: Optimizer, tied: Tied) -> Callable[[Mapping[int, Tree]], None]:
-    """Make the check of parameters by stage that raises where modules have frozen some, and the optimizer would change them.
+def frozen_numbers(stage: Stage | None, params: Tree) -> frozenset[int]:
+    """The numbers of the leaves that the module of a stage has frozen now: an update leaves them as they are."""
+    names = set(frozen_in(stage)) if stage is not None else set()
+    return frozenset(n for n, name in enumerate(leaf_names(Signature.of(params))) if name in names) if names else frozenset()
 
-    So it does to parameters whose gradient is zero by weight decay, and to those that are tied to one which is not frozen.
-    """
-    moved: dict[int, set[str]] = {}
 
-    def moved_in(stage: int, tree: Tree) -> set[str]:
-        if stage not in moved:
-            found = updated_ones(optimizer, tree, (0.0, 0.0, 0.0))  # a rate may be 0 at first
-            names = leaf_names(Signature.of(tree))
-            moved[stage] = {name for name, leaf in zip(names, tree_leaves(found), strict=True) if bool((leaf != 1).any())}
-        return moved[stage]
-
-    def check(params: Mapping[int, Tree]) -> None:
-        frozen = {stage: set(names) for stage, fn in enumerate(stages) if fn is not None and (names := frozen_in(fn))}
-        for stage in frozen.keys() & params.keys():
-            if found := sorted(frozen[stage] & moved_in(stage, params[stage])):
-                raise ValueError(
-                    f"optimizer: it changes parameters whose gradient is zero, as weight decay does, and {found[0]} of stage {stage} is "
-                    "frozen; take one that does not (weight_decay=0, or mask= that leaves it out), or let the parameter require a gradient"
-                )
-        for name, places in tied if frozen else ():
-            known = [place for place in places if stages[place[0]] is not None]
-            free, fixed = ([p for p in known if (p[1] in frozen.get(p[0], ())) is here] for here in (False, True))
-            if free and fixed:
-                raise ValueError(
-                    f"tied[{name!r}]: {fixed[0][1]} of stage {fixed[0][0]} is frozen, {free[0][1]} of stage {free[0][0]} is not, and "
-                    "both are one parameter; freeze it in both modules, or in none"
-                )
-
-    return check
+def require_frozen_alike(stages: Sequence[Stage | None], tied: Tied) -> None:
+    """Raise where modules of this process have frozen a parameter at one place, and not at another."""
+    frozen = {stage: set(names) for stage, fn in enumerate(stages) if fn is not None and (names := frozen_in(fn))}
+    for name, places in tied if frozen else ():
+        known = [place for place in places if stages[place[0]] is not None]
+        free, fixed = ([p for p in known if (p[1] in frozen.get(p[0], ())) is here] for here in (False, True))
+        if free and fixed:
+            raise ValueError(
+                f"tied[{name!r}]: {fixed[0][1]} of stage {fixed[0][0]} is frozen, {free[0][1]} of stage {free[0][0]} is not, and "
+                "both are one parameter; freeze it in both modules, or in none"
+            )

@@ -80,24 +80,6 @@ def test_masks_of_another_form_are_named(mask, error, text):
         optimizer.update(grads(), optimizer.init(params()), params())
 
 
-def test_what_is_frozen_is_left_out_by_a_mask():
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
-    model[0].weight.requires_grad_(False)
-    made = [pp.stage_from_module(part) for part in model]
-    functions, given = [fn for fn, _, _ in made], {s: own for s, (_, own, _) in enumerate(made)}
-    x, y = normal(4, 3), normal(4, 3, seed=1)
-
-    def decaying(mask):
-        trainer = pp.train_step(functions, squared, pp.gpipe(2, 2), pp.adamw(0.1, weight_decay=0.5, mask=mask))
-        return trainer.step(trainer.init(given), x, y)[0].params
-
-    for mask in (None, lambda params: True, MATRICES):
-        with pytest.raises(ValueError, match="weight of stage 0 is frozen; take one that does not .*mask="):
-            decaying(mask)
-    after = decaying(lambda params: {name: p.ndim < 2 for name, p in params.items()})
-    assert torch.equal(after[0]["weight"], given[0]["weight"]) and not torch.equal(after[0]["bias"], given[0]["bias"])
-
-
 def test_one_parameter_that_is_frozen_at_one_of_its_places_is_refused():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
     model[0].weight.requires_grad_(False)
@@ -137,3 +119,24 @@ def test_a_mask_by_size_is_refused():
     optimizer = pp.adamw(0.1, mask=lambda params: {name: p.numel() > 4 for name, p in params.items()})
     with pytest.raises(AttributeError, match="mask: got 'numel' of a parameter, expected ndim or dtype"):
         optimizer.update(grads(), optimizer.init(params()), params())
+
+
+def frozen_on_one_rank(rank, size):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    module = nn.Linear(3, 3, bias=False).double()
+    module.weight.data = normal(3, 3)
+    module.weight.requires_grad_(bool(rank))
+    fn, own, _ = pp.stage_from_module(module)
+    stages, tied = [fn if stage == rank else None for stage in range(2)], {"w": [(0, "weight"), (1, "weight")]}
+    x, y = normal(4, 3), normal(4, 3, seed=1)
+    with pp.train_step(stages, squared, pp.gpipe(2, 2), pp.sgd(0.1), mesh, axes=pp.Axes("pp"), tied=tied) as trainer:
+        state = trainer.init({rank: own})
+        with pytest.raises(pp.AgreementError, match=r"tied\['w'\] is frozen on rank 0, and not on rank 1; freeze it on all ranks"):
+            trainer.step(state, x, y)
+        module.weight.requires_grad_(False)
+        state, _ = trainer.step(state, x, y)
+    return torch.equal(state.params[rank]["weight"], normal(3, 3))
+
+
+def test_one_parameter_that_one_rank_has_frozen_is_told(two):
+    assert two(frozen_on_one_rank) == [True, True]
