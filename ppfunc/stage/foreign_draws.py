@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import random
 import sys
@@ -9,13 +10,18 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from types import ModuleType
+from pathlib import Path
+from types import FrameType, ModuleType
 from typing import Any, TypeVar
+
+import torch
 
 from .errors import StageError, place_of_call
 from .process import process_lock
 
 T = TypeVar("T")
+
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 
 
 def without_foreign_draws(call: Callable[[], T], name: str, *, repeatable: bool = True) -> T:
@@ -60,23 +66,31 @@ def _states() -> list[bytes]:
     return [pickle.dumps(random.getstate()), *([] if numpy is None else [pickle.dumps(numpy.get_state(legacy=False))])]
 
 
+def _by_torch(frame: FrameType | None) -> bool:
+    """Whether a draw is one of torch for itself: the innermost frame that is neither of ``random`` nor of this module is of torch."""
+    while frame is not None and frame.f_code.co_filename in (random.__file__, __file__):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_TORCH)
+
+
 @contextmanager
 def _draws_seen() -> Iterator[list[str]]:
     """Within it, list the calls by which this thread draws.
 
     Those of ``random`` are seen by a profile function, by whatever name they are called, unless a profiler is at work.
-    A profile function does not see numpy's, so these are replaced in their module.
+    A profile function does not see numpy's, so the functions of both modules are replaced, too. Torch draws names for itself.
     """
     this, seen, own = threading.get_ident(), list[str](), getattr(random.random, "__self__", None)
 
     def note(frame: Any, event: str, function: Any) -> None:
-        if event == "c_call" and getattr(function, "__self__", None) is own and function.__name__ != "getstate":
+        own_draw = event == "c_call" and getattr(function, "__self__", None) is own and function.__name__ != "getstate"
+        if own_draw and not _by_torch(frame):
             seen.append(f"random ({function.__name__}{place_of_call()})")
 
     def noting(original: Callable[..., Any], what: str) -> Callable[..., Any]:
         @wraps(original)
         def noted(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == this:
+            if threading.get_ident() == this and not _by_torch(sys._getframe(1)):
                 seen.append(f"{what}{place_of_call()})")
             return original(*args, **kwargs)
 

@@ -307,7 +307,7 @@ def differ(rank, ranks, kind):
 
 TOLD = {
     "shape": ("float32[2,4]", "float32[3,4]"),
-    "form": ("as Microbatches, not run before", "with 3 rows each, not run before"),
+    "form": ("as Microbatches", "with 3 rows each"),
     "dtype": ("float64[3,4]", "float32[3,4]"),
     "weights": ("rank {last} has loss weights [0.125", "rank 0 has loss weights [0.125"),
     "no weights": ("loss weights 1/m each", "loss weights [0.125"),
