@@ -6,7 +6,6 @@
 import atexit
 import threading
 import time
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -73,15 +72,17 @@ def drop_aside(groups: list[Any]) -> None:
     One of gloo ends when what is under way on it has ended. A peer that it waits for may itself wait for what the caller ends next.
     """
     while groups:
-        with suppress(RuntimeError):  # the interpreter is ending, and begins no thread
-            thread = threading.Thread(target=_hold_last, args=([groups.pop()],), name="ppfunc drops", daemon=True)
-            _DROPPING.add(thread)
+        thread = threading.Thread(target=_drop, args=([groups.pop()],), name="ppfunc drops", daemon=True)
+        _DROPPING.add(thread)
+        try:
             thread.start()
+        except RuntimeError:  # the interpreter is ending, and begins no thread
+            _DROPPING.discard(thread)
 
 
-def _hold_last(group: list[Any]) -> None:
-    """Let go of what is the last reference to a communicator."""
-    group.clear()
+def _drop(last: list[Any]) -> None:
+    """Drop the last reference to a communicator, which the list has."""
+    last.clear()
     _DROPPING.discard(threading.current_thread())
 
 
