@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import optree
 import torch
 from optree import PyTreeAccessor, PyTreeSpec
 
-from ppfunc.splitter import Split
+from ppfunc._text import shown
 from ppfunc.stage.tree import tree_flatten
 
 from ..train_state import TrainState
 from .errors import escaped
 
-Names = Split | Mapping[int, Mapping[str, str]] | Callable[[int, str], str] | None
+
+class NamedStages(Protocol):
+    """The stages of a model with the model's own names, as a :class:`ppfunc.Split` has them.
+
+    Args:
+        params, state: by stage, parameters and buffers by name.
+    """
+
+    @property
+    def params(self) -> Mapping[int, Mapping[str, torch.Tensor]]: ...
+
+    @property
+    def state(self) -> Mapping[int, Mapping[str, torch.Tensor]]: ...
+
+
+Names = NamedStages | Mapping[int, Mapping[str, str]] | Callable[[int, str], str] | None
 """From a stage and the name of a leaf in it to the name in the model; a split has those of its model."""
 
 Leaf = torch.Tensor | bool | int | float | str
@@ -72,14 +87,15 @@ def _name(accessor: PyTreeAccessor, own: Mapping[int, set[Path]], names: Names) 
 
 def _model_name(names: Names, stage: int, leaf: str) -> str:
     """Look up the name that the model has for a leaf of a stage."""
-    if isinstance(names, Split):
-        known: Mapping[str, Any] = {**names.params.get(stage, {}), **names.state.get(stage, {})}
-        name = leaf if leaf in known else None
-    elif isinstance(names, Mapping):
+    name: Any
+    if isinstance(names, Mapping):
         name = names.get(stage, {}).get(leaf)
-    else:
-        assert names is not None
+    elif callable(names):
         name = names(stage, leaf)
+    elif names is not None and hasattr(names, "params") and hasattr(names, "state"):
+        name = leaf if leaf in {**names.params.get(stage, {}), **names.state.get(stage, {})} else None
+    else:
+        raise TypeError(f"names: got {shown(names)}, expected a split, {{stage: {{leaf: name in the model}}}}, or a function of both")
     if not isinstance(name, str):
         raise ValueError(f"names: got {name!r} for {leaf!r} of stage {stage}, expected the model's name of it")
     return name
