@@ -9,12 +9,13 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from ppfunc.runtime.rng import preserve_rng
 from ppfunc.runtime.ties import Tied, leaf_names
 from ppfunc.stage import Signature, Stage
 from ppfunc.stage.layout import local
 from ppfunc.stage.module import frozen_in
 from ppfunc.stage.signature import differentiable
-from ppfunc.stage.tree import tree_map
+from ppfunc.stage.tree import tree_leaves, tree_map
 
 from .precision import LossScale, Precision
 from .protocols import Optimizer, Tree, text_of
@@ -74,7 +75,7 @@ def updated_ones(optimizer: Optimizer, params: Tree, gradients: Sequence[float])
         return torch.ones([min(1, size) for size in leaf.shape], dtype=leaf.dtype, device=leaf.device)
 
     made = tree_map(lambda leaf: ones(local(leaf)), params)
-    with torch.random.fork_rng():  # an optimizer may draw
+    with preserve_rng(leaf.device for leaf in tree_leaves(made) if leaf.is_cuda):  # an optimizer may draw
         state = optimizer.init(made)
         for value in gradients:
             grads = tree_map(lambda leaf, value=value: torch.full_like(leaf, value) if differentiable(leaf.dtype) else leaf, made)
