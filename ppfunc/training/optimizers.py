@@ -237,7 +237,7 @@ def _fused(
     """An optimizer that runs ``kernel`` on leaves of the parameters, their gradients, and the trees ``names`` of its state."""
     if mask is not None and not callable(mask):
         raise TypeError(f"mask: got {shown(mask)}, expected a function mask(params) -> tree of booleans")
-    widths: dict[tuple[torch.dtype, float], int] = {}
+    widths: dict[float, dict[torch.dtype, int]] = {}  # by decay
     # How the trees of the last update were taken apart, and groups of leaves by their decay; those of the next are mostly like them.
     last: tuple[LeafPlan, list[tuple[float, tuple[int, ...]]]] | None = None
 
@@ -267,25 +267,31 @@ def _fused(
         for decay, group in groups:
             columns = [c if len(group) == len(c) else [c[n] for n in group] for c in (own[0], gradients, *own[1:])]
             places = None if whole is None else [whole[n] for n in group]
-            run_on(partial(kernel, weight_decay=decay), decay, columns, places, (count + 1).float(), rate, options)
+            run = partial(kernel, weight_decay=decay)
+            _run_on(run, columns, places, (count + 1).float(), rate, options, widths.setdefault(decay, {}))
         after = count + 1 if found_inf is None else torch.where(found_inf.to(count.device) > 0, count, count + 1)
         return new[0], {"updates": after, **dict(zip(names, new[1:], strict=True))}
 
-    def run_on(
-        run: Kernel, decay: float, columns: Sequence[Sequence[Tensor]], whole: Sequence[Any] | None, step: Tensor, rate: Tensor | float,
-        options: UpdateOptions,
-    ) -> None:  # fmt: skip
-        """Run the kernel on leaves of one device, dtype and decay, which may be parts."""
-        device, dtype = columns[0][0].device, columns[0][0].dtype
-        given = {"grad_scale": _on(device, options.grad_scale), "found_inf": _on(device, options.found_inf), "lr": _rate(rate, device)}
-        if whole is None or device.type != "cpu":
-            run(*columns, step.to(device), **given)
-        else:
-            width = widths.get((dtype, decay)) or vector_width(run, len(columns), dtype)
-            widths[dtype, decay] = width
-            run_on_parts(run, columns, whole, width, step, **given)
-
     return Optimizer(init, update, text=text)
+
+
+def _run_on(
+    run: Kernel, columns: Sequence[Sequence[Tensor]], whole: Sequence[Any] | None, step: Tensor, rate: Tensor | float,
+    options: UpdateOptions, widths: dict[torch.dtype, int],
+) -> None:  # fmt: skip
+    """Run a kernel on leaves of one device, dtype and decay, which may be parts.
+
+    Args:
+        widths: the vector widths of the kernel that are known.
+    """
+    device, dtype = columns[0][0].device, columns[0][0].dtype
+    given = {"grad_scale": _on(device, options.grad_scale), "found_inf": _on(device, options.found_inf), "lr": _rate(rate, device)}
+    if whole is None or device.type != "cpu":
+        run(*columns, step.to(device), **given)
+    else:
+        width = widths.get(dtype) or vector_width(run, len(columns), dtype)
+        widths[dtype] = width
+        run_on_parts(run, columns, whole, width, step, **given)
 
 
 def _groups(plan: LeafPlan, weight_decay: float, mask: Mask | None, params: Tree) -> list[tuple[float, tuple[int, ...]]]:
