@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections import deque
@@ -947,16 +948,41 @@ def test_a_step_follows_what_its_modules_freeze(engine, kind):
     assert step.cache_info().currsize == 1
 
 
-def test_a_stage_of_a_module_that_is_wrapped_follows_what_is_frozen():
-    """The wrapper hid what was frozen: the traced gradient stayed, and weight decay moved it."""
+@pytest.mark.parametrize("told", [False, True])
+def test_a_stage_of_a_module_that_is_wrapped_follows_what_is_frozen(told):
+    """The wrapper hid what was frozen: the traced gradient stayed."""
     module = torch.nn.Linear(3, 3).double()
     fn, params, _ = pp.stage_from_module(module)
     x, y = normal(4, 3), normal(4, 3, seed=1)
-    wrapped = [lambda params, x: torch.tanh(fn(params, x))]
+
+    def squashed(params, x):
+        return torch.tanh(fn(params, x))
+
+    wrapped = [functools.wraps(fn)(squashed) if told else squashed]
     step = pp.value_and_grad(wrapped, squared, pp.gpipe(1, 2))
     assert bool((step({0: params}, x, y)[1][0]["weight"] != 0).all())
     module.weight.requires_grad_(False)
     assert bool((step({0: params}, x, y)[1][0]["weight"] == 0).all())
     trainer = pp.train_step(wrapped, squared, pp.gpipe(1, 2), pp.adamw(0.1, weight_decay=0.5))
     state, _ = trainer.step(trainer.init({0: params}), x, y)
-    assert torch.equal(state.params[0]["weight"], module.weight) and not torch.equal(state.params[0]["bias"], module.bias)
+    assert torch.equal(state.params[0]["weight"], module.weight) == told
+    assert not torch.equal(state.params[0]["bias"], module.bias)
+
+
+def test_a_frozen_teacher_does_not_freeze_the_stage_that_asks_it():
+    """The names of its parameters are those of the student."""
+    (teacher, known, _), (student, params, _) = (pp.stage_from_module(torch.nn.Linear(3, 3).double()) for _ in range(2))
+    frozen, own, _ = pp.stage_from_module(torch.nn.Linear(3, 3).double().requires_grad_(False))
+
+    class Config:
+        frozen = True
+
+    config, x, y = Config(), normal(4, 3), normal(4, 3, seed=1)
+
+    def stage(params, x):
+        made = student(params, x)
+        return pp.Output(made, loss=squared(made, frozen(own, x)) if config.frozen else squared(made, teacher(known, x)))
+
+    trainer = pp.train_step([stage], squared, pp.gpipe(1, 2), pp.sgd(0.1))
+    state, _ = trainer.step(trainer.init({0: params}), x, y)
+    assert not torch.equal(state.params[0]["weight"], params["weight"])

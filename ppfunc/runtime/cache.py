@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 from ppfunc.stage import Outline, Stage
 from ppfunc.stage.errors import warn
-from ppfunc.stage.module import frozen_in
+from ppfunc.stage.module import frozen_below
 
 from .arguments import StepArguments
 from .compile import CompiledStep
@@ -53,7 +53,7 @@ class Conditions(NamedTuple):
         """Those under which a step is lowered now."""
         outlines = {id(low.outline): low.outline for low in lowered.stages.values()}.values()
         functions = {id(low.function.fn): low.function.fn for low in lowered.stages.values()}.values()
-        frozen = tuple((fn, frozen_in(fn)) for fn in functions)
+        frozen = tuple((fn, frozen_below(fn)) for fn in functions)
         return cls(tuple((outline, modes(outline)) for outline in outlines), frozen, autocast(), agreed)
 
     def hold(self) -> bool:
@@ -61,7 +61,7 @@ class Conditions(NamedTuple):
         return (
             self.autocast == autocast()
             and all(modes(outline) == before for outline, before in self.modes)
-            and all(frozen_in(fn) == names for fn, names in self.frozen)
+            and all(frozen_below(fn) == names for fn, names in self.frozen)
         )
 
     def require(self) -> None:

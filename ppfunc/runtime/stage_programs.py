@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 
 from ppfunc.stage import Engine, Loss, Outline, Signature, Stage, StageProgram, outline
-from ppfunc.stage.module import frozen_in
+from ppfunc.stage.module import frozen_below
 from ppfunc.stage.output import canonical
 from ppfunc.stage.process import process_lock
 from ppfunc.stage.tree import tree_leaves
@@ -52,7 +52,7 @@ class StageFunction(NamedTuple):
         """Equal for stages with one function, on one form of its arguments: signatures, types and strides; and on what is frozen."""
         tensors = [t for tree in example if not isinstance(tree, Signature) for t in tree_leaves(tree)]
         form = tuple(map(Signature.of, example)), tuple((type(t), t.stride()) for t in tensors)
-        return id(self.fn), id(self.loss_fn), self.variant, form, device, autocast(), tuple(frozen_in(self.fn))
+        return id(self.fn), id(self.loss_fn), self.variant, form, device, autocast(), tuple(frozen_below(self.fn))
 
 
 class _Kept(NamedTuple):

@@ -25,6 +25,9 @@ _Call = Callable[[State, tuple[Any, ...]], Any]
 _CONTAINERS = {dict, OrderedDict, defaultdict, list, set}
 
 
+_FROZEN = "ppfunc_frozen"  # an attribute of the function of a stage, which functools.wraps copies
+
+
 class ModuleStage(NamedTuple):
     """A module as a pure function.
 
@@ -86,7 +89,7 @@ def stage_from_module(module: nn.Module, *, constants: bool = False, spread: boo
 def note_frozen(fn: Stage, module: nn.Module, names: Iterable[str]) -> None:
     """Let the function of a stage know which of the parameters of these names require no gradient."""
     homes = [(name, _home(module, name)) for name in names]
-    vars(fn)["frozen"] = lambda: [name for name, (home, last) in homes if (p := home.get(last)) is not None and not p.requires_grad]
+    vars(fn)[_FROZEN] = lambda: [name for name, (home, last) in homes if (p := home.get(last)) is not None and not p.requires_grad]
 
 
 def _home(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
@@ -96,12 +99,18 @@ def _home(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
 
 
 def frozen_in(fn: Stage) -> list[str]:
-    """The names of the parameters of a stage that its module has frozen now, and of the stages that a function wraps directly."""
-    own: Callable[[], list[str]] | None = getattr(fn, "frozen", None)
-    if own is not None:
-        return own()
+    """The names of the parameters of a stage that its module has frozen now; none for other functions."""
+    found: list[str] = getattr(fn, _FROZEN, list)()
+    return found
+
+
+def frozen_below(fn: Stage) -> list[str]:
+    """What the modules of a stage have frozen now, and those of functions that it holds: a change may change its program.
+
+    Of a function that is held it is not known which parameters of the stage it is given, if any: a teacher has names of its own.
+    """
     cells = getattr(fn, "__closure__", None) or ()
-    return [name for part in (*map(_content, cells), getattr(fn, "func", None)) for name in getattr(part, "frozen", list)()]
+    return [name for part in (fn, getattr(fn, "func", None), *map(_content, cells)) for name in getattr(part, _FROZEN, list)()]
 
 
 def _content(cell: Any) -> Any:
