@@ -105,7 +105,7 @@ def frozen_in(fn: Stage) -> list[str]:
 
 
 def frozen_below(fn: Stage) -> list[str]:
-    """What the modules of a stage have frozen now, and those of functions that it holds: a change may change its program.
+    """The names of what the modules of a stage, and of functions that it holds, have frozen now: a change may change its program.
 
     Of a function that is held it is not known which parameters of the stage it is given, if any: a teacher has names of its own.
     """
