@@ -28,6 +28,26 @@ def ProcessGroupNCCL(store: Store, rank: int, size: int, timeout: timedelta) -> 
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
+def connect_nccl(group: Any, place: int, size: int, device: int) -> None:
+    """Let the ranks of a new NCCL communicator connect, for messages both ways and for sums. All of them come here at once.
+
+    A communicator connects a way in the first operation that takes it, and holds up the host until the other end comes to that
+    operation, too. In the middle of a step the other end may be held up by its GPU, which waits for what this one has not sent.
+    """
+    torch.cuda.set_device(device)  # of this thread
+    mine, theirs = torch.zeros(1, device=device), torch.empty(size, device=device)
+    group._start_coalescing()
+    for peer in range(size):
+        if peer != place:
+            group.send([mine], peer, 0)
+            group.recv([theirs[peer : peer + 1]], peer, 0)
+    group._end_coalescing().wait()
+    all_reduce(group, mine, "sum").wait()
+    all_gather(group, theirs, mine).wait()
+    reduce_scatter(group, mine, theirs).wait()
+    torch.cuda.current_stream().synchronize()
+
+
 def start_coalescing(group: Any) -> None:
     """Collect the operations that follow, for :func:`end_coalescing` to issue as one."""
     group._start_coalescing()

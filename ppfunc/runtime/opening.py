@@ -1,4 +1,4 @@
-"""Open communicators; those of gloo over the links of a transport: neither a store nor a rank that fails can hold up the others."""
+"""Open communicators, in threads: neither a rank that fails nor, under gloo, a store can hold up the others."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any
 
+import torch
 from torch.distributed.distributed_c10d import Store
 
 from . import _torch
@@ -66,8 +67,35 @@ def open_group(rendezvous: Rendezvous, links: SocketLinks, name: str, members: S
     """
     name = f"{links.generation}/{name}"
     if rendezvous.backend == "nccl":
-        return rendezvous.open_nccl(name, members.index(links.rank), len(members))
+        return open_nccl(rendezvous, links, name, members)
     return open_gloo(links, name, members, rendezvous.timeout)
+
+
+def open_nccl(rendezvous: Rendezvous, links: SocketLinks, name: str, members: Sequence[int]) -> Any:
+    """Open an NCCL communicator of some ranks, in the order given, which all come to the same call, and connect it.
+
+    Args:
+        rendezvous: makes it, over the store.
+        links: know which ranks live.
+        name: of the communicator, the same at all members.
+
+    Raises:
+        LinkError: a rank has failed, is gone or late.
+        RuntimeError: NCCL has failed to connect.
+    """
+    place, size, device = members.index(links.rank), len(members), torch.cuda.current_device()
+    told: SimpleQueue[tuple[str, Any]] = SimpleQueue()
+
+    def make() -> Any:
+        group = rendezvous.open_nccl(name, place, size)
+        _torch.connect_nccl(group, place, size, device)
+        return group
+
+    _make_aside(make, place, told.put)
+    links.waiting_on = members[(place + 1) % size]
+    group = _await(links, told, links.waiting_on, rendezvous.timeout)
+    links.waiting_on = None
+    return group
 
 
 def open_gloo(links: SocketLinks, name: str, members: Sequence[int], timeout: float) -> Any:
@@ -112,13 +140,19 @@ def make_gloo(store: Any, place: int, size: int, timeout: float, tell: Callable[
         timeout: seconds for connecting, and then for each operation.
     """
 
-    def make() -> None:
+    _make_aside(lambda: _torch.ProcessGroupGloo(store, place, size, timedelta(seconds=timeout)), place, tell)
+
+
+def _make_aside(make: Callable[[], Any], place: int, tell: Callable[[tuple[str, Any]], None]) -> None:
+    """Begin to make a communicator in a thread, which tells ``("made", group)`` or ``("failed", error)``."""
+
+    def run() -> None:
         try:
-            tell(("made", _torch.ProcessGroupGloo(store, place, size, timedelta(seconds=timeout))))
+            tell(("made", make()))
         except Exception as error:
             tell(("failed", error))
 
-    threading.Thread(target=make, name=f"ppfunc rank {place} connects", daemon=True).start()
+    threading.Thread(target=run, name=f"ppfunc rank {place} connects", daemon=True).start()
 
 
 def _await(links: SocketLinks, told: SimpleQueue[tuple[str, Any]], peer: int, timeout: float) -> Any:

@@ -352,6 +352,7 @@ def in_batches(rank, ranks, name):
     FakeNCCL.made.clear()
     with (
         patch.object(dist, "ProcessGroupNCCL", FakeNCCL, create=True),
+        patch.object(opening, "open_nccl", lambda meeting, links, name, members: meeting.open_nccl(name, members.index(links.rank), 2)),
         patch.object(dist, "get_backend_config", lambda group: "cpu:nccl"),
         LossOnTheHost(timeout=30) as transport,
     ):
