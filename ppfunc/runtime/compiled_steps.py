@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from ppfunc.schedule import Schedule
 from ppfunc.stage import Engine, Loss, Stage
+from ppfunc.stage.interrupts import let_interrupts
 
 from .agreement import Agreement, Began
 from .arguments import StepArguments
@@ -16,7 +17,6 @@ from .cache import CACHE_SIZE, RETRACES, CacheInfo, Conditions, Entry, keep, war
 from .compile import compile_step
 from .exchange import Agreed, Negotiation, Replay
 from .form import StepForm
-from .interrupts import let_interrupts
 from .lower import lower
 from .lowered import LoweredStep
 from .spec import StepSpec

@@ -13,7 +13,8 @@ from contextlib import suppress
 from typing import Any, Protocol
 from weakref import WeakSet
 
-from .interrupts import let_interrupts
+from ppfunc.stage.interrupts import let_interrupts
+
 from .sockets import Address, Bell, Connection, Who, connect, has_heard, hosts, listen, welcome
 
 WATCH, TREE = "watch", "tree"  # channels between neighbours of the tree, opened ahead of time; the first is watched

@@ -12,10 +12,11 @@ from typing import Literal, Self
 
 import torch
 
+from ppfunc.stage.interrupts import hold_interrupts, keep_holding
+
 from .disagreement import require_same_facts, require_same_modes, require_same_step
 from .errors import Failure, FailureRecord, LinkError
 from .grid import Grid
-from .interrupts import hold_interrupts, keep_holding
 from .layouts import LaidOut, require_alike
 from .links import Links
 from .loss_bytes import bytes_of, sum_from, summed

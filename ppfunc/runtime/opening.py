@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch.distributed.distributed_c10d import Store
 
+from ppfunc.stage.interrupts import let_interrupts
+
 from . import _torch
 from .errors import LinkError
-from .interrupts import let_interrupts
 from .rendezvous import Rendezvous
 from .socket_links import SocketLinks
 

@@ -21,7 +21,6 @@ from ppfunc.stage.tree import tree_leaves
 
 from .fingerprint import Fingerprint, fingerprint, modules_read
 from .functorch import suspended
-from .interrupts import hold_interrupts
 
 _MOST = 64  # evaluations and programs that are kept of one function
 
@@ -138,8 +137,7 @@ def forget(fn: Stage) -> None:
 
 
 def _shared(function: StageFunction, engine: Engine | None, key: tuple[Hashable, ...], make: Callable[[], tuple[Outline, Any]]) -> _Kept:
-    # While torch traces, it calls Python from functions of C++ that must not raise: an exception there aborts the process.
-    with hold_interrupts(), suspended(), process_lock:
+    with suspended(), process_lock:
         read = fingerprint(function.fn, function.loss_fn)
         try:
             by_key = _KEPT.setdefault(function.fn, {})

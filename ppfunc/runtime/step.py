@@ -12,6 +12,7 @@ import torch
 
 from ppfunc.schedule import Schedule, Timeline
 from ppfunc.stage import Engine, Loss, Stage
+from ppfunc.stage.interrupts import let_interrupts
 from ppfunc.stage.tree import tree_leaves
 
 from .analysis import Lowered
@@ -23,7 +24,6 @@ from .compiled_steps import CompiledSteps
 from .errors import Failure
 from .execute import StepFailed, describe_inputs
 from .functorch import transforming
-from .interrupts import let_interrupts
 from .losses import losses_of
 from .nonfinite import require_finite
 from .passes import execute_passes
@@ -109,8 +109,9 @@ class StepFunction(Generic[P, R]):
     ) -> tuple[R, Timeline | None]:
         """Run one step, measured where there is a recorder; ``ready`` gives the compiled step, by default that of the cache.
 
-        Over a transport between processes, interrupts act while stages run, between the traces of two, and while this rank waits for
-        peers that have not come to the end. With :class:`InProcess` they act anywhere but while a stage is traced.
+        Over a transport between processes, interrupts act while stages run, are compiled or traced, and while this rank waits for
+        peers that have not come to the end. With :class:`InProcess` they act anywhere. While a stage is traced, they act in its own
+        Python, and between its operators.
         """
         ended = False
         try:

@@ -197,7 +197,7 @@ class ControlTransport(Protocol):
         ...
 
     def hold_interrupts(self, later: bool = False) -> AbstractContextManager[object]:
-        """Hold back interrupts of this thread, as :class:`~ppfunc.runtime.interrupts.hold_interrupts`: around every step.
+        """Hold back interrupts of this thread, as :class:`~ppfunc.stage.interrupts.hold_interrupts`: around every step.
 
         Where no rank is in another process, nothing has to be held back.
         """

@@ -22,6 +22,7 @@ from ._torch import (
 from .errors import StageError, by_dtensor, is_of_a_library as is_of_a_library, line_of, raised
 from .example import Example, Leaves, split_aux, stand_ins
 from .foreign_draws import without_foreign_draws
+from .interrupts import between_operators
 from .layout import local
 from .purity import Evaluation, NoValuesError, Purity, SeenFunctions, require_values
 from .signature import LeafSignature, Signature, differentiable
@@ -65,6 +66,7 @@ class Outline(NamedTuple):
         return True if self.draws else None if not self.known else False
 
 
+@between_operators
 def outline(
     fn: Callable[..., Any],
     example: tuple[Any, ...],
@@ -119,6 +121,7 @@ def outline(
         raise first from first.__cause__
 
 
+@between_operators
 def abstract(fn: Callable[..., Any], params: Any, x: Any, *extras: Any) -> Signature:
     """The signature of ``fn(params, x, *extras)``, without computing anything.
 

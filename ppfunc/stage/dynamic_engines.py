@@ -12,6 +12,7 @@ from .abstract import DATA_DEPENDENT, Outline, data_dependence, outline as outli
 from .differentiable import DifferentiableStage, contiguous
 from .errors import StageError, by_dtensor, first_line
 from .example import Example, Leaves, stand_ins
+from .interrupts import between_operators
 from .program import FlatProgram, Gradients, StageProgram, stage_program
 
 P = ParamSpec("P")
@@ -96,6 +97,7 @@ def eager(
     return _program(_by_tape, "torch.autograd.grad", instead, fn, example, has_aux, name, device, outline)
 
 
+@between_operators
 def _program(
     differentiate: Callable[[DifferentiableStage], tuple[Forward, Backward]],
     by: str,

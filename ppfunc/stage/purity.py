@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from ._torch import ASSIGNS_DATA, FakeTensor, FakeTensorMode, OpOverload, TorchDispatchMode, is_wrapped, schema, storage, without_modes
 from .communication import fault_of, is_collective
 from .errors import StageError
+from .interrupts import interrupt_here
 from .signature import LeafSignature
 
 aten = torch.ops.aten
@@ -30,6 +31,7 @@ class LogicalDraws(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, effects = kwargs or {}, _effects(func)
+        interrupt_at(func)
         if effects.seeded and effects.writes and not args[0].is_contiguous():
             drawn = func(torch.empty_like(args[0], memory_format=torch.contiguous_format), *args[1:], **kwargs)
             return args[0].copy_(drawn)
@@ -172,6 +174,12 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
             given = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
             return given != 0
     return True
+
+
+def interrupt_at(func: Any) -> None:
+    """Let interrupts act before an operator; not before those that torch calls where it must not raise, as in what autograd saves."""
+    if isinstance(func, OpOverload) and func.namespace != "prim" and func is not aten.detach.default:
+        interrupt_here()
 
 
 # Operators that write into running statistics in training without declaring it.

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 import ppfunc as pp
-from ppfunc.runtime.interrupts import hold_interrupts, let_interrupts
 from ppfunc.runtime.sockets import Connection
 
 RATE = 0.1
@@ -27,120 +26,6 @@ def stage(w, x):
 
 def squared(y, target):
     return (y - target).square().mean()
-
-
-# -- one thread --------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def sigusr1():
-    """Sends this process a signal; its handler notes it, and raises where told to."""
-    seen, before = [], signal.getsignal(signal.SIGUSR1)
-
-    def handler(number, frame):
-        seen.append(number)
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGUSR1, handler)
-    yield lambda: signal.raise_signal(signal.SIGUSR1), seen, handler
-    signal.signal(signal.SIGUSR1, before)
-
-
-def test_a_signal_acts_where_it_is_let_and_at_the_exit(sigusr1):
-    strike, seen, handler = sigusr1
-    with pytest.raises(KeyboardInterrupt), hold_interrupts():
-        strike()
-        strike()
-        assert seen == []
-    assert len(seen) == 1
-    assert signal.getsignal(signal.SIGUSR1) is handler
-    with hold_interrupts():
-        strike()
-        with pytest.raises(KeyboardInterrupt), let_interrupts():
-            raise AssertionError("it acts before")
-        strike()
-        assert len(seen) == 2  # held back again
-        with pytest.raises(KeyboardInterrupt), let_interrupts():
-            pass
-        with pytest.raises(KeyboardInterrupt), let_interrupts():
-            strike()
-        assert len(seen) == 4
-
-
-def test_after_the_first_exception_the_second_signal_waits(sigusr1):
-    strike, seen, _ = sigusr1
-    cleaned = []
-
-    def work():
-        with hold_interrupts():
-            try:
-                with let_interrupts():
-                    strike()
-            except KeyboardInterrupt:
-                strike()
-                cleaned.append(len(seen))
-                raise ValueError("told") from None
-
-    with pytest.raises(KeyboardInterrupt) as raised:
-        work()
-    assert cleaned == [1] and len(seen) == 2
-    assert isinstance(raised.value.__context__, ValueError)
-
-
-def test_a_result_is_returned_before_a_signal_that_came_late(sigusr1):
-    strike, seen, _ = sigusr1
-
-    def work():
-        with hold_interrupts(later=True):
-            strike()
-            return "result"
-
-    got = None
-    began = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        got = work()
-        time.sleep(5)
-    assert got == "result" and len(seen) == 1
-    assert time.monotonic() - began < 2.5  # it wakes a thread that sleeps
-
-
-def test_signals_nest_and_a_handler_that_was_set_meanwhile_stays(sigusr1):
-    strike, seen, _ = sigusr1
-    with hold_interrupts() as outer:
-        outer.keep()
-        with let_interrupts(), hold_interrupts():
-            strike()
-        assert seen == []
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        kept = outer._held.handle
-        with pytest.raises(KeyboardInterrupt):
-            outer.__exit__(None, None, None)
-        outer.__enter__()
-    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
-    with pytest.raises(KeyboardInterrupt):  # one who has kept our handler to call it later
-        kept(signal.SIGUSR1, None)
-
-
-def test_an_interrupt_waits_until_a_stage_is_traced(sigusr1):
-    """torch calls Python where an exception would abort the process, or would become another one."""
-    strike, seen, _ = sigusr1
-    traced = []
-
-    def struck(w, x):
-        if not traced:
-            strike()
-            traced.append(len(seen))
-        return stage(w, x)
-
-    params, inputs, targets = setting(1)
-    step = pp.value_and_grad([struck], squared, pp.gpipe(1, 2))
-    with pytest.raises(KeyboardInterrupt):
-        step(params, inputs, targets)
-    assert traced == [0] and len(seen) == 1
-    assert step(params, inputs, targets)[0] > 0
-
-
-# -- processes ---------------------------------------------------------------------------------
 
 
 def setting(ranks):
@@ -248,6 +133,41 @@ def test_an_interrupt_while_ranks_connect_leaves_their_connections_whole(two):
     (theirs, seconds), (mine, _) = two(is_struck_while_connecting)
     assert (mine, theirs) == ("KeyboardInterrupt", "PipelineError")
     assert seconds < 5
+
+
+def is_struck_while_tracing(rank, ranks):
+    """Rank 1 is interrupted while its stage takes long to trace. The error, seconds until it came, and the losses of the next two calls."""
+    params, inputs, targets = setting(ranks)
+    calls = [0]
+
+    def slow(w, x):
+        calls[0] += 1
+        if rank == 1 and calls[0] == 2:  # the first is without values
+            time.sleep(30)
+        return stage(w, x)
+
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGUSR1, interrupt)
+    with pp.P2P(timeout=20) as transport:
+        step = pp.value_and_grad([slow] * ranks, squared, pp.one_f_one_b(ranks, 4), transport)
+        if rank == 1:
+            timer = threading.Timer(0.5, signal.pthread_kill, (threading.get_ident(), signal.SIGUSR1))
+            timer.start()
+        began = time.monotonic()
+        try:
+            step({rank: params[rank]}, inputs, targets)
+        except (KeyboardInterrupt, pp.PipelineError) as error:
+            told = type(error).__name__, getattr(error, "rank", None), time.monotonic() - began
+        return *told, [step({rank: params[rank]}, inputs, targets)[0].item() for _ in range(2)]
+
+
+def test_peers_hear_of_an_interrupt_while_a_stage_is_traced(two, soon):
+    (theirs, named, heard, losses), (mine, _, struck, others) = two(is_struck_while_tracing)
+    assert (theirs, named, mine) == ("PipelineError", 1, "KeyboardInterrupt")
+    assert max(heard, struck) < 0.5 + soon
+    assert losses == others == clean(2, 1) * 2
 
 
 def struggles(rank, ranks, steps, every):

@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 import ppfunc as pp
 from ppfunc.runtime.buffers import Buffers, Tag
 from ppfunc.runtime.errors import Failure
-from ppfunc.runtime.interrupts import let_interrupts
+from ppfunc.stage.interrupts import let_interrupts
 from ppfunc.runtime.simulated import Fault, InjectedError, RankStopped, Simulated
 from ppfunc.runtime.simulated.faults import KINDS
 from ppfunc.runtime.transport import LossPart, Route, Transfer

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ..interrupts import let_interrupts
+from ppfunc.stage.interrupts import let_interrupts
+
 from ..rank_tree import RankTree
 from .network import Network
 

@@ -11,9 +11,10 @@ from math import inf
 
 import torch
 
+from ppfunc.stage.interrupts import Handler
+
 from ..errors import GONE, LinkError
 from ..failure_tree import Verdict
-from ..interrupts import Handler
 from .faults import Fault, InjectedError, RankStopped, require_possible
 from .scheduler import Scheduler
 

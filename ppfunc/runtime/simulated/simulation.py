@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from ppfunc.stage.interrupts import hold_interrupts
+
 from ..collective import Among, Collective
 from ..control import Control
-from ..interrupts import hold_interrupts
 from ..transport import Call, Route, Transfer
 from .collective import SimulatedCollective
 from .faults import Fault

@@ -13,6 +13,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..errors import warn
+from ..interrupts import between_operators
 from .compiled import compiled
 from .cut import Part
 from .fast_dispatch import find_call
@@ -62,6 +63,7 @@ class TracedFunction:
     It owns its code, written at the first call: who never calls W does not pay for it.
     """
 
+    @between_operators
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self._function: Callable[..., Any] | None = None

@@ -14,6 +14,7 @@ from ..abstract import Outline, without_values
 from ..differentiable import DifferentiableStage, contiguous
 from ..errors import StageError, first_line
 from ..example import Example, Leaves
+from ..interrupts import between_operators
 from ..program import Gradients
 from .operators import is_call, is_effect, is_element, is_mutable, is_of_forward, is_random
 from .record import Record
@@ -48,6 +49,7 @@ class Joint(NamedTuple):
         return [n for n in self.graph.nodes if is_effect(n) and is_of_forward(n)]
 
 
+@between_operators
 def trace(stage: DifferentiableStage, example: Example, known: Outline, name: str) -> Joint:
     """Trace ``stage`` and its gradient by ``torch.autograd.grad`` under fake tensors; refuse what cannot be traced."""
     # Looking for anomalies asks for values.

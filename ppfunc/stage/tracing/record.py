@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 
 from .._torch import FakeTensor, OpOverload, TorchDispatchMode, device_of, has_kernel, schema
 from ..errors import StageError, place_of_call
-from ..purity import NoValuesError, tensors_in
+from ..purity import NoValuesError, interrupt_at, tensors_in
 from ..signature import differentiable
 from .operators import ELEMENT
 
@@ -67,6 +67,7 @@ class Record(TorchDispatchMode):
             reason = f"it uses the collective {func}{place_of_call(_ENTRY)}, which writes in place and is not traced"
             mend = "use ppfunc.psum or one of its siblings, or torch.distributed._functional_collectives where no gradient is wanted"
             raise StageError(self.stage, reason, mend)
+        interrupt_at(func)
         if func in _HIDDEN:
             reason = f"its operator {func}{place_of_call(_ENTRY)} writes into its arguments in secret"
             raise StageError(self.stage, reason, "use the functional engine")

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ppfunc.runtime.interrupts import hold_interrupts
+from ppfunc.stage.interrupts import hold_interrupts
 
 from .loading import load_tree
 from .naming import Names

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 import torch
 from torch import Tensor
 
-from ppfunc.runtime.interrupts import hold_interrupts, let_interrupts
+from ppfunc.stage.interrupts import hold_interrupts, let_interrupts
 
 from .errors import CheckpointError, escaped, reading
 
