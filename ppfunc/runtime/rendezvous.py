@@ -6,9 +6,10 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from hashlib import sha256
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
@@ -71,24 +72,11 @@ class Rendezvous:
         return _torch.ProcessGroupNCCL(PrefixStore(name, self._store), place, size, timedelta(seconds=self.timeout))
 
     def _ask(self, call: Callable[[], T]) -> T:
-        """Make a call of the store, in a thread: a store that is frozen holds up that one only."""
-        told: SimpleQueue[tuple[T | None, Exception | None]] = SimpleQueue()
-
-        def ask() -> None:
-            try:
-                told.put((call(), None))
-            except Exception as error:
-                told.put((None, error))
-
-        threading.Thread(target=ask, name="ppfunc store", daemon=True).start()
         try:
-            answer, error = told.get(timeout=self.timeout)
-        except Empty:
+            with self._within_reach():
+                return ask(call, self.timeout)
+        except TimeoutError:
             raise LinkError(self._server, "late", f"the store of the process group has not answered in {self.timeout:g} s") from None
-        with self._within_reach():
-            if error is not None:
-                raise error
-        return answer  # type: ignore[return-value]
 
     @contextmanager
     def _within_reach(self) -> Iterator[None]:
@@ -99,3 +87,30 @@ class Rendezvous:
             raise LinkError(
                 self._server, "gone", f"the store of the process group is out of reach, the process that serves it may have ended ({error})"
             ) from error
+
+
+def ask(call: Callable[[], T], seconds: float) -> T:
+    """Make a call of a store, in a thread: a store that is frozen holds up that one only.
+
+    Raises:
+        TimeoutError: it has not answered so soon.
+    """
+    told: SimpleQueue[Callable[[], T]] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            answer = call()
+            told.put(lambda: answer)
+        except Exception as error:
+            told.put(partial(_raise, error))
+
+    threading.Thread(target=run, name="ppfunc store", daemon=True).start()
+    try:
+        answer = told.get(timeout=seconds)
+    except Empty:
+        raise TimeoutError(f"the store of the process group has not answered in {seconds:g} s") from None
+    return answer()
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error

@@ -10,11 +10,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import ppfunc as pp
 
@@ -263,6 +265,30 @@ def test_a_rank_that_ends_while_the_others_connect_is_named_at_once(fresh, tmp_p
     assert answers[last] is None
     for answer in answers[:last] + answers[last + 1 :]:
         assert isinstance(answer, pp.CheckpointError) and f"rank {last} is gone" in str(answer)
+
+
+def save_and_stop_while_connecting(rank, size, root, last):
+    """The last rank is there, and is stopped before the others have reached it. How long the others have waited, and what they raise."""
+    from ppfunc.training.checkpoint import peers
+
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=4), dist.group.WORLD)
+    peers._CONNECT, make, began = 2.0, peers.make_gloo, time.monotonic()
+    peers.make_gloo = lambda *args: os.kill(os.getpid(), signal.SIGSTOP) if rank == last else make(*args)
+    try:
+        pp.save(root, {"step": 1})
+    except pp.CheckpointError as error:
+        return str(error), time.monotonic() - began
+
+
+@pytest.mark.parametrize("last", range(3))
+def test_a_rank_that_is_stopped_while_the_others_connect_is_named(fresh, tmp_path, last):
+    processes = fresh(3)
+    processes.start(save_and_stop_while_connecting, str(tmp_path), last)
+    for rank, end in enumerate(processes._ends):
+        if rank != last:
+            text, seconds = processes._answer(end, 40)
+            told = "serves the store of the process group" if last == 0 else "has not connected within 2 s"
+            assert f"rank {last} {told}" in text and "does not answer" in text and seconds < 20
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from hashlib import sha256
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from ppfunc.runtime._torch import alive, store_of, timeout_of
 from ppfunc.runtime.opening import make_gloo
+from ppfunc.runtime.rendezvous import ask
 
 from .._torch import all_gather_within
 from .errors import CheckpointError, RankError
@@ -27,7 +28,10 @@ from .tensor_file import bytes_of
 Group = ProcessGroup | DeviceMesh | None
 """The ranks that save or load together: by default all of ``torch.distributed``, or this process where that is not initialised."""
 
+T = TypeVar("T")
+
 _CONNECT = 30.0  # seconds: all are here
+_ANSWER = 2.0  # seconds for a rank to say that it waits, too
 _PAUSE = 0.1  # seconds between looks whether a rank has ended
 
 _KINDS = {kind.__name__: kind for kind in (CheckpointError, FileExistsError, FileNotFoundError, ValueError, TypeError)}
@@ -58,9 +62,10 @@ class Peers:
         name = f"ppfunc/checkpoints/{sha256(repr(self._ranks).encode()).hexdigest()[:16]}"
         with self._within_reach():
             # The n-th time that each rank comes here is the same.
-            number = store_of(world).add(f"{name}/{self.rank}", 1)
+            limit = self._timeout.total_seconds()
+            number = self._ask(lambda: store_of(world).add(f"{name}/{self.rank}", 1), limit)
             store = PrefixStore(f"{name}/{number}", store_of(world))
-            store.set(f"here/{self.rank}", "")
+            self._ask(lambda: store.set(f"here/{self.rank}", ""), limit)
             for peer in range(self.size):
                 self._await(store, peer)
             self._group = self._connect(store)
@@ -71,7 +76,7 @@ class Peers:
     def _await(self, store: PrefixStore, peer: int) -> None:
         """Wait until a rank is here, as long as it lives."""
         end, pause = time.monotonic() + self._timeout.total_seconds(), 0.001
-        while not store.check([f"here/{peer}"]):
+        while not self._ask(lambda: store.check([f"here/{peer}"]), max(end - time.monotonic(), _ANSWER)):
             if pause > _PAUSE:
                 self._require_alive(peer)
             if time.monotonic() > end:
@@ -94,7 +99,33 @@ class Peers:
             if kind == "failed":
                 raise what
             return what
-        raise RankError(f"a rank has not connected within {_CONNECT:g} s")
+        silent = ", ".join(map(str, self._silent(store)))
+        if silent:
+            raise RankError(f"rank {silent} has not connected within {_CONNECT:g} s, and does not answer: it is stopped or busy")
+        raise RankError(
+            f"no rank has connected to all others within {_CONNECT:g} s, though all are here; see that their hosts reach each other"
+        )
+
+    def _silent(self, store: PrefixStore) -> list[int]:
+        """The ranks that do not say that they have waited in vain, which all do at the same time."""
+
+        def look() -> list[int]:
+            store.set(f"waited/{self.rank}", "")
+            silent, end = list(range(self.size)), time.monotonic() + _ANSWER
+            while silent and time.monotonic() < end:
+                time.sleep(_PAUSE)
+                silent = [peer for peer in silent if not store.check([f"waited/{peer}"])]
+            return silent
+
+        return self._ask(look, 2 * _ANSWER)
+
+    def _ask(self, call: Callable[[], T], seconds: float) -> T:
+        """Make a call of the store; raise RankError for the rank that serves it where that is silent."""
+        try:
+            return ask(call, seconds)
+        except TimeoutError as error:
+            host = f"rank {self._ranks.index(0)}" if 0 in self._ranks else "the process"
+            raise RankError(f"{host} serves the store of the process group, and does not answer: it is stopped or busy ({error})") from None
 
     def _require_alive(self, peer: int) -> None:
         if not self._alive(peer):
