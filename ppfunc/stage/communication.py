@@ -26,6 +26,7 @@ _INSTEAD = {
     "gather": "ppfunc.all_gather(x, mesh['tp'])",
     "alltoall": "ppfunc.all_to_all(x, mesh['tp'], split_axis, concat_axis)",
 }
+_OF_ONE = {"scatter_": "ppfunc.psum(x, mesh['tp']) of a tensor that is zero on all ranks but one", "gather_": _INSTEAD["gather"]}
 _OTHERWISE = "ppfunc.psum, pvary, all_gather, psum_scatter or all_to_all"
 _FUNCTIONS = "torch.distributed.nn.functional"
 _REGISTERED = "torch._library.autograd"  # calls the derivatives that are registered for operators
@@ -37,7 +38,9 @@ def is_collective(func: Any) -> bool:
 
 
 def fault_of(func: Any, tensors: Iterable[torch.Tensor], strict: bool) -> tuple[str, str] | None:
-    """Why the gradient through a collective would be wrong, and what to use instead; None where it is right, or none flows.
+    """Why the gradient through a collective would be wrong, or ranks wait for each other; and what to use instead.
+
+    None where the gradient is right, or none flows.
 
     Args:
         func: a collective.
@@ -50,6 +53,9 @@ def fault_of(func: Any, tensors: Iterable[torch.Tensor], strict: bool) -> tuple[
         return f"it uses {name} by {_FUNCTIONS}{place}, whose gradients are summed over the ranks once too often", _instead(operator)
     if namespace != "c10d" and operator in _EACH_OTHERS_TRANSPOSE:
         return None
+    if namespace == "c10d" and operator in _OF_ONE:
+        why = "in which one rank has a list of tensors: torch.func refuses it there alone, and the others would wait"
+        return f"it uses the collective {name}{place}, {why}", f"use {_OF_ONE[operator]}"
     flows = torch.is_grad_enabled() and (strict or any(t.requires_grad for t in tensors))
     if not flows and (_REGISTERED, func) not in _callers():
         return None

@@ -539,6 +539,28 @@ def test_the_result_of_a_functional_collective_is_waited_for(kept, tmp_path):
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
+@pytest.mark.parametrize("name", ["scatter", "gather"])
+def test_a_collective_that_one_rank_calls_otherwise_is_refused_on_all(name, engine, tmp_path):
+    """torch.func refuses lists of tensors: the rank that has one failed, and those that wait for it hung."""
+    import torch.distributed as dist
+
+    def fn(w, x):
+        part = torch.zeros_like(x)
+        if name == "scatter":
+            dist.scatter(part, [x.detach()], src=0)
+        else:
+            dist.gather(x.detach(), [part], dst=0)
+        return x @ w + part
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        with pytest.raises(StageError, match=rf"c10d.{name}_.default, called at {__file__}:\d+, in which one rank.*use ppfunc"):
+            engine(fn, (torch.ones(2, 2), torch.ones(2, 2)), name="stage 3")
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize(
     ("args", "options", "words"),
     [
