@@ -6,12 +6,14 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+
+from ppfunc.stage.interrupts import hold_interrupts
 
 from . import _torch
 from .collective import Among, Collective
@@ -33,6 +35,22 @@ _OWN = {
     *(own.__module__ for own in (Collective, Control, TreeMessages, SocketLinks, Connections, Rendezvous, PairGroups, open_group)),
 }
 _DRAIN = 1.0  # seconds for what a step has given the GPU
+
+
+def _whole_or_closed(make: Callable[..., None]) -> Callable[..., None]:
+    """Hold back interrupts in a constructor of a transport, which every rank counts; close it where one came: peers hear of it."""
+
+    @wraps(make)
+    def made(self: P2P, *args: Any, **kwargs: Any) -> None:
+        try:
+            with hold_interrupts():
+                make(self, *args, **kwargs)
+        except BaseException:
+            if hasattr(self, "_collectives"):
+                self.close()
+            raise
+
+    return made
 
 
 class P2P(Control):
@@ -71,6 +89,7 @@ class P2P(Control):
         PipelineError: the store of the group does not answer.
     """
 
+    @_whole_or_closed
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import ppfunc as pp
+from ppfunc.runtime import _torch
 from ppfunc.runtime.sockets import Connection
 
 RATE = 0.1
@@ -133,6 +134,41 @@ def test_an_interrupt_while_ranks_connect_leaves_their_connections_whole(two):
     (theirs, seconds), (mine, _) = two(is_struck_while_connecting)
     assert (mine, theirs) == ("KeyboardInterrupt", "PipelineError")
     assert seconds < 5
+
+
+def is_struck_while_constructing(rank, ranks):
+    """Rank 1 is interrupted before it has told the store that it makes a transport, and makes another. What each has heard, and a loss."""
+    params, inputs, targets = setting(ranks)
+    patch = pytest.MonkeyPatch()
+
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+
+    def strikes(group):
+        signal.raise_signal(signal.SIGUSR1)
+        return store_of(group)
+
+    store_of = _torch.store_of
+    signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with patch.context() as during:
+            if rank == 1:
+                during.setattr(_torch, "store_of", strikes)
+            transport = pp.P2P(timeout=20)
+        with transport:
+            pp.value_and_grad([stage] * ranks, squared, pp.one_f_one_b(ranks, 4), transport)({rank: params[rank]}, inputs, targets)
+        told = "nothing", None
+    except (KeyboardInterrupt, pp.PipelineError) as error:
+        told = type(error).__name__, getattr(error, "rank", None)
+    with pp.P2P(timeout=20) as transport:
+        step = pp.value_and_grad([stage] * ranks, squared, pp.one_f_one_b(ranks, 4), transport)
+        return told, step({rank: params[rank]}, inputs, targets)[0].item()
+
+
+def test_ranks_agree_on_their_transports_after_an_interrupted_constructor(two):
+    (theirs, loss), (mine, other) = two(is_struck_while_constructing)
+    assert theirs == ("PipelineError", 1) and mine == ("KeyboardInterrupt", None)
+    assert loss == other == clean(2, 1)[0]
 
 
 def is_struck_while_tracing(rank, ranks):
