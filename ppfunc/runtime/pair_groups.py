@@ -18,6 +18,7 @@ from .transport import Call, Route, Transfer
 
 # Dtypes that every backend can carry; anything else travels as its bytes.
 _PLAIN = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
+_CARRIES = {"gloo": "cpu", "nccl": "cuda"}  # the kind of device whose tensors a backend carries
 _LOST = ("Connection closed", "Connection reset", "Broken pipe", "Connection refused", "aborted")  # in messages of backends
 
 
@@ -76,6 +77,8 @@ class PairGroups:
         return self._pairs[self._name(Route(transfer.tag.direction, *ends))]
 
     def post(self, batch: Sequence[Transfer]) -> Call | None:
+        for transfer in batch:
+            self._require_carried(transfer)
         if self._backend == "nccl":
             by_way: dict[tuple[int, bool], list[Transfer]] = {}
             for transfer in batch:
@@ -95,6 +98,16 @@ class PairGroups:
                 give_way()
 
         return post_all if calls else None
+
+    def _require_carried(self, transfer: Transfer) -> None:
+        """Raise ValueError for tensors that the backend does not carry."""
+        if transfer.device.type != _CARRIES[self._backend]:
+            other = next((backend for backend, kind in _CARRIES.items() if kind == transfer.device.type), "another backend")
+            raise ValueError(
+                f"a stage of rank {self._rank} computes on the device {transfer.device}, whose tensors the backend {self._backend!r} of its "
+                f"process group does not carry; move its parameters to a device of type {_CARRIES[self._backend]!r}, or give P2P a group of "
+                f"{other!r}, such as torch.distributed.new_group(backend={other!r})"
+            )
 
     def _coalesced(self, batch: list[Transfer]) -> Call:
         """Posts what goes over one communicator as one operation."""

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import ppfunc as pp
-from ppfunc.runtime import opening
+from ppfunc.runtime import opening, pair_groups
 from ppfunc.schedule import BUILDERS, chimera, remove_tail
 
 D = 4
@@ -367,6 +367,7 @@ def in_batches(rank, ranks, name):
         patch.object(dist, "ProcessGroupNCCL", FakeNCCL, create=True),
         patch.object(opening, "open_nccl", lambda meeting, links, name, members, _: meeting.open_nccl(name, members.index(links.rank), 2)),
         patch.object(dist, "get_backend_config", lambda group: "cpu:nccl"),
+        patch.dict(pair_groups._CARRIES, nccl="cpu"),
         LossOnTheHost(timeout=30) as transport,
     ):
         assert transport.backend == "nccl"
@@ -383,6 +384,23 @@ def test_messages_of_each_way_have_a_communicator_under_nccl(two, name):
     for communicators, sizes in two(in_batches, name):
         assert communicators == 2
         assert max(sizes) > 1
+
+
+def elsewhere(rank, ranks):
+    """The process group is one of NCCL, and the stages compute on the CPU."""
+    with (
+        patch.object(dist, "get_backend_config", lambda group: "cpu:nccl"),
+        patch.object(opening, "open_nccl", lambda *_: None),
+        pp.P2P(timeout=20) as transport,
+    ):
+        schedule = pp.one_f_one_b(ranks, 2)
+        params, inputs, targets = problem(schedule)
+        with pytest.raises((ValueError, pp.PipelineError), match=r"computes on the device cpu, whose tensors the backend 'nccl'.*new_group\(backend='gloo'\)"):
+            pp.value_and_grad([stage] * ranks, loss_fn, schedule, transport)(held_by(schedule, rank, params), inputs, targets)
+
+
+def test_a_backend_that_does_not_carry_the_tensors_of_a_stage(two):
+    two(elsewhere)
 
 
 def skipping(rank, ranks, builder, source, destination, kind):
