@@ -7,6 +7,7 @@ import atexit
 import os
 import threading
 import time
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.distributed.distributed_c10d import Store
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _MAKING = threading.Lock()
 _PROBE = 0x70706675  # a tag
+_ABORT = 10.0  # seconds
 _AT_EXIT = 5.0  # seconds that the end of the process waits for communicators that are dropped
 _DROPPING: set[threading.Thread] = set()
 
@@ -34,7 +36,7 @@ def ProcessGroupNCCL(store: Store, rank: int, size: int, timeout: timedelta) -> 
     with _MAKING:
         os.environ[_HANDLING] = "0"  # read as it is made
         try:
-            return dist.ProcessGroupNCCL(store.clone(), rank, size, options)
+            return dist.ProcessGroupNCCL(store.clone(), rank, size, options)  # type: ignore[attr-defined]
         finally:
             if before is None:
                 del os.environ[_HANDLING]
@@ -91,11 +93,19 @@ def forget_group(mesh: Any, axis: str) -> Any:
     """Take the group of an axis from its mesh and from torch, and return it. Under gloo it ends with its last reference, and peers
     which wait in one of its operations raise."""
     group, root = mesh.get_group(axis), getattr(mesh, "_root_mesh", None) or mesh
-    if backend_of(group) == "nccl":
-        group.abort()
     dist.destroy_process_group(group)
     getattr(root, "_pg_registry", {}).pop(group.group_name, None)
     return group
+
+
+def abort_all(groups: Iterable[Any]) -> None:
+    """End NCCL communicators, all at once: the end of one waits for all that the GPU runs, also on the others."""
+    threads = [threading.Thread(target=group.abort, name="ppfunc aborts", daemon=True) for group in groups]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + _ABORT
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
 
 
 def drop_aside(groups: list[Any]) -> None:

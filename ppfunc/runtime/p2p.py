@@ -151,11 +151,20 @@ class P2P(Control):
         ranks, or will.
         """
         if self.backend == "nccl" and self._executing and committed <= self.ended:
-            for group in (*self._pair_groups.groups, *(c.group for c in self._collectives.values() if c.group is not None)):
-                group.abort()
+            _torch.abort_all([*self._pair_groups.groups, *self._in_stages(), *_connected(self._collectives.values())])
+
+    def _in_stages(self) -> list[Any]:
+        """The user's communicator over the axis ``model``, where a step runs in whose stages there may be collectives."""
+        if self._executing and self.mesh is not None and self.axes.model is not None and len(self.grid.model) > 1:
+            with suppress(RuntimeError, ValueError):  # the mesh, or torch.distributed, knows the group no more
+                return [self.mesh.get_group(self.axes.model)]
+        return []
 
     def tear_down(self) -> None:
-        if self._executing and self.mesh is not None and self.axes.model is not None and len(self.grid.model) > 1:
+        if groups := self._in_stages():
+            if self.backend == "nccl":
+                _torch.abort_all([*self._pair_groups.groups, *groups, *_connected(self._collectives.values())])
+            assert self.mesh is not None and self.axes.model is not None
             self._unusable = (
                 f"an earlier step has failed in the middle of a stage, whose collectives may hang: the process group of the axis "
                 f"{self.axes.model!r} has been ended; make a new mesh and a new P2P() on every rank"
@@ -215,11 +224,18 @@ class P2P(Control):
         """
         if self.backend == "nccl" and not self._executing:
             _torch.finish_soon(_DRAIN)
-        collectives = (collective.let_go() for collective in self._collectives.values())
-        ended = self._pair_groups.let_go() + [group for group in collectives if group is not None]
-        for group in ended if self.backend == "nccl" else ():
-            group.abort()
+        ended = [*self._pair_groups.groups, *_connected(self._collectives.values())]
+        self._pair_groups.let_go()
+        for collective in self._collectives.values():
+            collective.let_go()
+        if self.backend == "nccl":
+            _torch.abort_all(ended)
         return ended
+
+
+def _connected(collectives: Iterable[Collective]) -> list[Any]:
+    """Their communicators, as far as they are connected."""
+    return [collective.group for collective in collectives if collective.group is not None]
 
 
 def _group_of(group: dist.ProcessGroup | None, mesh: DeviceMesh | None, axes: Axes | None) -> dist.ProcessGroup:

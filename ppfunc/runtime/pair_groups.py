@@ -48,13 +48,11 @@ class PairGroups:
         """The communicators that are connected."""
         return [pair.group for pair in self._pairs.values() if pair.group is not None]
 
-    def let_go(self) -> list[Any]:
-        """Forget all communicators and what is under way, so that peers which wait raise; return them."""
+    def let_go(self) -> None:
+        """Forget all communicators and what is under way, so that peers which wait raise."""
         self._pending.clear()
-        groups = self.groups
         for pair in self._pairs.values():
             pair.group = None
-        return groups
 
     def connect(self, routes: Iterable[Route]) -> None:
         # In one order on all ranks, so that nobody waits in a circle; every other pair of a chain at the same time.

@@ -40,12 +40,13 @@ class Rendezvous:
         self._group = group
         self.ranks = dist.get_process_group_ranks(group) if ranks is None else list(ranks)
         self.rank, self.size = self.ranks.index(dist.get_rank()), len(self.ranks)
-        self.backend = _torch.backend_of(group)
-        if self.backend not in ("gloo", "nccl"):
+        backend = _torch.backend_of(group)
+        if backend not in ("gloo", "nccl"):
             raise ValueError(
-                f"P2P got a process group with the backend {self.backend!r}, it knows 'gloo' and 'nccl'; "
+                f"P2P got a process group with the backend {backend!r}, it knows 'gloo' and 'nccl'; "
                 f"make one with torch.distributed.new_group(backend='gloo') and give it as P2P(group)"
             )
+        self.backend = str(backend)
         self.timeout = _torch.timeout_of(group).total_seconds() if timeout is None else timeout
         self._server = self.ranks.index(0) if 0 in self.ranks else self.rank  # the world's rank 0 serves the store
         name = "ppfunc" if ranks is None else f"ppfunc/{sha256(repr(self.ranks).encode()).hexdigest()[:16]}"

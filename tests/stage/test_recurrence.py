@@ -33,7 +33,7 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers_on_cuda_are_those_on_the_cpu(kind: type[nn.RNNBase], engine: pp.Engine) -> None:
     torch.manual_seed(0)
-    stages, params = zip(*(pp.stage_from_module(Recurrent(kind, 4)) for _ in range(2)), strict=True)
+    stages, params, _ = zip(*(pp.stage_from_module(Recurrent(kind, 4)) for _ in range(2)), strict=True)
     given = dict(enumerate(params)), normal(4, 3, 4, seed=1), normal(4, 3, 4, seed=2)
     schedule = pp.zb_h1(2, 4)
     wanted = pp.value_and_grad(stages, squared, schedule, engine=pp.eager)(*given)
