@@ -4,8 +4,10 @@
 """
 
 import atexit
+import os
 import threading
 import time
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_MAKING = threading.Lock()
 _PROBE = 0x70706675  # a tag
+_ABORT = 10.0  # seconds
 _AT_EXIT = 5.0  # seconds that the end of the process waits for communicators that are dropped
 _DROPPING: set[threading.Thread] = set()
 
@@ -22,29 +27,38 @@ ProcessGroupGloo = dist.ProcessGroupGloo
 
 
 def ProcessGroupNCCL(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """An NCCL communicator of its own."""
-    options = dist.ProcessGroupNCCL.Options()
+    """An NCCL communicator of its own, over a connection to the store of its own: one that waits there would hold up all others.
+
+    What fails on it fails the step, and does not end the process, as torch would have it.
+    """
+    options, before = dist.ProcessGroupNCCL.Options(), os.environ.get(_HANDLING)
     options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, size, options)
+    with _MAKING:
+        os.environ[_HANDLING] = "0"  # read as it is made
+        try:
+            return dist.ProcessGroupNCCL(store.clone(), rank, size, options)  # type: ignore[attr-defined]
+        finally:
+            if before is None:
+                del os.environ[_HANDLING]
+            else:
+                os.environ[_HANDLING] = before
 
 
-def connect_nccl(group: Any, place: int, size: int, device: int) -> None:
-    """Let the ranks of a new NCCL communicator connect, for messages both ways and for sums. All of them come here at once.
+def connect_nccl(group: Any, place: int, size: int, device: int, messages: bool) -> None:
+    """Let the ranks of a new NCCL communicator connect, which all come here: for messages from the first to the second, or for sums.
 
-    A communicator connects a way in the first operation that takes it, and holds up the host until the other end comes to that
-    operation, too. In the middle of a step the other end may be held up by its GPU, which waits for what this one has not sent.
+    A communicator connects in the first operation of each kind, and holds up the host until the other end comes to that operation,
+    too. In the middle of a step the other end may be held up by its GPU, which waits for what this one has not sent.
     """
     torch.cuda.set_device(device)  # of this thread
-    mine, theirs = torch.zeros(1, device=device), torch.empty(size, device=device)
-    group._start_coalescing()
-    for peer in range(size):
-        if peer != place:
-            group.send([mine], peer, 0)
-            group.recv([theirs[peer : peer + 1]], peer, 0)
-    group._end_coalescing().wait()
-    all_reduce(group, mine, "sum").wait()
-    all_gather(group, theirs, mine).wait()
-    reduce_scatter(group, mine, theirs).wait()
+    mine, all_of_them = torch.zeros(1, device=device), torch.empty(size, device=device)
+    if messages:
+        group._start_coalescing()
+        group.recv([mine], 0, 0) if place else group.send([mine], 1, 0)
+        group._end_coalescing().wait()
+    else:
+        for work in (all_reduce(group, mine, "sum"), all_gather(group, all_of_them, mine), reduce_scatter(group, mine, all_of_them)):
+            work.wait()
     torch.cuda.current_stream().synchronize()
 
 
@@ -79,11 +93,19 @@ def forget_group(mesh: Any, axis: str) -> Any:
     """Take the group of an axis from its mesh and from torch, and return it. Under gloo it ends with its last reference, and peers
     which wait in one of its operations raise."""
     group, root = mesh.get_group(axis), getattr(mesh, "_root_mesh", None) or mesh
-    if backend_of(group) == "nccl":
-        group.abort()
     dist.destroy_process_group(group)
     getattr(root, "_pg_registry", {}).pop(group.group_name, None)
     return group
+
+
+def abort_all(groups: Iterable[Any]) -> None:
+    """End NCCL communicators, all at once: the end of one waits for all that the GPU runs, also on the others."""
+    threads = [threading.Thread(target=group.abort, name="ppfunc aborts", daemon=True) for group in groups]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + _ABORT
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
 
 
 def drop_aside(groups: list[Any]) -> None:
@@ -162,7 +184,7 @@ def alive(group: dist.ProcessGroup, peer: int) -> bool:
         return True
     try:
         backend: Any = group._get_backend(torch.device("cpu"))
-        backend.recv([torch.empty(1)], peer, _PROBE)
+        backend.recv([torch.empty(1, device="cpu")], peer, _PROBE)
     except RuntimeError:
         return False
     return True

@@ -36,11 +36,10 @@ class Collective:
         self._running: dict[int, tuple[Any, ...]] = {}  # works and their tensors; whoever keeps a Wait keeps none of them
         self._begun = 0
 
-    def let_go(self) -> Any:
-        """Forget the communicator and all that is under way, so that peers which wait for it raise; returns it."""
-        group, self.group = self.group, None
+    def let_go(self) -> None:
+        """Forget the communicator and all that is under way, so that peers which wait for it raise."""
+        self.group = None
         self._running.clear()
-        return group
 
     def all_reduce(self, tensor: torch.Tensor, op: Literal["sum", "max"] = "sum") -> Wait:
         """Replace a contiguous tensor by the sum, or the largest, of those of all ranks."""

@@ -56,13 +56,13 @@ def _whole_or_closed(make: Callable[..., None]) -> Callable[..., None]:
 class P2P(Control):
     """The transport of a pipeline with one process per rank.
 
-    Tensors of a pair of ranks have communicators of their own, made at the first step and after a failure: operations of
-    one NCCL communicator run in the order in which they were issued, whoever the peer is, and no pair must wait for
-    another. Under NCCL a pair has one, whose operations of a step go as one batch. Under gloo it has one for each way
-    and kind of message: a connection is locked while something is written to it, and what arrives on it meanwhile keeps
-    a thread spinning. Control messages take TCP connections along a binary tree, so no GPU has to be waited for, and a
-    process that ends is noticed at once. Under gloo the store of the user's group is asked only until the ranks have met,
-    so that it may end with its process. A rank that is late is named, not those that wait for it.
+    Tensors from a rank to another have communicators of their own, made at the first step and after a failure: operations of
+    one NCCL communicator run in the order in which they were issued, whoever the peer is, a send and a receive of one batch
+    side by side, and nobody must wait for another. Under gloo there is one for each kind of message, too: a connection is
+    locked while something is written to it, and what arrives on it meanwhile keeps a thread spinning. Control messages take
+    TCP connections along a binary tree, so no GPU has to be waited for, and a process that ends is noticed at once. Under
+    gloo the store of the user's group is asked only until the ranks have met, so that it may end with its process. A rank
+    that is late is named, not those that wait for it.
 
     A rank in a collective of a stage, over the axis ``model``, raises at once when a peer of that axis fails or ends; where one is
     stopped, when the limit of that group is over. In a collective between steps, or over a group that is no axis of ``mesh``, it
@@ -170,11 +170,20 @@ class P2P(Control):
         ranks, or will.
         """
         if self.backend == "nccl" and self._executing and committed <= self.ended:
-            for group in (*self._pair_groups.groups, *(c.group for c in self._collectives.values() if c.group is not None)):
-                group.abort()
+            _torch.abort_all([*self._pair_groups.groups, *self._in_stages(), *_connected(self._collectives.values())])
+
+    def _in_stages(self) -> list[Any]:
+        """The user's communicator over the axis ``model``, where a step runs in whose stages there may be collectives."""
+        if self._executing and self.mesh is not None and self.axes.model is not None and len(self.grid.model) > 1:
+            with suppress(RuntimeError, ValueError):  # the mesh, or torch.distributed, knows the group no more
+                return [self.mesh.get_group(self.axes.model)]
+        return []
 
     def tear_down(self) -> None:
-        if self._executing and self.mesh is not None and self.axes.model is not None and len(self.grid.model) > 1:
+        if groups := self._in_stages():
+            if self.backend == "nccl":
+                _torch.abort_all([*self._pair_groups.groups, *groups, *_connected(self._collectives.values())])
+            assert self.mesh is not None and self.axes.model is not None
             self._unusable = (
                 f"an earlier step has failed in the middle of a stage, whose collectives may hang: the process group of the axis "
                 f"{self.axes.model!r} has been ended; make a new mesh and a new P2P() on every rank"
@@ -234,11 +243,18 @@ class P2P(Control):
         """
         if self.backend == "nccl" and not self._executing:
             _torch.finish_soon(_DRAIN)
-        collectives = (collective.let_go() for collective in self._collectives.values())
-        ended = self._pair_groups.let_go() + [group for group in collectives if group is not None]
-        for group in ended if self.backend == "nccl" else ():
-            group.abort()
+        ended = [*self._pair_groups.groups, *_connected(self._collectives.values())]
+        self._pair_groups.let_go()
+        for collective in self._collectives.values():
+            collective.let_go()
+        if self.backend == "nccl":
+            _torch.abort_all(ended)
         return ended
+
+
+def _connected(collectives: Iterable[Collective]) -> list[Any]:
+    """Their communicators, as far as they are connected."""
+    return [collective.group for collective in collectives if collective.group is not None]
 
 
 def _group_of(group: dist.ProcessGroup | None, mesh: DeviceMesh | None, axes: Axes | None) -> dist.ProcessGroup:

@@ -18,6 +18,7 @@ from . import _torch
 from .errors import LinkError
 
 T = TypeVar("T")
+_LATER = 30.0  # seconds
 
 
 class Rendezvous:
@@ -40,12 +41,13 @@ class Rendezvous:
         self._group = group
         self.ranks = dist.get_process_group_ranks(group) if ranks is None else list(ranks)
         self.rank, self.size = self.ranks.index(dist.get_rank()), len(self.ranks)
-        self.backend = _torch.backend_of(group)
-        if self.backend not in ("gloo", "nccl"):
+        backend = _torch.backend_of(group)
+        if backend not in ("gloo", "nccl"):
             raise ValueError(
-                f"P2P got a process group with the backend {self.backend!r}, it knows 'gloo' and 'nccl'; "
+                f"P2P got a process group with the backend {backend!r}, it knows 'gloo' and 'nccl'; "
                 f"make one with torch.distributed.new_group(backend='gloo') and give it as P2P(group)"
             )
+        self.backend = str(backend)
         self.timeout = _torch.timeout_of(group).total_seconds() if timeout is None else timeout
         self._server = self.ranks.index(0) if 0 in self.ranks else self.rank  # the world's rank 0 serves the store
         name = "ppfunc" if ranks is None else f"ppfunc/{sha256(repr(self.ranks).encode()).hexdigest()[:16]}"
@@ -68,8 +70,9 @@ class Rendezvous:
         return _torch.alive(self._group, dist.get_group_rank(self._group, self.ranks[peer]))
 
     def open_nccl(self, name: str, place: int, size: int) -> Any:
-        """An NCCL communicator, which connects in its first operation."""
-        return _torch.ProcessGroupNCCL(PrefixStore(name, self._store), place, size, timedelta(seconds=self.timeout))
+        """An NCCL communicator, which connects in its first operation. Its operations may take longer than peers do: who is late is
+        found first."""
+        return _torch.ProcessGroupNCCL(PrefixStore(name, self._store), place, size, timedelta(seconds=2 * self.timeout + _LATER))
 
     def _ask(self, call: Callable[[], T]) -> T:
         try:

@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 
 from .._text import shown
 from ..stage.tree import NAMESPACE, tree_flatten, tree_leaves
-from ._torch import fused_adamw, fused_sgd
+from ._torch import divide_into_each, fused_adamw, fused_sgd
 from .checks import require_number
 from .leaves import LeafPlan, gradients_of, leaves_of, owned, plan_of, zeros_like
 from .parts import Kernel, as_columns, run_on_parts, vector_width
@@ -138,9 +138,12 @@ def sgd(
         return _fused(kernel_of_both, ("momentum",), lr, donate, text, weight_decay, mask)
     options: dict[str, Any] = {"momentum": momentum, "dampening": 0.0, "nesterov": nesterov, "maximize": False}
 
-    def kernel(params: list[Tensor], grads: list[Tensor], *rest: Any, **given: Any) -> None:
+    def kernel(params: list[Tensor], grads: list[Tensor], *rest: Any, grad_scale: Tensor | None, **given: Any) -> None:
+        if grad_scale is not None and grads[0].is_cuda:  # where the kernel divides itself, it rounds an element by its place
+            divide_into_each(grads, grad_scale)
+            grad_scale = None
         # A buffer of zeros becomes the gradient, as it does in torch at the first update.
-        fused_sgd(params, grads, rest[0] if momentum else [], **options, is_first_step=False, **given)
+        fused_sgd(params, grads, rest[0] if momentum else [], **options, is_first_step=False, grad_scale=grad_scale, **given)
 
     return _fused(kernel, ("momentum",) if momentum else (), lr, donate, text, weight_decay, mask)
 
