@@ -12,12 +12,12 @@ from hypothesis import given, strategies as st
 import ppfunc as pp
 from ppfunc.runtime.buffers import Buffers, Tag
 from ppfunc.runtime.errors import Failure
-from ppfunc.stage.interrupts import let_interrupts
 from ppfunc.runtime.simulated import Fault, InjectedError, RankStopped, Simulated
 from ppfunc.runtime.simulated.faults import KINDS
 from ppfunc.runtime.transport import LossPart, Route, Transfer
 from ppfunc.schedule import Instruction, Op
 from ppfunc.stage import LeafSignature
+from ppfunc.stage.interrupts import let_interrupts
 
 LEAF = LeafSignature((3,), torch.float64, True)
 CPU = torch.device("cpu")
