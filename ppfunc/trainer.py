@@ -110,7 +110,8 @@ class Trainer:
             inputs, targets, seed, extras: as of :func:`ppfunc.value_and_grad`, of ``accumulate`` times as many microbatches.
                 Random numbers depend on the place of a microbatch among those of all data ranks.
             loss_weights: how much each microbatch counts, such as its number of tokens; divided by their sum over all data
-                ranks. All count the same where none are given. Every rank gives some or none does.
+                ranks. All count the same where none are given. Every rank gives some or none does. A microbatch of weight 0
+                contributes nothing, as of :func:`ppfunc.value_and_grad`.
 
         Returns:
             The new state, and :class:`Metrics`. ``state`` stays as it is, unless the optimizer was given ``donate``: then it cannot
