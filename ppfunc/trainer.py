@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
+from uuid import uuid4
 
 import torch
 
@@ -26,8 +27,8 @@ from ppfunc.stage.tree import tree_leaves, tree_map
 from .training.parameter_update import parameter_update
 from .training.progress import Progress
 from .training.ranks import TrainingRanks
-from .training.train_state import Metrics as Metrics, TrainState as TrainState, give_up, require_not_given_up
-from .training.update_rule import UpdateRule, require_frozen_alike
+from .training.train_state import Metrics as Metrics, TrainState as TrainState, give_up, is_known, mark_known, require_not_given_up
+from .training.update_rule import UpdateRule, require_frozen_alike, require_frozen_told, require_state_of
 
 
 class Trainer:
@@ -52,6 +53,8 @@ class Trainer:
         self.schedule, self.transport, self._owned, self._stateful = schedule, transport, owned, stateful
         self._ranks, self._rule, self._accumulate = TrainingRanks.of(rule.shard, schedule, tied, transport), rule, accumulate
         self._require_frozen_alike = partial(require_frozen_alike, stages, tied)
+        self._require_frozen_told = partial(require_frozen_told, stages)
+        self._closed, self._name = False, uuid4().hex
         self._scale_keys = set() if rule.scale is None else set(rule.scale.init("cpu"))
         reduce = rule.precision.reduce
         sum_dtype = reduce if reduce in (torch.float32, torch.float64) else None
@@ -89,6 +92,7 @@ class Trainer:
         for name, trees in (("params", params), ("state", state or {})):
             for s, tree in trees.items():
                 flatten(tree, f"{name}[{s}]")  # raises for leaves that are no tensors
+        self._require_frozen_told(params)
         rule, taken = self._rule, set[int]()
         masters = {s: rule.precision.to_master(tree_map(partial(_own, taken), tree)) for s, tree in params.items()}
         device = next((local(t).device for tree in masters.values() for t in tree_leaves(tree)), self._device())
@@ -96,6 +100,7 @@ class Trainer:
         masters, optimizer = ({s: pair[n] for s, pair in kept.items()} for n in (0, 1))
         step = torch.zeros((), dtype=torch.int64, device=device)
         made = TrainState(step, masters, optimizer, {} if rule.scale is None else rule.scale.init(device), dict(state or {}))
+        mark_known(made, self._name)
         self._require_fit(made)
         self._require_frozen_alike()
         return made
@@ -164,7 +169,8 @@ class Trainer:
         return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
     def close(self) -> None:
-        """Close the transport, if it was made for the trainer."""
+        """Close the transport, if it was made for the trainer. The trainer takes no steps afterwards."""
+        self._closed = True
         if self._owned:
             self.transport.close()
 
@@ -240,8 +246,12 @@ class Trainer:
 
     def _require_fit(self, state: TrainState) -> None:
         """Raise for something else than a state of this trainer."""
+        if self._closed:
+            raise RuntimeError("got a trainer that is closed; take its steps before close(), or within its `with` block, or make another one")
         if not isinstance(state, TrainState):
-            raise TypeError(f"state: got {reprlib.repr(state)}, expected what init or step of this trainer has returned")
+            pair = isinstance(state, tuple) and bool(state) and isinstance(state[0], TrainState)
+            mend = "; a step returns a pair: state, metrics = trainer.step(state, ...)" if pair else ""
+            raise TypeError(f"state: got an object of type {type(state).__name__}, expected a TrainState, as init or step returns it{mend}")
         _require_trees("state.params", state.params, self._ranks.stages)
         _require_trees("state.optimizer", state.optimizer, self._ranks.stages)
         if not isinstance(state.scale, Mapping) or state.scale.keys() != self._scale_keys:
@@ -256,12 +266,17 @@ class Trainer:
                 "stage_from_module(module, constants=True), which have no state then, or take norms without running statistics: GroupNorm"
             )
         require_not_given_up(state)
+        if not is_known(state, self._name):
+            for s in self._ranks.stages:
+                require_state_of(self._rule, state.params[s], state.optimizer[s], f"state.optimizer[{s}]")
+            mark_known(state, self._name)
 
     def _updated(self, result: StepResult, raw: list[RawArguments]) -> tuple[TrainState, list[Metrics]]:
         progress: Progress = result.update_state
         steps = len(progress.metrics)
         of_stages = [{s: _part(tree, n, steps) for s, tree in result.aux.metrics.items()} for n in range(steps)]
         metrics = [found._replace(stages=own) for found, own in zip(progress.metrics, of_stages, strict=True)]
+        mark_known(progress.state, self._name)
         return progress.state._replace(stage_state=result.aux.state), metrics
 
     def _loss(self, result: StepResult, raw: list[RawArguments]) -> torch.Tensor:

@@ -50,8 +50,9 @@ class RawArguments(NamedTuple):
         """The arguments of several passes of the schedule, each with a part of the batch, which add up their gradients."""
         if count == 1:
             return [self]
-        inputs, targets = (cut_passes(batch, count, name) for batch, name in ((self.inputs, "inputs"), (self.targets, "targets")))
-        extras = {s: cut_passes(batch, count, f"extras[{s}]") for s, batch in (self.extras or {}).items()}
+        batches = ((self.inputs, "inputs"), (self.targets, "targets"))
+        inputs, targets = (cut_passes(batch, count, microbatches, name) for batch, name in batches)
+        extras = {s: cut_passes(batch, count, microbatches, f"extras[{s}]") for s, batch in (self.extras or {}).items()}
         weights = read_loss_weights(self.loss_weights, count * microbatches)
         return [
             self._replace(

@@ -20,7 +20,8 @@ from .buffers import Buffers
 from .cache import CacheInfo, Entry
 from .compile import CompiledStep
 from .compiled_steps import CompiledSteps
-from .errors import Failure
+from .errors import Failure, PipelineError
+from .exchange import Refrozen, is_of_refrozen
 from .execute import StepFailed, describe_inputs
 from .functorch import transforming
 from .interrupts import let_interrupts
@@ -108,6 +109,20 @@ class StepFunction(Generic[P, R]):
         self, args: Any, kwargs: Any, recorder: Recorder | None = None, ready: Callable[[Sequence[StepArguments]], Entry] | None = None
     ) -> tuple[R, Timeline | None]:
         """Run one step, measured where there is a recorder; ``ready`` gives the compiled step, by default that of the cache.
+
+        Where what is frozen has changed on some rank, which the others cannot know when they begin, all run it a second time.
+        """
+        try:
+            return self._run_once(args, kwargs, recorder, ready)
+        except (Refrozen, PipelineError) as error:
+            if not is_of_refrozen(error):
+                raise
+        return self._run_once(args, kwargs, None if recorder is None else Recorder(), ready)
+
+    def _run_once(
+        self, args: Any, kwargs: Any, recorder: Recorder | None, ready: Callable[[Sequence[StepArguments]], Entry] | None
+    ) -> tuple[R, Timeline | None]:
+        """Run one step.
 
         Over a transport between processes, interrupts act while stages run, between the traces of two, and while this rank waits for
         peers that have not come to the end. With :class:`InProcess` they act anywhere but while a stage is traced.
