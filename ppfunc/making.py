@@ -161,8 +161,8 @@ def _require_count(stages: Sequence[Any], schedule: Schedule) -> None:
     if len(stages) != expected:
         parts = f"{expected // schedule.ranks} stages on each of " if expected > schedule.ranks else ""
         raise ValueError(
-            f"stages: got {len(stages)}, the schedule {schedule.name!r} has {expected} ({parts}{schedule.ranks} ranks); give one function for "
-            f"each (or pp.split(model, ..., at={expected})), or build another schedule"
+            f"stages: got {len(stages)}, the schedule {schedule.name!r} has {expected} ({parts}{schedule.ranks} ranks); give one function "
+            f"for each (or pp.split(model, ..., at={expected})), or build another schedule"
         )
 
 

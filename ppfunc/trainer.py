@@ -80,16 +80,22 @@ class Trainer:
 
         Raises:
             TypeError, ValueError: something else than the stages of this process, or than trees of tensors; a state where other
-                ranks run other batches, and would each have another.
+                ranks run other batches, and would each have another. The next step of the other ranks fails with it, and
+                the transport can be used no more.
         """
+        self._require_connected()
+        with self.transport.making_step():  # peers that step meanwhile hear of what is wrong
+            return self._init(params, {} if state is None else state)
+
+    def _init(self, params: Mapping[int, Any], state: Mapping[int, Any]) -> TrainState:
         stages = self._ranks.stages
         _require_trees("params", params, stages)
-        _require_trees("state", state or {}, stages, some=True)
-        if missing := [s for s in self._stateful if s in stages and s not in (state or {})]:
+        _require_trees("state", state, stages, some=True)
+        if missing := [s for s in self._stateful if s in stages and s not in state]:
             raise ValueError(
                 f"state: got none of the stages {missing}, whose buffers the model writes into; expected trainer.init(params, split.state)"
             )
-        for name, trees in (("params", params), ("state", state or {})):
+        for name, trees in (("params", params), ("state", state)):
             for s, tree in trees.items():
                 flatten(tree, f"{name}[{s}]")  # raises for leaves that are no tensors
         self._require_frozen_told(params)
@@ -99,7 +105,7 @@ class Trainer:
         kept = {s: self._ranks.init(tree, rule.optimizer, f"params[{s}]") for s, tree in masters.items()}
         masters, optimizer = ({s: pair[n] for s, pair in kept.items()} for n in (0, 1))
         step = torch.zeros((), dtype=torch.int64, device=device)
-        made = TrainState(step, masters, optimizer, {} if rule.scale is None else rule.scale.init(device), dict(state or {}))
+        made = TrainState(step, masters, optimizer, {} if rule.scale is None else rule.scale.init(device), dict(state))
         mark_known(made, self._name)
         self._require_fit(made)
         self._require_frozen_alike()
@@ -161,6 +167,7 @@ class Trainer:
         extras: Mapping[int, Any] | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """The loss of a batch, of which this data rank has a part, on every rank; float64[]. Arguments as of :meth:`step`."""
+        self._require_connected()
         return self._evaluate(state, inputs, targets, loss_weights, seed, extras)
 
     def _device(self) -> torch.device:
@@ -174,6 +181,15 @@ class Trainer:
         if self._owned:
             self.transport.close()
 
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the trainer is closed; take its steps before close(), within its `with` block, or make another one")
+
+    def _require_connected(self) -> None:
+        """Raise where the transport is closed with the trainer; over another one, peers are to hear that it is closed."""
+        if self._owned:
+            self._require_open()
+
     def __enter__(self) -> Self:
         return self
 
@@ -184,6 +200,7 @@ class Trainer:
 
     def _run(self, run: Callable[..., Any], state: TrainState, *call: Any) -> Any:
         """Run several steps, by the step function or its ``record``; give up a state that was updated in place."""
+        self._require_connected()
         written: list[torch.Tensor] = []
         reason = "it was updated in place by a step that has failed since"
         try:
@@ -246,8 +263,7 @@ class Trainer:
 
     def _require_fit(self, state: TrainState) -> None:
         """Raise for something else than a state of this trainer."""
-        if self._closed:
-            raise RuntimeError("got a trainer that is closed; take its steps before close(), or within its `with` block, or make another one")
+        self._require_open()
         if not isinstance(state, TrainState):
             pair = isinstance(state, tuple) and bool(state) and isinstance(state[0], TrainState)
             mend = "; a step returns a pair: state, metrics = trainer.step(state, ...)" if pair else ""

@@ -101,7 +101,7 @@ def _home(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
 
 def frozen_in(fn: Stage) -> list[str]:
     """The names of the parameters of a stage that its module has frozen now; none for other functions."""
-    return list(getattr(fn, _FROZEN, dict)())
+    return list(_told(fn))
 
 
 def frozen_below(fn: Stage) -> list[str]:
@@ -109,14 +109,20 @@ def frozen_below(fn: Stage) -> list[str]:
 
     Of a function that is held it is not known which parameters of the stage it is given, if any: a teacher has names of its own.
     """
-    return [name for part in (fn, *_held(fn)) for name in getattr(part, _FROZEN, dict)()]
+    return [name for part in (fn, *_held(fn)) for name in _told(part)]
 
 
 def frozen_untold(fn: Stage, params: Iterable[Tensor]) -> list[str]:
     """The names of what modules have frozen whose functions are held by one that does not tell: those in the memory of these parameters."""
     memory = {local(t).untyped_storage().data_ptr() for t in params if t.numel()} - {0} if not hasattr(fn, _FROZEN) else set()
-    frozen = (found for part in _held(fn) for found in getattr(part, _FROZEN, dict)().items()) if memory else ()
+    frozen = [found for part in _held(fn) for found in _told(part).items()] if memory else []
     return [name for name, p in frozen if p.numel() and local(p).untyped_storage().data_ptr() in memory]
+
+
+def _told(fn: Any) -> State:
+    """The parameters that the module of a function has frozen now; none of another function."""
+    found: State = getattr(fn, _FROZEN, dict)()
+    return found
 
 
 def _held(fn: Stage) -> list[Any]:
