@@ -124,7 +124,8 @@ class Replay:
         other = [edge for edge, signatures in self._now.items() if signatures != self._agreed.edges[edge]]
         changed = _frozen(lowered) ^ self._agreed.frozen
         if changed and (other or _matters_to_others(lowered, changed)):
-            raise Refrozen(f"what is frozen has changed of {', '.join(f'{name} of stage {model}' for model, name in sorted(changed)[:5])}")
+            names = ", ".join(f"{name} of stage {model}" for model, name in sorted(changed)[:5])
+            raise Refrozen(f"modules have frozen, or set free, {names}; call again: the ranks then agree anew")
         for edge in other:
             given, known = (" and ".join(map(str, dict.fromkeys(s))) for s in (self._now[edge], self._agreed.edges[edge]))
             raise ValueError(
@@ -154,5 +155,6 @@ def _matters_to_others(lowered: LoweredStep, changed: frozenset[tuple[int, str]]
     if update is None or update.alike:
         return update is not None
     names = {stage: leaf_names(signature) for stage, signature in lowered.form.params.items()}
-    leaves = shared_leaves(lowered.schedule, lowered.form.params, lowered.spec.tied)
+    shared = shared_leaves(lowered.schedule, lowered.form.params, lowered.spec.tied)
+    leaves = [leaf for leaf in shared if any(lowered.schedule.placement[s] not in lowered.ranks for s, _ in leaf.holders)]
     return any((model[s], names[model[s]][n]) in changed for leaf in leaves for s, n in leaf.holders if n is not None)

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
 
 import ppfunc as pp
 from tests.models import normal, squared
@@ -171,6 +172,26 @@ def test_a_microbatch_of_weight_0_contributes_nothing_where_parameters_are_freed
 @pytest.mark.parametrize("name, engine", [("1f1b", "eager"), ("zb_h1", "functional"), ("zbv", "graph"), ("dualpipe", "graph")])
 def test_a_microbatch_of_weight_0_contributes_nothing_over_processes(two, name, engine):
     two(left_out, name, engine)
+
+
+def nothing_on_one_data_rank(rank, size, shard):
+    """Of two data ranks one has nothing that counts, and no finite number."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    pipe, data = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
+    params, (x, target, weights) = {s: {"w": normal(4, seed=s)} for s in range(2)}, empty_batch()
+    given = (x, target, weights) if data == 0 else (x * torch.nan, tuple(t * 0 for t in target), [0.0] * len(weights))
+    with pp.train_step([balanced] * 2, masked, pp.zb_h1(2, 8), pp.sgd(0.1), mesh, axes=pp.Axes("pp", "dp"), shard=shard) as trainer:
+        state, metrics = trainer.step(trainer.init({pipe: params[pipe]}), *given[:2], loss_weights=given[2])
+    loss, grads, _ = by_autograd(params, x, target, weights)
+    assert metrics.skipped == 0 and metrics.loss.item() == pytest.approx(loss.item() / sum(weights), rel=1e-12)
+    w = state.params[pipe]["w"]
+    w = w.full_tensor() if shard == "params" else w
+    torch.testing.assert_close(w, params[pipe]["w"] - 0.1 * grads[pipe] / sum(weights), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("shard", ["none", "optimizer", "params"])
+def test_a_data_rank_without_anything_that_counts_contributes_nothing(four, shard):
+    four(nothing_on_one_data_rank, shard)
 
 
 def test_what_is_not_finite_and_counts_is_named_beside_what_does_not_count():

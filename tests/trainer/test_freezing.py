@@ -49,7 +49,7 @@ def stage_of(layer):
     return stage, {name: p.clone() for name, p in params.items()}
 
 
-def freezing(rank, size, schedule, engine, shape=None):
+def freezing(rank, size, schedule, engine, shape=None, shard="none"):
     """Train while stages are frozen and set free; a stage of every second rank is the last that others took gradients from."""
     model, batches = layers(), [(normal(8, 4, seed=n), normal(8, 4, seed=50 + n)) for n in range(len(FROZEN))]
     wanted, model = by_torch(model, batches), layers()
@@ -64,7 +64,7 @@ def freezing(rank, size, schedule, engine, shape=None):
     mine = [s for s in range(3) if placement[s] == (pipe if ranks > 1 else 0)]
     made = {s: stage_of(layer) for s, layer in enumerate(model) if s in mine}
     options = {"engine": getattr(pp, engine)}
-    options |= {"transport": pp.P2P(timeout=30)} if size > 1 and mesh is None else {"mesh": mesh, "axes": mesh and pp.Axes("pp", "dp")}
+    options |= {"transport": pp.P2P(timeout=30)} if size > 1 and mesh is None else {"mesh": mesh, "axes": mesh and pp.Axes("pp", "dp"), "shard": shard}
     half = slice(None) if mesh is None else slice(4 * data, 4 * data + 4)
     with pp.train_step(
         [made[s][0] if s in made else None for s in range(3)], squared, build, pp.sgd(0.1, weight_decay=0.5), **options
@@ -76,7 +76,7 @@ def freezing(rank, size, schedule, engine, shape=None):
             (state, _), _ = trainer.record(state, x[half], y[half]) if n == 2 else (trainer.step(state, x[half], y[half]), None)
             for s in mine:
                 for p, want in zip(state.params[s].values(), wanted[n][2 * s : 2 * s + 2], strict=True):
-                    torch.testing.assert_close(p, want, rtol=1e-12, atol=1e-12, msg=str((n, s)))
+                    torch.testing.assert_close(p.full_tensor() if shard == "params" and hasattr(p, "full_tensor") else p, want, rtol=1e-12, atol=1e-12, msg=str((n, s)))
         assert state.step == len(FROZEN)
 
 
@@ -91,8 +91,9 @@ def test_stages_are_frozen_and_set_free_over_processes(two, schedule, engine):
     two(freezing, schedule, engine)
 
 
-def test_stages_are_frozen_and_set_free_over_a_mesh(four):
-    four(freezing, "whole", "graph", (2, 2))
+@pytest.mark.parametrize("shard", ["none", "optimizer", "params"])
+def test_stages_are_frozen_and_set_free_over_a_mesh(four, shard):
+    four(freezing, "whole", "graph", (2, 2), shard)
 
 
 def on_one_rank(rank, size, kind):
@@ -120,3 +121,31 @@ def on_one_rank(rank, size, kind):
 @pytest.mark.parametrize("kind", ["tied", "data"])
 def test_one_parameter_that_one_rank_freezes_later_is_told(two, kind):
     assert two(on_one_rank, kind) == [True, True]
+
+
+def together(rank, size, name):
+    """Freeze a parameter at all of its places, after steps in which none was frozen: tied, or in two replicas of a stage."""
+    modules = [nn.Linear(3, 3).double() for _ in range(2)]
+    for module in modules:
+        module.weight.data, module.bias.data = normal(3, 3), normal(3)
+    made = [pp.stage_from_module(module) for module in modules]
+    build, tied = (pp.gpipe(2, 4), {"w": [(0, "weight"), (1, "weight")]}) if name == "tied" else (pp.dualpipe(2, 4), None)
+    mine = range(2) if size == 1 else build.model_stages_of(rank)
+    with pp.InProcess() if size == 1 else pp.P2P(timeout=30) as transport:
+        trainer = pp.train_step([fn for fn, _, _ in made], squared, build, pp.sgd(0.1), transport=transport, tied=tied)
+        state = trainer.init({s: {name: t.clone() for name, t in made[s][1].items()} for s in mine})
+        for frozen in (False, True, True, False):
+            for module in modules:
+                module.weight.requires_grad_(not frozen)
+            before = state.params
+            state, _ = trainer.step(state, normal(8, 3), normal(8, 3, seed=1))
+            assert all(torch.equal(before[s]["weight"], state.params[s]["weight"]) == frozen for s in mine)
+            assert not any(torch.equal(before[s]["bias"], state.params[s]["bias"]) for s in mine)
+    return [state.params[s]["weight"] for s in range(2) if s in mine]
+
+
+@pytest.mark.parametrize("name", ["tied", "replicas"])
+def test_one_parameter_is_frozen_at_all_of_its_places(two, name):
+    alone = together(0, 1, name)
+    for rank, found in enumerate(two(together, name)):
+        assert all(map(torch.equal, found, alone if name == "replicas" else [alone[rank]]))
