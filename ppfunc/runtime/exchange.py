@@ -125,7 +125,8 @@ class Replay:
         changed = _frozen(lowered) ^ self._agreed.frozen
         if changed and (other or _matters_to_others(lowered, changed)):
             names = ", ".join(f"{name} of stage {model}" for model, name in sorted(changed)[:5])
-            raise Refrozen(f"modules have frozen, or set free, {names}; call again: the ranks then agree anew")
+            mend = "the ranks have to agree anew: call again; where stages are cut over a mesh, make a new mesh and trainer first"
+            raise Refrozen(f"modules have frozen, or set free, {names}; {mend}")
         for edge in other:
             given, known = (" and ".join(map(str, dict.fromkeys(s))) for s in (self._now[edge], self._agreed.edges[edge]))
             raise ValueError(
