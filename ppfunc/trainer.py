@@ -14,8 +14,9 @@ import torch
 
 from ppfunc._text import shown
 from ppfunc.making import make_step
-from ppfunc.runtime import P2P, Microbatches, StepSpec, Transport
+from ppfunc.runtime import P2P, AgreementError, Microbatches, PipelineError, StepSpec, Transport
 from ppfunc.runtime.arguments import LossWeights, RawArguments, Seed, read_loss_weights, read_seed
+from ppfunc.runtime.errors import Failure
 from ppfunc.runtime.results import StepResult
 from ppfunc.runtime.ties import Tied
 from ppfunc.schedule import Schedule, Timeline, forward_only, insert_unshards, remove_tail, remove_unshards
@@ -32,7 +33,8 @@ from .training.update_rule import UpdateRule, require_frozen_alike, require_froz
 
 
 class Trainer:
-    """Trains a pipeline, or several over a mesh: made by :func:`train_step`. A context manager that closes its transport.
+    """Trains a pipeline, or several over a mesh: made by :func:`train_step`. A context manager that closes its transport; an error
+    that ends its block on one rank fails the next step of the others, with its text.
 
     Args:
         stages, loss_fn: of the model.
@@ -80,15 +82,10 @@ class Trainer:
 
         Raises:
             TypeError, ValueError: something else than the stages of this process, or than trees of tensors; a state where other
-                ranks run other batches, and would each have another. The next step of the other ranks fails with it, and
-                the transport can be used no more.
+                ranks run other batches, and would each have another.
         """
         self._require_connected()
-        with self.transport.making_step():  # peers that step meanwhile hear of what is wrong
-            return self._init(params, {} if state is None else state)
-
-    def _init(self, params: Mapping[int, Any], state: Mapping[int, Any]) -> TrainState:
-        stages = self._ranks.stages
+        stages, state = self._ranks.stages, {} if state is None else state
         _require_trees("params", params, stages)
         _require_trees("state", state, stages, some=True)
         if missing := [s for s in self._stateful if s in stages and s not in state]:
@@ -194,7 +191,12 @@ class Trainer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+        try:
+            # Peers have heard of what a step has raised.
+            if isinstance(error, Exception) and not isinstance(error, PipelineError | AgreementError) and self._owned and not self._closed:
+                self.transport.fail(Failure(self._ranks.ranks[0], None, None, error))
+        finally:
+            self.close()
 
     # -- one call --------------------------------------------------------------------------
 

@@ -851,19 +851,26 @@ def later_weights(rank, size, steps):
         return metrics.loss.item()
 
 
-def wrong_at_the_start(rank, size, soon):
-    """One rank gives another thing to ``init``; the other steps, and hears of it. Then both are closed, and step."""
+def wrong_in_the_block(rank, size, kind, soon):
+    """One rank, or both, give another thing to ``init``, or raise by themselves; a rank that steps hears of it. Then both are closed."""
     stages, params, x, y = problem(2)
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
-    with pp.train_step(stages, squared, pp.gpipe(2, 2), pp.sgd(0.1), mesh, axes=pp.Axes("pp")) as trainer:
-        if rank:
-            with pytest.raises(ValueError, match=r"params: got the stages \[0\], this process runs \[1\]"):
-                trainer.init({0: params[0]})
-        else:
-            state, begin = trainer.init({0: params[0]}), time.monotonic()
-            with pytest.raises(pp.PipelineError, match=r"rank 1 failed outside its program: ValueError: params: got the stages \[0\]"):
-                trainer.step(state, x, y)
-            assert time.monotonic() - begin < soon
+    mesh, begin = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)), time.monotonic()
+    text = r"params: got the stages \[\], this process runs" if kind != "own" else "no such file"
+    error = FileNotFoundError if kind == "own" else ValueError
+    wanted = error if rank or kind == "both" else pp.PipelineError
+    told = text if wanted is error else f"rank 1 failed outside its program: {error.__name__}: {text}"
+    with (
+        pytest.raises(wanted, match=told),
+        pp.train_step(stages, squared, pp.gpipe(2, 2), pp.sgd(0.1), mesh, axes=pp.Axes("pp")) as trainer,
+    ):
+        if kind != "own" and wanted is error:
+            trainer.init({})
+        state = trainer.init({rank: params[rank]})
+        state, _ = trainer.step(state, x, y)
+        if wanted is error:
+            raise FileNotFoundError("no such file")
+        trainer.step(state, x, y)
+    assert time.monotonic() - begin < 2 * soon
     with pp.train_step(stages, squared, pp.gpipe(2, 2), pp.sgd(0.1), mesh, axes=pp.Axes("pp")) as trainer:
         state, _ = trainer.step(trainer.init({rank: params[rank]}), x, y)
     for call in (lambda: trainer.step(state, x, y), lambda: trainer.init({rank: params[rank]})):
@@ -871,8 +878,10 @@ def wrong_at_the_start(rank, size, soon):
             call()
 
 
-def test_what_is_wrong_at_the_start_of_one_rank_is_told_to_the_other(two, soon):
-    two(wrong_at_the_start, soon)
+@pytest.mark.parametrize("kind", ["one", "own", "both"])
+def test_an_error_that_ends_the_block_of_one_rank_is_told_to_the_other(two, soon, kind):
+    """It was told that the process is gone."""
+    two(wrong_in_the_block, kind, soon)
 
 
 def test_loss_weights_of_every_pass_are_compared(two):
