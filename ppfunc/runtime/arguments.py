@@ -216,8 +216,9 @@ def read_loss_weights(weights: LossWeights, microbatches: int) -> torch.Tensor |
     try:
         if torch.is_tensor(weights) and weights.is_complex():
             raise TypeError("complex weights")
+        device = weights.device if isinstance(weights, torch.Tensor) else "cpu"
         with nullcontext() if torch.is_tensor(weights) else suspended():  # which would wrap what it makes of a list
-            read = torch.as_tensor(weights, dtype=torch.float64)
+            read = torch.as_tensor(weights, dtype=torch.float64, device=device)
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"loss_weights: got {reprlib.repr(weights)}, expected one number for each of the {microbatches} microbatches"
