@@ -159,7 +159,11 @@ def _require(stages: Sequence[Any], schedule: Schedule, engine: Any, spec: StepS
 def _require_count(stages: Sequence[Any], schedule: Schedule) -> None:
     expected = len(set(schedule.model_stages))
     if len(stages) != expected:
-        raise ValueError(f"stages: got {len(stages)}, the schedule {schedule.name!r} has {expected}")
+        parts = f"{expected // schedule.ranks} stages on each of " if expected > schedule.ranks else ""
+        raise ValueError(
+            f"stages: got {len(stages)}, the schedule {schedule.name!r} has {expected} ({parts}{schedule.ranks} ranks); give one function "
+            f"for each (or pp.split(model, ..., at={expected})), or build another schedule"
+        )
 
 
 def require_one_of(name: str, got: Any, known: Sequence[str]) -> None:

@@ -61,7 +61,9 @@ def value_and_grad(
             none. An instruction that a step would not carry out, such as ``STEP``, is refused.
         transport: carries the messages: ``InProcess()`` (the default) or ``P2P(group)``.
         engine: how a stage is differentiated.
-        loss_weights: weight of every microbatch in the loss, [m]; ``1/m`` each where none are given.
+        loss_weights: weight of every microbatch in the loss, [m]; ``1/m`` each where none are given. A microbatch of weight 0
+            contributes nothing to loss and gradients, whatever its numbers are: only its forward runs, for metrics and states. Weights
+            on another device than the CPU are not read: there its loss is left out, and 0 times its gradients is added.
         argnums: what to differentiate: 0 the parameters, 1 the inputs, or a tuple of both in either order.
         has_aux: whether to return metrics and state too.
         per_microbatch: whether to keep the gradients of the microbatches apart instead of adding them up: every

@@ -8,13 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
+from uuid import uuid4
 
 import torch
 
 from ppfunc._text import shown
 from ppfunc.making import make_step
-from ppfunc.runtime import P2P, Microbatches, StepSpec, Transport
+from ppfunc.runtime import P2P, AgreementError, Microbatches, PipelineError, StepSpec, Transport
 from ppfunc.runtime.arguments import LossWeights, RawArguments, Seed, read_loss_weights, read_seed
+from ppfunc.runtime.errors import Failure
 from ppfunc.runtime.results import StepResult
 from ppfunc.runtime.ties import Tied
 from ppfunc.schedule import Schedule, Timeline, forward_only, insert_unshards, remove_tail, remove_unshards
@@ -26,12 +28,13 @@ from ppfunc.stage.tree import tree_leaves, tree_map
 from .training.parameter_update import parameter_update
 from .training.progress import Progress
 from .training.ranks import TrainingRanks
-from .training.train_state import Metrics as Metrics, TrainState as TrainState, give_up, require_not_given_up
-from .training.update_rule import UpdateRule, require_frozen_alike
+from .training.train_state import Metrics as Metrics, TrainState as TrainState, give_up, is_known, mark_known, require_not_given_up
+from .training.update_rule import UpdateRule, require_frozen_alike, require_frozen_told, require_state_of
 
 
 class Trainer:
-    """Trains a pipeline, or several over a mesh: made by :func:`train_step`. A context manager that closes its transport.
+    """Trains a pipeline, or several over a mesh: made by :func:`train_step`. A context manager that closes its transport; an error
+    that ends its block on one rank fails the next step of the others, with its text.
 
     Args:
         stages, loss_fn: of the model.
@@ -52,6 +55,8 @@ class Trainer:
         self.schedule, self.transport, self._owned, self._stateful = schedule, transport, owned, stateful
         self._ranks, self._rule, self._accumulate = TrainingRanks.of(rule.shard, schedule, tied, transport), rule, accumulate
         self._require_frozen_alike = partial(require_frozen_alike, stages, tied)
+        self._require_frozen_told = partial(require_frozen_told, stages)
+        self._closed, self._name = False, uuid4().hex
         self._scale_keys = set() if rule.scale is None else set(rule.scale.init("cpu"))
         reduce = rule.precision.reduce
         sum_dtype = reduce if reduce in (torch.float32, torch.float64) else None
@@ -79,23 +84,26 @@ class Trainer:
             TypeError, ValueError: something else than the stages of this process, or than trees of tensors; a state where other
                 ranks run other batches, and would each have another.
         """
-        stages = self._ranks.stages
+        self._require_connected()
+        stages, state = self._ranks.stages, {} if state is None else state
         _require_trees("params", params, stages)
-        _require_trees("state", state or {}, stages, some=True)
-        if missing := [s for s in self._stateful if s in stages and s not in (state or {})]:
+        _require_trees("state", state, stages, some=True)
+        if missing := [s for s in self._stateful if s in stages and s not in state]:
             raise ValueError(
                 f"state: got none of the stages {missing}, whose buffers the model writes into; expected trainer.init(params, split.state)"
             )
-        for name, trees in (("params", params), ("state", state or {})):
+        for name, trees in (("params", params), ("state", state)):
             for s, tree in trees.items():
                 flatten(tree, f"{name}[{s}]")  # raises for leaves that are no tensors
+        self._require_frozen_told(params)
         rule, taken = self._rule, set[int]()
         masters = {s: rule.precision.to_master(tree_map(partial(_own, taken), tree)) for s, tree in params.items()}
         device = next((local(t).device for tree in masters.values() for t in tree_leaves(tree)), self._device())
         kept = {s: self._ranks.init(tree, rule.optimizer, f"params[{s}]") for s, tree in masters.items()}
         masters, optimizer = ({s: pair[n] for s, pair in kept.items()} for n in (0, 1))
         step = torch.zeros((), dtype=torch.int64, device=device)
-        made = TrainState(step, masters, optimizer, {} if rule.scale is None else rule.scale.init(device), dict(state or {}))
+        made = TrainState(step, masters, optimizer, {} if rule.scale is None else rule.scale.init(device), dict(state))
+        mark_known(made, self._name)
         self._require_fit(made)
         self._require_frozen_alike()
         return made
@@ -110,7 +118,8 @@ class Trainer:
             inputs, targets, seed, extras: as of :func:`ppfunc.value_and_grad`, of ``accumulate`` times as many microbatches.
                 Random numbers depend on the place of a microbatch among those of all data ranks.
             loss_weights: how much each microbatch counts, such as its number of tokens; divided by their sum over all data
-                ranks. All count the same where none are given. Every rank gives some or none does.
+                ranks. All count the same where none are given. Every rank gives some or none does. A microbatch of weight 0
+                contributes nothing, as of :func:`ppfunc.value_and_grad`.
 
         Returns:
             The new state, and :class:`Metrics`. ``state`` stays as it is, unless the optimizer was given ``donate``: then it cannot
@@ -155,6 +164,7 @@ class Trainer:
         extras: Mapping[int, Any] | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """The loss of a batch, of which this data rank has a part, on every rank; float64[]. Arguments as of :meth:`step`."""
+        self._require_connected()
         return self._evaluate(state, inputs, targets, loss_weights, seed, extras)
 
     def _device(self) -> torch.device:
@@ -163,20 +173,36 @@ class Trainer:
         return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
     def close(self) -> None:
-        """Close the transport, if it was made for the trainer."""
+        """Close the transport, if it was made for the trainer. The trainer takes no steps afterwards."""
+        self._closed = True
         if self._owned:
             self.transport.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the trainer is closed; take its steps before close(), within its `with` block, or make another one")
+
+    def _require_connected(self) -> None:
+        """Raise where the transport is closed with the trainer; over another one, peers are to hear that it is closed."""
+        if self._owned:
+            self._require_open()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+        try:
+            # Peers have heard of what a step has raised.
+            if isinstance(error, Exception) and not isinstance(error, PipelineError | AgreementError) and self._owned and not self._closed:
+                self.transport.fail(Failure(self._ranks.ranks[0], None, None, error))
+        finally:
+            self.close()
 
     # -- one call --------------------------------------------------------------------------
 
     def _run(self, run: Callable[..., Any], state: TrainState, *call: Any) -> Any:
         """Run several steps, by the step function or its ``record``; give up a state that was updated in place."""
+        self._require_connected()
         written: list[torch.Tensor] = []
         reason = "it was updated in place by a step that has failed since"
         try:
@@ -239,8 +265,11 @@ class Trainer:
 
     def _require_fit(self, state: TrainState) -> None:
         """Raise for something else than a state of this trainer."""
+        self._require_open()
         if not isinstance(state, TrainState):
-            raise TypeError(f"state: got {reprlib.repr(state)}, expected what init or step of this trainer has returned")
+            pair = isinstance(state, tuple) and bool(state) and isinstance(state[0], TrainState)
+            mend = "; a step returns a pair: state, metrics = trainer.step(state, ...)" if pair else ""
+            raise TypeError(f"state: got an object of type {type(state).__name__}, expected a TrainState, as init or step returns it{mend}")
         _require_trees("state.params", state.params, self._ranks.stages)
         _require_trees("state.optimizer", state.optimizer, self._ranks.stages)
         if not isinstance(state.scale, Mapping) or state.scale.keys() != self._scale_keys:
@@ -255,12 +284,17 @@ class Trainer:
                 "stage_from_module(module, constants=True), which have no state then, or take norms without running statistics: GroupNorm"
             )
         require_not_given_up(state)
+        if not is_known(state, self._name):
+            for s in self._ranks.stages:
+                require_state_of(self._rule, state.params[s], state.optimizer[s], f"state.optimizer[{s}]")
+            mark_known(state, self._name)
 
     def _updated(self, result: StepResult, raw: list[RawArguments]) -> tuple[TrainState, list[Metrics]]:
         progress: Progress = result.update_state
         steps = len(progress.metrics)
         of_stages = [{s: _part(tree, n, steps) for s, tree in result.aux.metrics.items()} for n in range(steps)]
         metrics = [found._replace(stages=own) for found, own in zip(progress.metrics, of_stages, strict=True)]
+        mark_known(progress.state, self._name)
         return progress.state._replace(stage_state=result.aux.state), metrics
 
     def _loss(self, result: StepResult, raw: list[RawArguments]) -> torch.Tensor:

@@ -76,9 +76,10 @@ def train_step(
     Parameters, inputs and the leaves of the state are tensors or DTensors; a stage is given the part of its rank. Ranks compare their
     options, the numbers of optimizer and scale, what the optimizer makes of a few ones, and checksums of the states of data ranks once,
     before the first step and after a failure; the seed in every step. A parameter that the module of a stage has
-    frozen stays as it is (by ``requires_grad_(False)``, also between steps; on every rank that holds it). Its state of the optimizer
-    goes on with gradients of zero. A function of yours around that of a module tells what is frozen if it is made with
-    ``functools.wraps``; else the gradient is zero, and weight decay acts.
+    frozen stays as it is (by ``requires_grad_(False)``, also between steps; on every rank that holds it, which ranks compare where they
+    update one parameter; where that changes gradients between processes, stages that are cut over a mesh need a new mesh and trainer).
+    Its state of the optimizer goes on with gradients of zero. A function of yours around that of a module tells
+    what is frozen if it is made with ``functools.wraps``; ``init`` raises where one does not, and is given what its module has frozen.
 
     Raises:
         ScheduleError, ValueError, TypeError: as :func:`value_and_grad`; arguments that do not fit together.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from ppfunc.stage import Signature
 
 from .batch import Leaves, Microbatches, cut, cut_passes
 from .form import StepForm, TreeForm, read_tree, require_values, step_form
-from .functorch import transformed
+from .functorch import suspended, transformed
 
 LossWeights = Sequence[float] | torch.Tensor | None
 Seed = tuple[int, int] | None
@@ -49,8 +50,9 @@ class RawArguments(NamedTuple):
         """The arguments of several passes of the schedule, each with a part of the batch, which add up their gradients."""
         if count == 1:
             return [self]
-        inputs, targets = (cut_passes(batch, count, name) for batch, name in ((self.inputs, "inputs"), (self.targets, "targets")))
-        extras = {s: cut_passes(batch, count, f"extras[{s}]") for s, batch in (self.extras or {}).items()}
+        batches = ((self.inputs, "inputs"), (self.targets, "targets"))
+        inputs, targets = (cut_passes(batch, count, microbatches, name) for batch, name in batches)
+        extras = {s: cut_passes(batch, count, microbatches, f"extras[{s}]") for s, batch in (self.extras or {}).items()}
         weights = read_loss_weights(self.loss_weights, count * microbatches)
         return [
             self._replace(
@@ -77,6 +79,7 @@ class StepArguments(NamedTuple):
         ends, first, scale, update_state, common: as given.
         form: of all of them.
         trees: the form of every tree, by its name.
+        left_out: the microbatches whose weight is 0, where the host knows it.
     """
 
     params: Mapping[int, Leaves]
@@ -88,6 +91,7 @@ class StepArguments(NamedTuple):
     seed: Seed
     form: StepForm
     trees: Mapping[str, TreeForm]
+    left_out: frozenset[int]
     ends: bool = True
     first: int = 0
     scale: torch.Tensor | None = None
@@ -147,9 +151,11 @@ def read_arguments(
         form = step_form(trees, stages, m, params, inputs)
     weights = read_loss_weights(raw.loss_weights, m)
     seed = read_seed(raw.seed)
+    zeros = frozenset[int]() if abstract else _zeros(weights)
     return StepArguments(
-        params, states, inputs, targets, further, weights, seed, form, trees, raw.ends, raw.first, raw.scale, raw.update_state, raw.common
-    )
+        params, states, inputs, targets, further, weights, seed, form, trees, zeros, raw.ends, raw.first, raw.scale, raw.update_state,
+        raw.common,
+    )  # fmt: skip
 
 
 class _Reader:
@@ -210,7 +216,9 @@ def read_loss_weights(weights: LossWeights, microbatches: int) -> torch.Tensor |
     try:
         if torch.is_tensor(weights) and weights.is_complex():
             raise TypeError("complex weights")
-        read = torch.as_tensor(weights, dtype=torch.float64, device=weights.device if torch.is_tensor(weights) else "cpu")
+        device = weights.device if isinstance(weights, torch.Tensor) else "cpu"
+        with nullcontext() if torch.is_tensor(weights) else suspended():  # which would wrap what it makes of a list
+            read = torch.as_tensor(weights, dtype=torch.float64, device=device)
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"loss_weights: got {reprlib.repr(weights)}, expected one number for each of the {microbatches} microbatches"
@@ -218,6 +226,13 @@ def read_loss_weights(weights: LossWeights, microbatches: int) -> torch.Tensor |
     if read.shape != (microbatches,):
         raise ValueError(f"loss_weights: got shape {tuple(read.shape)}, expected one weight for each of the {microbatches} microbatches")
     return read
+
+
+def _zeros(weights: torch.Tensor | None) -> frozenset[int]:
+    """The microbatches of weight 0; none where the device knows them alone, or a transform may see other weights."""
+    if weights is None or weights.device.type != "cpu" or transformed(weights):
+        return frozenset()
+    return frozenset(m for m, weight in enumerate(weights.tolist()) if weight == 0)
 
 
 def _require_stages(trees: Any, name: str, stages: Sequence[int]) -> None:

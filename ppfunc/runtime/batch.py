@@ -110,19 +110,23 @@ def microbatch(batch: Any, microbatches: int) -> Microbatches:
     return Microbatches(map(signature.cut(m).wrap, cut(parts, m)))
 
 
-def cut_passes(batch: Any, passes: int, name: str) -> Sequence[Any]:
-    """The part of a batch, whole or Microbatches, that each of several passes of a schedule runs."""
+def cut_passes(batch: Any, passes: int, microbatches: int, name: str) -> Sequence[Any]:
+    """The part of a batch, whole or Microbatches, that each of several passes of a schedule of so many microbatches runs."""
     if batch is None:
         return [None] * passes
+    wanted = f"{microbatches} microbatches for each of {passes} passes of the schedule, as accumulate={passes} says"
     if not isinstance(batch, Microbatches):
         leaves, treedef = flatten(batch, name)
         refuse_microbatches(treedef, name)
+        for path, leaf in zip(tree_paths(treedef), leaves, strict=True):
+            if leaf.ndim == 0 or leaf.shape[0] % (passes * microbatches) or not leaf.shape[0]:
+                got = f"{leaf.shape[0]} rows in shape {tuple(leaf.shape)}" if leaf.ndim else "a scalar"
+                raise ValueError(f"{name}{path}: got {got}, expected a multiple of {passes * microbatches} rows: {wanted}")
         require_divisible(leaves, tree_paths(treedef), passes, name)
         return [treedef.unflatten(row) for row in cut(leaves, passes)]
-    if len(batch) % passes:
-        raise ValueError(f"{name}: got {len(batch)} microbatches, expected as many in each of {passes} passes of the schedule")
-    size = len(batch) // passes
-    return [Microbatches(batch.trees[n * size : (n + 1) * size]) for n in range(passes)]
+    if len(batch) != passes * microbatches:
+        raise ValueError(f"{name}: got {len(batch)} microbatches, expected {passes * microbatches}: {wanted}")
+    return [Microbatches(batch.trees[n * microbatches : (n + 1) * microbatches]) for n in range(passes)]
 
 
 def refuse_microbatches(treedef: PyTreeSpec, name: str) -> None:

@@ -46,6 +46,7 @@ class Buffers:
         gradients: sums of the parameter gradients so far, by stage of the schedule.
         seed: ``(seed, step)``, None where the caller gave none.
         weights: of the losses of all microbatches, scalars, by stage of the schedule.
+        left_out: the microbatches whose weight is known to be 0, of which no backward runs.
         losses: the weighted losses of earlier passes, by stage of the schedule.
         scale: what the cotangents of the loss are multiplied by, None for 1.
         ends: whether the gradients are complete after this pass.
@@ -67,6 +68,7 @@ class Buffers:
     gradients: dict[int, Gradients] = field(default_factory=dict)
     seed: tuple[int, int] | None = None
     weights: dict[int, Leaves] = field(default_factory=dict)
+    left_out: frozenset[int] = frozenset()
     losses: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     scale: torch.Tensor | None = None
     ends: bool = True

@@ -154,6 +154,35 @@ def backward(low: LoweredStage, program: FlatProgram, key: Key, whole: bool) -> 
     return lambda buffers: put(buffers, function()(buffers.residuals.pop(key), cotangents(buffers)))
 
 
+def unless_left_out(microbatch: int, run: Call, instead: Call) -> Call:
+    """Call ``run``; ``instead`` where the microbatch has weight 0."""
+    return lambda buffers: (instead if microbatch in buffers.left_out else run)(buffers)
+
+
+def leave_out(low: LoweredStage, key: Key, whole: bool) -> Call:
+    """The call in the place of a backward: zeros for the inputs, whatever the microbatch has made; 0 times NaN would be NaN."""
+    cotangents, pass_on = _cotangents(low, key), _pass_on(low, key)
+    zeros = (None,) * sum(len(edge.carrying) for edge in low.sources)
+
+    def run_without(buffers: Buffers) -> None:
+        del buffers.residuals[key]
+        if not whole:
+            buffers.residuals[key] = ()
+        cotangents(buffers)
+        pass_on(buffers, zeros)
+
+    return run_without
+
+
+def leave_out_weight(key: Key) -> Call:
+    """The call in the place of a weight gradient."""
+
+    def run_without(buffers: Buffers) -> None:
+        del buffers.residuals[key]
+
+    return run_without
+
+
 def _cotangents(low: LoweredStage, key: Key) -> Callable[[Buffers], Leaves]:
     """Gathers the gradients of the outputs: from the stages that took them, then the weight of the loss."""
     (stage, microbatch), weighted = key, low.loss is not None and low.loss.leaves[0].grad

@@ -15,7 +15,20 @@ from ppfunc.schedule.instruction import COMMUNICATION, SENDS, TAIL
 from ppfunc.stage import Engine, Signature, StageProgram
 
 from .buffers import Buffers, Key, Tag
-from .calls import Origin, PlacedCall, backward, backward_call, forward, forward_call, load, seeded, weight
+from .calls import (
+    Origin,
+    PlacedCall,
+    backward,
+    backward_call,
+    forward,
+    forward_call,
+    leave_out,
+    leave_out_weight,
+    load,
+    seeded,
+    unless_left_out,
+    weight,
+)
 from .gradients import Gradients, Stack, Sum
 from .input_gradients import share_input_gradients
 from .lowered import BATCH, LoweredStep
@@ -220,10 +233,12 @@ def _instruction(binding: _Binding, place: Origin) -> Iterator[PlacedCall]:
         case Op.B | Op.I:
             yield from _arrivals(binding, place, part)
             yield from _at(place, restore_params(low, key) if binding.frees else None)
-            yield from _at(place, backward(low, program, key, part.op is Op.B))
+            whole = part.op is Op.B
+            yield from _at(place, unless_left_out(key[1], backward(low, program, key, whole), leave_out(low, key, whole)))
             yield from _at(place, release_params(low, key) if binding.frees and part.op is Op.I else None)
         case Op.W:
-            yield from _at(place, restore_params(low, key) if binding.frees else None, weight(program, key))
+            run = unless_left_out(key[1], weight(program, key), leave_out_weight(key))
+            yield from _at(place, restore_params(low, key) if binding.frees else None, run)
         case Op.OFFLOAD | Op.FETCH:
             target = torch.device("cpu") if part.op is Op.OFFLOAD else low.device
             yield from _at(place, move_residuals(low, key, target))
@@ -242,15 +257,20 @@ def _overlap(binding: _Binding, run: Overlapped, place: Origin) -> Iterator[Plac
     yield from _arrivals(binding, place, back)
     first = forward_call(first_low, first_program, _key(ahead), True)
     second = backward_call(second_low, second_program, _key(back), back.op is Op.B)
+    alone, without = forward(first_low, first_program, _key(ahead), True), leave_out(second_low, _key(back), back.op is Op.B)
 
     def both(buffers: Buffers) -> None:
         outputs, gradients = run(first.run, first.take(buffers), second.run, second.take(buffers))
         first.put(buffers, outputs)
         second.put(buffers, gradients)
 
+    def one(buffers: Buffers) -> None:
+        alone(buffers)
+        without(buffers)
+
     if binding.frees:
         yield from _at(place, restore_params(second_low, _key(back)))
-    yield from _at(place, seeded(first_low, _key(ahead)[1], both))
+    yield from _at(place, seeded(first_low, _key(ahead)[1], unless_left_out(_key(back)[1], both, one)))
     if binding.frees:
         yield from _at(place, release_params(first_low, _key(ahead)))
         yield from _at(place, release_params(second_low, _key(back)) if back.op is Op.I else None)

@@ -89,6 +89,7 @@ class Failure(NamedTuple):
         except Exception:
             message = "(its message cannot be had)"
         said = f": {limited(message)}" if message else ""
+        said = said.removesuffix(".") if self.context else said  # which goes on with the sentence
         return f"{type(self.cause).__name__}{said}{limited(self.context)}"
 
 

@@ -8,17 +8,27 @@ from typing import NamedTuple
 
 from ppfunc.schedule import Schedule
 from ppfunc.stage import LeafSignature, Signature
+from ppfunc.stage.module import frozen_below
 from ppfunc.stage.tree import tree_structure
 
-from .errors import AgreementError
+from .errors import AgreementError, PipelineError
 from .lowered import LoweredStep
-from .ties import require_same_forms, shared_forms
+from .ties import leaf_names, require_same_forms, shared_forms, shared_leaves
 from .transport import ControlTransport, LossPart
 
 Edges = dict[tuple[int, int], tuple[Signature, ...]]  # by (source, destination), the signature of every microbatch
 
 _MEND = "make a new step function, or trainer, for parameters or targets of other dtypes or shapes"
 _LEAF = tree_structure(0)
+
+
+class Refrozen(ValueError):
+    """Modules of a process have frozen parameters, or set them free, since the ranks agreed: all run the step again, and agree anew."""
+
+
+def is_of_refrozen(error: Exception) -> bool:
+    """Whether a step has failed for :class:`Refrozen`, on this rank or on another, and so on all; before anything was updated."""
+    return isinstance(error, Refrozen) or (isinstance(error, PipelineError) and error.reason.startswith(f"{Refrozen.__name__}: "))
 
 
 class Agreed(NamedTuple):
@@ -29,12 +39,14 @@ class Agreed(NamedTuple):
         edges: the signatures on edges to and from other processes.
         parts: the form of the losses of all ranks.
         shared: the forms of parameters that other processes hold too.
+        frozen: what the modules of this process had frozen, by stage of the model and name.
     """
 
     generation: int
     edges: Edges
     parts: dict[int, LossPart]
     shared: Mapping[str, str]
+    frozen: frozenset[tuple[int, str]]
 
 
 class Negotiation:
@@ -79,11 +91,15 @@ class Negotiation:
         if not parts and "loss" in lowered.spec.wants:
             raise ValueError("no stage has returned a loss")
         require_same_forms([forms for _, forms in told])
-        return Agreed(self._generation, self._agreed, dict(sorted(parts.items())), shared)
+        return Agreed(self._generation, self._agreed, dict(sorted(parts.items())), shared, _frozen(lowered))
 
 
 def _leaf(text: str) -> LeafSignature:
     return Signature.from_json(text).leaves[0]
+
+
+def _frozen(lowered: LoweredStep) -> frozenset[tuple[int, str]]:
+    return frozenset((low.model, name) for low in lowered.stages.values() for name in frozen_below(low.function.fn))
 
 
 class Replay:
@@ -91,21 +107,32 @@ class Replay:
 
     def __init__(self, agreed: Agreed) -> None:
         self._agreed = agreed
+        self._now: dict[tuple[int, int], Sequence[Signature]] = {}
 
     def send(self, edge: tuple[int, int], signatures: Sequence[Signature]) -> None:
-        if tuple(signatures) != self._agreed.edges[edge]:
-            now, before = (" and ".join(map(str, dict.fromkeys(s))) for s in (signatures, self._agreed.edges[edge]))
-            freed = "; where modules have frozen parameters, or set them free, call again: the ranks then agree anew"
-            raise ValueError(
-                f"stage {edge[0]} now gives {now} to stage {edge[1]}, the ranks agreed on {before}; what a stage gives may change "
-                f"only with the shapes of the batch: {_MEND}{freed if 'no grad' in now + before else ''}"
-            )
+        self._now[edge] = tuple(signatures)
 
     def recv(self, edge: tuple[int, int]) -> Sequence[Signature]:
         return self._agreed.edges[edge]
 
     def conclude(self, lowered: LoweredStep) -> Agreed:
-        """Compare the losses and the shared parameters of this process with those agreed on."""
+        """Compare what this process would tell with what was agreed on.
+
+        Raises:
+            Refrozen: its modules have frozen other parameters, on which depend gradients between processes, or what others update.
+        """
+        other = [edge for edge, signatures in self._now.items() if signatures != self._agreed.edges[edge]]
+        changed = _frozen(lowered) ^ self._agreed.frozen
+        if changed and (other or _matters_to_others(lowered, changed)):
+            names = ", ".join(f"{name} of stage {model}" for model, name in sorted(changed)[:5])
+            mend = "the ranks have to agree anew: call again; where stages are cut over a mesh, make a new mesh and trainer first"
+            raise Refrozen(f"modules have frozen, or set free, {names}; {mend}")
+        for edge in other:
+            given, known = (" and ".join(map(str, dict.fromkeys(s))) for s in (self._now[edge], self._agreed.edges[edge]))
+            raise ValueError(
+                f"stage {edge[0]} now gives {given} to stage {edge[1]}, the ranks agreed on {known}; what a stage gives may change "
+                f"only with the shapes of the batch: {_MEND}"
+            )
         schedule, agreed, rank = lowered.schedule, self._agreed, lowered.ranks[0]
         now, before = ({s: p.leaf for s, p in found.items() if p.rank in lowered.ranks} for found in (lowered.losses, agreed.parts))
         if now != before:
@@ -121,3 +148,14 @@ class Replay:
                     f"{_MEND}, on every rank"
                 )
         return agreed
+
+
+def _matters_to_others(lowered: LoweredStep, changed: frozenset[tuple[int, str]]) -> bool:
+    """Whether other processes update some of these parameters, too, and have to have the same of them frozen."""
+    update, model = lowered.spec.update, lowered.schedule.model_stages
+    if update is None or update.alike:
+        return update is not None
+    names = {stage: leaf_names(signature) for stage, signature in lowered.form.params.items()}
+    shared = shared_leaves(lowered.schedule, lowered.form.params, lowered.spec.tied)
+    leaves = [leaf for leaf in shared if any(lowered.schedule.placement[s] not in lowered.ranks for s, _ in leaf.holders)]
+    return any((model[s], names[model[s]][n]) in changed for leaf in leaves for s, n in leaf.holders if n is not None)

@@ -60,7 +60,7 @@ def fill(lowered: LoweredStep, arguments: StepArguments, before: Buffers | None 
         raise ValueError(f"stage {lowered.drawing[0]} draws random numbers; pass seed=(seed, step) to the step, two integers")
     schedule = lowered.schedule
     buffers = Buffers(params=dict(arguments.params), state=dict(arguments.state), seed=arguments.seed)
-    buffers.ends, buffers.first = arguments.ends, arguments.first
+    buffers.ends, buffers.first, buffers.left_out = arguments.ends, arguments.first, arguments.left_out
     buffers.scale, buffers.update_state = arguments.scale, arguments.update_state
     buffers.bare = arguments.params
     if before is not None:

@@ -87,6 +87,8 @@ def _first(
         buffers = fill(lowered, part, buffers)
         for call, place in zip(bound.calls, bound.places, strict=True):
             call(buffers)
+            if place.instruction.microbatch in part.left_out:
+                notes.clear()
             if notes and found is None:
                 found, number = (place, notes[0]), n * (len(order) + 1) + order[place.rank, place.position]
     return number, found

@@ -35,6 +35,7 @@ class ParameterUpdate(NamedTuple):
             second agree those that hold the same parameters, for other batches.
         kept: ``kept(update_state)`` gives the parameters by stage of the model, whole or this rank's shards of them, and the numbers of
             the leaves that updates leave as they are: places of shared ones are compared where ranks meet.
+        alike: whether all ranks meet anew where one has frozen other parameters, since ranks with other batches hold the same.
     """
 
     begin: Callable[[Sequence[StepArguments]], Sequence[StepArguments]]
@@ -46,6 +47,7 @@ class ParameterUpdate(NamedTuple):
     together: bool
     facts: Callable[[Any], tuple[str, str]]
     kept: Callable[[Any], Mapping[int, tuple[Any, frozenset[int]]]]
+    alike: bool = False
     unshard: Callable[[Buffers, int], None] | None = None
 
 

@@ -21,7 +21,8 @@ from .buffers import Buffers
 from .cache import CacheInfo, Entry
 from .compile import CompiledStep
 from .compiled_steps import CompiledSteps
-from .errors import Failure
+from .errors import Failure, PipelineError
+from .exchange import Refrozen, is_of_refrozen
 from .execute import StepFailed, describe_inputs
 from .functorch import transforming
 from .losses import losses_of
@@ -108,6 +109,20 @@ class StepFunction(Generic[P, R]):
         self, args: Any, kwargs: Any, recorder: Recorder | None = None, ready: Callable[[Sequence[StepArguments]], Entry] | None = None
     ) -> tuple[R, Timeline | None]:
         """Run one step, measured where there is a recorder; ``ready`` gives the compiled step, by default that of the cache.
+
+        Where what is frozen has changed on some rank, which the others cannot know when they begin, all run it a second time.
+        """
+        try:
+            return self._run_once(args, kwargs, recorder, ready)
+        except (Refrozen, PipelineError) as error:
+            if self.transport.compares_layouts or not is_of_refrozen(error):  # peers may be in a collective of a stage
+                raise
+        return self._run_once(args, kwargs, None if recorder is None else Recorder(), ready)
+
+    def _run_once(
+        self, args: Any, kwargs: Any, recorder: Recorder | None, ready: Callable[[Sequence[StepArguments]], Entry] | None
+    ) -> tuple[R, Timeline | None]:
+        """Run one step.
 
         Over a transport between processes, interrupts act while stages run, are compiled or traced, and while this rank waits for
         peers that have not come to the end. With :class:`InProcess` they act anywhere. While a stage is traced, they act in its own

@@ -72,6 +72,8 @@ def call_terms(schedule: Schedule, passes: Sequence[StepArguments]) -> str:
     if given := [part.loss_weights for part in passes if part.loss_weights is not None]:
         every = torch.cat(given).tolist()
         weights = f"{reprlib.repr(every)} ({_digest(repr(every))})"
+        if left_out := sum(len(part.left_out) for part in passes):  # less, where a rank has them on its device
+            weights += f", {left_out} left out"
     name = schedule.name[:60].replace(";", ",").encode(errors="backslashreplace").decode()  # what separates terms, or cannot be sent
     return f"schedule {name} of {schedule.microbatches} microbatches ({schedule.digest[:8]}); loss weights {weights}; seed {passes[0].seed}"
 

@@ -37,7 +37,7 @@ def is_collective(func: Any) -> bool:
     return getattr(func, "namespace", "") in NAMESPACES
 
 
-def fault_of(func: Any, tensors: Iterable[torch.Tensor], strict: bool) -> tuple[str, str] | None:
+def fault_of(func: Any, tensors: Iterable[torch.Tensor], strict: bool, reduction: str = "sum") -> tuple[str, str] | None:
     """Why the gradient through a collective would be wrong, or ranks wait for each other; and what to use instead.
 
     None where the gradient is right, or none flows.
@@ -46,12 +46,14 @@ def fault_of(func: Any, tensors: Iterable[torch.Tensor], strict: bool) -> tuple[
         func: a collective.
         tensors: those that it is given.
         strict: whether a gradient may flow that the tensors do not tell of.
+        reduction: of one that reduces, as torch names it.
     """
     name, place = str(func), place_of_call()
     namespace, operator, *_ = name.split(".")
     if any(module == _FUNCTIONS for module, _ in _callers()):
         return f"it uses {name} by {_FUNCTIONS}{place}, whose gradients are summed over the ranks once too often", _instead(operator)
-    if namespace != "c10d" and operator in _EACH_OTHERS_TRANSPOSE:
+    transposed = namespace != "c10d" and operator in _EACH_OTHERS_TRANSPOSE
+    if transposed and ("reduce" not in operator or reduction.lower() == "sum"):
         return None
     if namespace == "c10d" and operator in _OF_ONE:
         why = "in which one rank has a list of tensors: torch.func refuses it there alone, and the others would wait"
@@ -59,6 +61,10 @@ def fault_of(func: Any, tensors: Iterable[torch.Tensor], strict: bool) -> tuple[
     flows = torch.is_grad_enabled() and (strict or any(t.requires_grad for t in tensors))
     if not flows and (_REGISTERED, func) not in _callers():
         return None
+    if transposed:
+        mend = {"avg": " divided by the number of ranks"}.get(reduction.lower(), ", or the gathered values, which you reduce by yourself")
+        use = f"use ppfunc.psum_scatter(x, mesh['tp']){mend}; or detach what it is given, where no gradient is wanted"
+        return f"it uses the collective {name}{place}, which has a derivative for sums alone, and is to reduce by {reduction!r}", use
     if namespace == "c10d":
         why = "which writes in place: its gradient would be that of the identity"
     elif operator == "all_reduce":

@@ -11,6 +11,9 @@ from types import FrameType
 
 import torch
 
+TRACED_LINES = "ppfunc_traced_lines"
+"""A global name of programs that were traced: by line, the place in the user's code."""
+
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[1])
 _LAYERS = Path(torch.__file__).parent / "nn" / "modules"
 _PYTHON = Path(traceback.__file__).parent
@@ -22,7 +25,7 @@ class StageError(RuntimeError):
     """
 
     def __init__(self, stage: str, reason: str, instead: str) -> None:
-        super().__init__(f"{stage}: {reason}." + (f" Instead: {instead}." if instead else ""))
+        super().__init__(f"{stage}: {reason.rstrip('.')}." + (f" Instead: {instead}." if instead else ""))
         self.stage, self.reason, self.instead = stage, reason, instead
 
     def __reduce__(self) -> tuple[type[StageError], tuple[str, str, str]]:
@@ -32,6 +35,8 @@ class StageError(RuntimeError):
 def raised(error: BaseException) -> str:
     """Tell what was raised, where, and what was noted of it."""
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    if "Autograd not support dtype" in str(error):  # so torch says where an operator takes integers beside what has a gradient
+        notes += " (an operator on floating numbers was given integers; convert them, as x.float() does)"
     return f"it raised {type(error).__name__}{line_of(error)}: {error}{notes}"
 
 
@@ -47,8 +52,14 @@ def by_dtensor(error: BaseException) -> bool:
 
 
 def line_of(error: BaseException) -> str:
-    """The innermost line, as ``" at file:line"``, that is neither of torch, Python nor this library; else that of a layer of torch."""
-    files = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    """The innermost line, as ``" at file:line"``, that is neither of torch, Python nor this library; else that of a layer of torch.
+
+    Of a program that was traced, it is the line that was traced.
+    """
+    frames = list(traceback.walk_tb(error.__traceback__))
+    if traced := [place for frame, line in frames if (place := frame.f_globals.get(TRACED_LINES, {}).get(line))]:
+        return f" at {traced[-1]}"
+    files = [(frame.f_code.co_filename, line) for frame, line in frames]
     own = [place for place in files if not is_of_a_library(place[0])] or [place for place in files if _is_layer(place[0])]
     return f" at {own[-1][0]}:{own[-1][1]}" if own else ""
 

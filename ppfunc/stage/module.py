@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from ._torch import version
 from .errors import StageError
+from .layout import local
 from .output import Output
 from .process import process_lock
 from .program import Stage
@@ -89,7 +90,7 @@ def stage_from_module(module: nn.Module, *, constants: bool = False, spread: boo
 def note_frozen(fn: Stage, module: nn.Module, names: Iterable[str]) -> None:
     """Let the function of a stage know which of the parameters of these names require no gradient."""
     homes = [(name, _home(module, name)) for name in names]
-    vars(fn)[_FROZEN] = lambda: [name for name, (home, last) in homes if (p := home.get(last)) is not None and not p.requires_grad]
+    vars(fn)[_FROZEN] = lambda: {name: p for name, (home, last) in homes if (p := home.get(last)) is not None and not p.requires_grad}
 
 
 def _home(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
@@ -100,8 +101,7 @@ def _home(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
 
 def frozen_in(fn: Stage) -> list[str]:
     """The names of the parameters of a stage that its module has frozen now; none for other functions."""
-    found: list[str] = getattr(fn, _FROZEN, list)()
-    return found
+    return list(_told(fn))
 
 
 def frozen_below(fn: Stage) -> list[str]:
@@ -109,8 +109,25 @@ def frozen_below(fn: Stage) -> list[str]:
 
     Of a function that is held it is not known which parameters of the stage it is given, if any: a teacher has names of its own.
     """
-    cells = getattr(fn, "__closure__", None) or ()
-    return [name for part in (fn, getattr(fn, "func", None), *map(_content, cells)) for name in getattr(part, _FROZEN, list)()]
+    return [name for part in (fn, *_held(fn)) for name in _told(part)]
+
+
+def frozen_untold(fn: Stage, params: Iterable[Tensor]) -> list[str]:
+    """The names of what modules have frozen whose functions are held by one that does not tell: those in the memory of these parameters."""
+    memory = {local(t).untyped_storage().data_ptr() for t in params if t.numel()} - {0} if not hasattr(fn, _FROZEN) else set()
+    frozen = [found for part in _held(fn) for found in _told(part).items()] if memory else []
+    return [name for name, p in frozen if p.numel() and local(p).untyped_storage().data_ptr() in memory]
+
+
+def _told(fn: Any) -> State:
+    """The parameters that the module of a function has frozen now; none of another function."""
+    found: State = getattr(fn, _FROZEN, dict)()
+    return found
+
+
+def _held(fn: Stage) -> list[Any]:
+    """The functions that another may call, as far as they are known: those of its closure, or of a partial function."""
+    return [getattr(fn, "func", None), *map(_content, getattr(fn, "__closure__", None) or ())]
 
 
 def _content(cell: Any) -> Any:

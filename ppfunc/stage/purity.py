@@ -74,8 +74,10 @@ class Purity(LogicalDraws):
                 self.generators |= isinstance(value, torch.Generator)
         if self.after is not None and (is_collective(func) or any(issubclass(kind, DTensor) for kind in types)):
             raise self.after
-        if is_collective(func) and (fault := fault_of(func, tensors_in((args, kwargs)), self.strict)):
-            raise StageError(self.stage, *fault)
+        if is_collective(func):
+            texts = (value for value in _flat((args, kwargs)) if isinstance(value, str))  # the reduction of one that has some comes first
+            if fault := fault_of(func, tensors_in((args, kwargs)), self.strict, next(texts, "sum")):
+                raise StageError(self.stage, *fault)
         made = super().__torch_dispatch__(func, types, args, kwargs)
         if not effects.view:
             self.made.update(map(storage, tensors_in(made)))

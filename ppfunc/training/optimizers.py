@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from .._text import shown
-from ..stage.tree import NAMESPACE, tree_flatten, tree_leaves
+from .._text import limited, shown
+from ..stage import Signature
+from ..stage.errors import raised
+from ..stage.tree import NAMESPACE, tree_flatten, tree_leaves, tree_map
 from ._torch import divide_into_each, fused_adamw, fused_sgd
 from .checks import require_number
 from .leaves import LeafPlan, gradients_of, leaves_of, owned, plan_of, zeros_like
@@ -212,7 +214,7 @@ class ParameterKind:
         return self.dtype.is_floating_point
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"mask: got {name!r} of a parameter, expected ndim or dtype; a rank may hold a shard of it, of another size")
+        raise AttributeError(f"got {name!r} of a parameter, expected ndim or dtype; a rank may hold a shard of it, of another size")
 
 
 def _decaying(mask: Mask | None, params: Tree) -> list[bool]:
@@ -224,14 +226,23 @@ def _decaying(mask: Mask | None, params: Tree) -> list[bool]:
     leaves, structure = tree_flatten(params)
     if mask is None:
         return [True] * len(leaves)
-    made = mask(structure.unflatten(ParameterKind(leaf.ndim, leaf.dtype) for leaf in leaves))
+    try:
+        made = mask(structure.unflatten(ParameterKind(leaf.ndim, leaf.dtype) for leaf in leaves))
+    except Exception as error:
+        raise ValueError(f"mask: {raised(error)}; it is called with the parameters of one stage, such as {_forms(params)}") from error
     try:
         found: list[Any] = structure.flatten_up_to(optree.tree_broadcast_prefix(made, params, namespace=NAMESPACE))
     except ValueError as error:
-        raise ValueError(f"mask: got {reprlib.repr(made)}, expected booleans in the structure of the parameters, {structure}") from error
+        raise ValueError(
+            f"mask: got {reprlib.repr(made)}, expected booleans in the structure of the parameters of one stage, such as {_forms(params)}"
+        ) from error
     if not all(isinstance(one, bool) for one in found):
         raise TypeError(f"mask: got {reprlib.repr(made)}, expected a boolean for every parameter, or for a branch of them")
     return found
+
+
+def _forms(params: Tree) -> str:
+    return limited(str(Signature.of(tree_map(lambda leaf: leaf.detach(), params))), 200)
 
 
 def _fused(
@@ -245,6 +256,7 @@ def _fused(
     last: tuple[LeafPlan, list[tuple[float, tuple[int, ...]]]] | None = None
 
     def init(params: Tree) -> dict[str, Tree]:
+        _decaying(mask, params)  # raises for a mask of another form
         return {"updates": _zero_count(params), **{name: zeros_like(params) for name in names}}
 
     @updating

@@ -8,7 +8,9 @@ from hashlib import sha256
 import torch
 from torch import Tensor
 
+from ..stage import Stage
 from ..stage.layout import local
+from ..stage.module import frozen_in
 from ..stage.tree import tree_leaves
 from .checksums import checksum
 from .protocols import Optimizer
@@ -17,7 +19,7 @@ from .train_state import TrainState
 from .update_rule import UpdateRule, updated_ones
 
 
-def start_facts(rule: UpdateRule, ranks: TrainingRanks, state: TrainState) -> tuple[str, str]:
+def start_facts(rule: UpdateRule, ranks: TrainingRanks, state: TrainState, stages: Sequence[Stage | None]) -> tuple[str, str]:
     """Terms that all ranks have to agree on, and those that the ranks of other batches have to, which hold the same parameters.
 
     Of an optimizer that the user wrote only a name is known: ranks also compare what it makes of ones. Reads numbers of the device:
@@ -33,6 +35,8 @@ def start_facts(rule: UpdateRule, ranks: TrainingRanks, state: TrainState) -> tu
         else []
     )
     held = [f"the {name} with the checksum {_checksum([t for t in tree_leaves(tree) if ranks.is_whole(t)])}" for name, tree in trees]
+    frozen = {s: frozen_in(fn) for s in ranks.stages if ranks.data.size > 1 and (fn := stages[s]) is not None}
+    held += [f"{', '.join(names)} of stage {s} frozen" for s, names in frozen.items() if names]
     return "; ".join(common), "; ".join(held)
 
 

@@ -11,7 +11,7 @@ from ..stage.layout import local
 from ..stage.tree import tree_leaves
 from .protocols import Tree
 
-_GIVEN_UP = "_ppfunc_given_up"  # attribute of tensors
+_GIVEN_UP, _KNOWN = "_ppfunc_given_up", "_ppfunc_known"  # attributes of tensors
 
 
 class TrainState(NamedTuple):
@@ -66,3 +66,13 @@ def require_not_given_up(state: TrainState) -> None:
     reason = vars(state.step).get(_GIVEN_UP)
     if reason is not None and any(_GIVEN_UP in vars(local(leaf)) for leaf in tree_leaves((state.params, state.optimizer))):
         raise ValueError(f"state: {reason}; go on from the state that the last step returned, a copy from before it, or a checkpoint")
+
+
+def mark_known(state: TrainState, trainer: str) -> None:
+    """Note that a state has the form that a trainer of this name works on."""
+    vars(state.step)[_KNOWN] = trainer, id(state.optimizer)
+
+
+def is_known(state: TrainState, trainer: str) -> bool:
+    """Whether a state was marked for this trainer, and has the same optimizer state since."""
+    return vars(state.step).get(_KNOWN) == (trainer, id(state.optimizer))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
 from typing import Literal, NamedTuple
 
@@ -13,9 +13,9 @@ from ppfunc.runtime.rng import preserve_rng
 from ppfunc.runtime.ties import Tied, leaf_names
 from ppfunc.stage import Signature, Stage
 from ppfunc.stage.layout import local
-from ppfunc.stage.module import frozen_in
-from ppfunc.stage.signature import differentiable
-from ppfunc.stage.tree import tree_leaves, tree_map
+from ppfunc.stage.module import frozen_in, frozen_untold
+from ppfunc.stage.signature import differentiable, flatten
+from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_map, tree_paths
 
 from .precision import LossScale, Precision
 from .protocols import Optimizer, Tree, text_of
@@ -71,10 +71,7 @@ def updated_ones(optimizer: Optimizer, params: Tree, gradients: Sequence[float])
         gradients: of every element, in update after update.
     """
 
-    def ones(leaf: Tensor) -> Tensor:
-        return torch.ones([min(1, size) for size in leaf.shape], dtype=leaf.dtype, device=leaf.device)
-
-    made = tree_map(lambda leaf: ones(local(leaf)), params)
+    made = tree_map(_one, params)
     with preserve_rng(leaf.device for leaf in tree_leaves(made) if leaf.is_cuda):  # an optimizer may draw
         state = optimizer.init(made)
         for value in gradients:
@@ -100,3 +97,36 @@ def require_frozen_alike(stages: Sequence[Stage | None], tied: Tied) -> None:
                 f"tied[{name!r}]: {fixed[0][1]} of stage {fixed[0][0]} is frozen, {free[0][1]} of stage {free[0][0]} is not, and "
                 "both are one parameter; freeze it in both modules, or in none"
             )
+
+
+def require_frozen_told(stages: Sequence[Stage | None], params: Mapping[int, Tree]) -> None:
+    """Raise where a stage does not tell of a parameter that its module has frozen, which an update would change."""
+    for stage, tree in params.items():
+        if (fn := stages[stage]) is not None and (names := frozen_untold(fn, tree_leaves(tree))):
+            told = ", ".join(map(repr, names[:5]))
+            raise ValueError(
+                f"stages[{stage}]: it calls the function of a module that has frozen {told}, and does not tell, so that weight decay would "
+                "act on what is frozen; make it with functools.wraps(that function)"
+            )
+
+
+def require_state_of(rule: UpdateRule, params: Tree, state: Tree, name: str) -> None:
+    """Raise where a tree is not what the optimizer of a rule makes for parameters of this form; ``name`` for errors."""
+    made, structure = tree_flatten(rule.optimizer.init(tree_map(_one, params)))
+    leaves, given = flatten(state, name)
+    text = f"which the optimizer {text_of(rule.optimizer)} {{}}; go on with the optimizer whose state it is, or init anew"
+    if given != structure:
+        theirs, ours = tree_paths(given), tree_paths(structure)
+        lacking, further = [p for p in ours if p not in theirs], [p for p in theirs if p not in ours]
+        got = f"no {lacking[0]}, {text.format('keeps')}" if lacking else f"{(further or theirs)[0]}, {text.format('does not keep')}"
+        raise ValueError(f"{name}: got {got}")
+    for path, one, other in zip(tree_paths(structure, name), leaves, made, strict=True):
+        if (one.dtype, one.ndim) != (other.dtype, other.ndim):
+            got, known = (f"{t.dtype} of {t.ndim} dimensions" for t in (one, other))
+            raise ValueError(f"{path}: got {got}, expected {known}, {text.format('keeps')}")
+
+
+def _one(leaf: Tensor) -> Tensor:
+    """Ones of at most one element, of the dimensions and the dtype of a leaf."""
+    leaf = local(leaf)
+    return torch.ones([min(1, size) for size in leaf.shape], dtype=leaf.dtype, device=leaf.device)

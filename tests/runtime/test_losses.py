@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
 
 import ppfunc as pp
 from tests.models import normal, squared
@@ -85,3 +86,145 @@ def test_what_is_meant_to_train_nothing_is_not_told():
         losing = [lambda p, x: pp.Output(scaled(p, x), loss=x.square().mean()), scaled]
         pp.value_and_grad(losing, squared, pp.gpipe(2, 2))({s: {"w": normal(4)} for s in range(2)}, normal(4, 4), normal(4, 4))
         pp.evaluate(stages, lambda y, t: squared(y, t).detach(), pp.gpipe(2, 2))(params, normal(4, 4), normal(4, 4))
+
+
+def masked(y, target):
+    """A mean over the rows that count: over none, it is 0 / 0, and so is its gradient."""
+    value, counts = target
+    return ((y - value).square() * counts).sum() / (counts.sum() * y.shape[-1])
+
+
+def balanced(p, x):
+    """A stage with a loss of its own, a mean over the rows that are not 0: over none, a NaN."""
+    return pp.Output(torch.tanh(x * p["w"]), loss=(x * p["w"]).square().sum() / (x != 0).sum())
+
+
+def empty_batch(m=8, empty=(0, 3, 7)):
+    """Inputs, targets and weights, of which some microbatches count nothing: their inputs are 0, or no numbers at all."""
+    x, value, counts = normal(2 * m, 4), normal(2 * m, 4, seed=1), torch.ones(2 * m, 1, dtype=torch.float64)
+    for n in empty:
+        counts[2 * n : 2 * n + 2], x[2 * n : 2 * n + 2] = 0, torch.nan if n == 3 else 0.0
+    return x, (value, counts), [0.0 if n in empty else 1.0 + n for n in range(m)]
+
+
+def by_autograd(params, x, target, weights):
+    """Loss, gradients and those of the inputs, of the microbatches that count alone."""
+    own = {s: {"w": p["w"].clone().requires_grad_()} for s, p in params.items()}
+    x, total, m = x.clone().requires_grad_(), torch.zeros((), dtype=torch.float64), len(weights)
+    for n, (part, value, counts) in enumerate(zip(x.chunk(m), *(t.chunk(m) for t in target), strict=True)):
+        if weights[n]:
+            for p in own.values():
+                out = balanced(p, part)
+                part, total = out.y, total + weights[n] * out.loss
+            total = total + weights[n] * masked(part, (value, counts))
+    given = torch.autograd.grad(total, [*(p["w"] for p in own.values()), x])
+    return total.detach(), dict(zip(own, given, strict=False)), given[-1]
+
+
+EMPTY = {
+    "1f1b": (pp.one_f_one_b, 1), "zb_h1": (pp.zb_h1, 1), "zbv": (pp.zbv, 2), "dualpipe": (pp.dualpipe, 1), "dualpipev": (pp.dualpipev, 2),
+}  # fmt: skip
+
+
+def left_out(rank, size, name, engine, shard="none"):
+    """A step, and steps of a trainer in two passes, with microbatches that count nothing: those of autograd without them."""
+    build, stages = EMPTY[name][0](2, 8), 2 * EMPTY[name][1]
+    params, (x, target, weights) = {s: {"w": normal(4, seed=s)} for s in range(stages)}, empty_batch()
+    mine = {s: params[s] for s in (build.model_stages_of(rank) if size > 1 else params)}
+    loss, grads, of_x = by_autograd(params, x, target, weights)
+    engine = getattr(pp, engine)
+    merged = pp.interleaved() if engine is pp.graph and name == "dualpipev" else None
+    with pp.InProcess() if size == 1 else pp.P2P(timeout=30) as transport:
+        step = pp.value_and_grad(
+            [balanced] * stages, masked, build, transport, engine=engine, argnums=(0, 1), overlapped=merged, on_nonfinite="raise"
+        )  # fmt: skip
+        got, (found, inputs) = step(mine, x, target, loss_weights=weights)
+        assert got.item() == pytest.approx(loss.item(), rel=1e-12)
+        for s in mine:
+            torch.testing.assert_close(found[s]["w"], grads[s], rtol=1e-12, atol=1e-12)
+        if inputs is not None:
+            torch.testing.assert_close(inputs, of_x, rtol=1e-12, atol=1e-12)
+        trainer = pp.train_step(
+            [balanced] * stages, masked, EMPTY[name][0](2, 4), pp.sgd(0.1), transport=transport, engine=engine, accumulate=2, shard=shard,
+            clip=1e6, on_nonfinite="raise",
+        )  # fmt: skip
+        state, total = trainer.init(mine), sum(weights)
+        for _ in range(2):
+            state, metrics = trainer.step(state, x, target, loss_weights=weights)
+            loss, grads, _ = by_autograd(params, x, target, weights)
+            params = {s: {"w": p["w"] - 0.1 * grads[s] / total} for s, p in params.items()}
+            assert metrics.loss.item() == pytest.approx(loss.item() / total, rel=1e-12)
+        for s in mine:
+            torch.testing.assert_close(state.params[s]["w"], params[s]["w"], rtol=1e-12, atol=1e-12)
+        assert trainer.evaluate(state, x, target, loss_weights=weights).isfinite()
+
+
+@pytest.mark.parametrize("name", EMPTY)
+@pytest.mark.parametrize("engine", ["graph", "functional", "eager"])
+def test_a_microbatch_of_weight_0_contributes_nothing(name, engine):
+    left_out(0, 1, name, engine)
+
+
+def test_a_microbatch_of_weight_0_contributes_nothing_where_parameters_are_freed():
+    left_out(0, 1, "zb_h1", "graph", "params")
+
+
+@pytest.mark.parametrize("name, engine", [("1f1b", "eager"), ("zb_h1", "functional"), ("zbv", "graph"), ("dualpipe", "graph")])
+def test_a_microbatch_of_weight_0_contributes_nothing_over_processes(two, name, engine):
+    two(left_out, name, engine)
+
+
+def nothing_on_one_data_rank(rank, size, shard):
+    """Of two data ranks one has nothing that counts, and no finite number."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    pipe, data = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
+    params, (x, target, weights) = {s: {"w": normal(4, seed=s)} for s in range(2)}, empty_batch()
+    given = (x, target, weights) if data == 0 else (x * torch.nan, tuple(t * 0 for t in target), [0.0] * len(weights))
+    with pp.train_step([balanced] * 2, masked, pp.zb_h1(2, 8), pp.sgd(0.1), mesh, axes=pp.Axes("pp", "dp"), shard=shard) as trainer:
+        state, metrics = trainer.step(trainer.init({pipe: params[pipe]}), *given[:2], loss_weights=given[2])
+    loss, grads, _ = by_autograd(params, x, target, weights)
+    assert metrics.skipped == 0 and metrics.loss.item() == pytest.approx(loss.item() / sum(weights), rel=1e-12)
+    w = state.params[pipe]["w"]
+    w = w.full_tensor() if shard == "params" else w
+    torch.testing.assert_close(w, params[pipe]["w"] - 0.1 * grads[pipe] / sum(weights), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("shard", ["none", "optimizer", "params"])
+def test_a_data_rank_without_anything_that_counts_contributes_nothing(four, shard):
+    four(nothing_on_one_data_rank, shard)
+
+
+def test_what_is_not_finite_and_counts_is_named_beside_what_does_not_count():
+    params, (x, target, weights) = {s: {"w": normal(4)} for s in range(2)}, empty_batch()
+    x[9] = torch.inf  # of microbatch 4; microbatch 0 has none that is finite, either, and weight 0
+    step = pp.value_and_grad([balanced] * 2, masked, pp.gpipe(2, 8), on_nonfinite="raise", loss_weights=weights)
+    with pytest.raises(pp.PipelineError, match="stage 0, microbatch 4"):
+        step(params, x, target)
+
+
+def test_other_derivatives_leave_out_what_counts_nothing():
+    plain = lambda p, x: torch.tanh(x * p["w"])  # noqa: E731
+    params, (x, target, weights) = {s: {"w": normal(4, seed=s)} for s in range(2)}, empty_batch()
+    moved = {s: {"w": normal(4, seed=5 + s)} for s in range(2)}
+    stages, build, m = [plain] * 2, pp.gpipe(2, 8), len(weights)
+
+    def whole(params):
+        parts = zip(x.chunk(m), *(t.chunk(m) for t in target), weights, strict=True)
+        return sum(w * masked(plain(params[1], plain(params[0], part)), (value, counts)) for part, value, counts, w in parts if w)
+
+    def near(one, other):
+        return torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+    want = torch.func.grad(whole)(params)
+    near(pp.jvp(stages, masked, build, loss_weights=weights)(params, moved, x, target), torch.func.jvp(whole, (params,), (moved,)))
+    near(pp.hvp(stages, masked, build, loss_weights=weights)(params, moved, x, target)[1],
+         torch.func.jvp(torch.func.grad(whole), (params,), (moved,))[1])  # fmt: skip
+    rows = pp.value_and_grad(stages, masked, build, loss_weights=weights, per_microbatch=True)(params, x, target)[1]
+    assert not any(rows[s]["w"][n].any() for s in rows for n in (0, 3, 7))
+    near({s: {"w": rows[s]["w"].sum(0)} for s in rows}, want)
+    step = pp.value_and_grad(stages, masked, build, loss_weights=weights, engine=pp.functional)
+    near(torch.func.grad(lambda p: step(p, x, target)[0])(params), want)
+    near(torch.func.jvp(lambda p: step(p, x, target)[1], (params,), (moved,))[1],
+         torch.func.jvp(torch.func.grad(whole), (params,), (moved,))[1])  # fmt: skip
+    slope = torch.func.grad(lambda w: step(params, normal(16, 4), (target[0], torch.ones(16, 1)), loss_weights=w)[0])
+    assert slope(torch.ones(8, dtype=torch.float64)).all()

@@ -301,3 +301,27 @@ def test_a_refusal_names_the_collective_to_use():
         assert fault is not None and re.search(words, ". ".join(fault)), (op, fault)
         assert fault_of(op, [torch.ones(2)], False) is None and fault_of(op, [torch.ones(2)], True) is not None
     assert fault_of(ops._c10d_functional.all_gather_into_tensor.default, needs, True) is None
+    scatter = ops._c10d_functional.reduce_scatter_tensor.default
+    assert fault_of(scatter, needs, True, "sum") is None and fault_of(scatter, [torch.ones(2)], False, "avg") is None
+    for reduction, words in (("avg", "psum_scatter.* divided by the number of ranks"), ("max", "psum_scatter.*gathered values")):
+        fault = fault_of(scatter, needs, False, reduction)
+        assert fault is not None and re.search(words, ". ".join(fault)) and "sums alone" in fault[0]
+
+
+def averages(rank, size, engine):
+    """A reduction of torch that has no derivative: tracing failed, with the advice to take an engine that fails, too."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    group = mesh.get_group().group_name
+
+    def stage(p, x):
+        made = torch.ops._c10d_functional.reduce_scatter_tensor(p["w"] * x, "avg", 2, group)
+        return torch.ops._c10d_functional.wait_tensor(made)
+
+    step = pp.value_and_grad([stage], lambda y, t: y.square().sum(), pp.gpipe(1, 1), engine=engine)
+    with pytest.raises(pp.StageError, match="reduce by 'avg'. Instead: use ppfunc.psum_scatter.* divided by the number of ranks"):
+        step({0: {"w": torch.ones(4, 1)}}, torch.ones(4, 1), torch.ones(4, 1))
+
+
+@pytest.mark.parametrize("engine", [pp.graph, pp.eager])
+def test_an_average_that_is_scattered_is_refused(two, engine):
+    two(averages, engine)

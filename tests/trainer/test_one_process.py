@@ -264,7 +264,7 @@ def test_two_clippings_and_a_strange_state_are_refused():
             pp.train_step(stages, squared, pp.one_f_one_b(4, 4), clipping, **options)
     with pp.train_step(stages, squared, pp.one_f_one_b(4, 4), clipping) as trainer:
         state, found = train(trainer, params, x, y)
-        with pytest.raises(TypeError, match="state: got .*, expected what init or step of this trainer has returned"):
+        with pytest.raises(TypeError, match="state: got an object of type .*, expected a TrainState"):
             trainer.step(params, x, y)
     wanted = train(pp.train_step(stages, squared, pp.one_f_one_b(4, 4), pp.adamw(1e-2), clip=0.1), params, x, y)
     assert found == wanted[1]

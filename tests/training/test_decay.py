@@ -117,8 +117,8 @@ def test_masked_updates_of_shards_have_the_bits_of_the_whole(two):
 def test_a_mask_by_size_is_refused():
     """Where parameters are sharded, a rank would decide by the size of its part."""
     optimizer = pp.adamw(0.1, mask=lambda params: {name: p.numel() > 4 for name, p in params.items()})
-    with pytest.raises(AttributeError, match="mask: got 'numel' of a parameter, expected ndim or dtype"):
-        optimizer.update(grads(), optimizer.init(params()), params())
+    with pytest.raises(ValueError, match="mask: .* got 'numel' of a parameter, expected ndim or dtype"):
+        optimizer.init(params())
 
 
 def frozen_on_one_rank(rank, size):

@@ -153,8 +153,8 @@ def test_states_of_others_are_named():
     }
     wanted = {
         "stages": r"state.params: got the stages \[0\], this process runs \[0, 1\]",
-        "optimizer": "state: got 'updates', expected 'updates', 'mean', 'square'; it is that of another optimizer",
-        "chain": "state: got a tuple, expected 'updates', 'mean', 'square'",
+        "optimizer": r"state.optimizer\[0\]: got no \['mean'\]\['w'\], which the optimizer adamw\(",
+        "chain": r"state.optimizer\[0\]: got no \['updates'\], which the optimizer adamw",
         "scale": "state.scale: got 'scale', 'good', the scale of this trainer has none",
         "missing": r"state.optimizer: got the stages \[0\]",
         "step": "state.step: got 3, expected an int64 tensor",
@@ -165,10 +165,70 @@ def test_states_of_others_are_named():
         with pytest.raises((TypeError, ValueError, pp.PipelineError, pp.StageError), match=wanted[name]):
             trainer.step(other, x, y)
     for given in (params, None, tuple(state)):
-        with pytest.raises(TypeError, match="state: got .*, expected what init or step of this trainer has returned"):
+        with pytest.raises(TypeError, match="state: got an object of type .*, expected a TrainState"):
             trainer.step(given, x, y)
     after, _ = trainer.step(state, x, y)
     assert after.step == 1
+
+
+def test_what_an_optimizer_cannot_do_is_told_before_anything_runs():
+    """Masks and states of another form were found by the first STEP."""
+    stages, params, x, y = problem(2)
+    every = lambda trees: {s: {name: p.ndim > 1 for name, p in tree.items()} for s, tree in trees.items()}  # noqa: E731
+    called = "mask: it raised AttributeError at .*test_refusals.py.*'items' of a parameter.*it is called with the parameters of one stage"
+    kinds = "mask: got {0: True, 1: True}, expected booleans in the structure of the parameters of one stage, such as {'w': "
+    for mask, text in ((every, called), (lambda trees: {0: True, 1: True}, kinds)):
+        with pytest.raises(ValueError, match=text):
+            pp.train_step(stages, squared, pp.gpipe(2, 2), pp.adamw(0.1, mask=mask)).init(params)
+    trainer, other = (pp.train_step(stages, squared, pp.gpipe(2, 2), made) for made in (pp.adamw(0.1), pp.sgd(0.1, momentum=0.9)))
+    state = trainer.init(params)
+    moments = state.optimizer[0]
+    for wrong, text in (
+        (other.init(params).optimizer, r"state.optimizer\[0\]: got no \['mean'\]\['w'\], which the optimizer adamw\(.* keeps; go on with"),
+        ({0: {**moments, "more": moments["updates"]}, 1: moments}, r"state.optimizer\[0\]: got \['more'\], which .* does not keep"),
+        ({0: {**moments, "updates": moments["updates"].float()}, 1: moments}, r"state.optimizer\[0\]\['updates'\]: got torch.float32 of 0"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            trainer.step(state._replace(optimizer=wrong), x, y)
+    with pytest.raises(TypeError, match="state: got an object of type tuple, .*state, metrics = trainer.step"):
+        trainer.step(trainer.step(state, x, y), x, y)
+
+
+def test_a_closed_trainer_takes_no_steps():
+    stages, params, x, y = problem(2)
+    with pp.train_step(stages, squared, pp.gpipe(2, 2), pp.sgd(0.1)) as trainer:
+        state, _ = trainer.step(trainer.init(params), x, y)
+    for call in (lambda: trainer.step(state, x, y), lambda: trainer.evaluate(state, x, y), lambda: trainer.init(params)):
+        with pytest.raises(RuntimeError, match="the trainer is closed"):
+            call()
+
+
+@pytest.mark.parametrize(
+    "batch, text",
+    [
+        (lambda x: x[:4], r"inputs: got 4 rows in shape \(4, 4\), expected a multiple of 6 rows: 2 microbatches for each of 3 passes"),
+        (lambda x: x[0, 0], "inputs: got a scalar, expected a multiple of 6 rows"),
+        (lambda x: pp.microbatch(x[:4], 2), "inputs: got 2 microbatches, expected 6: 2 microbatches for each of 3 passes"),
+    ],
+)
+def test_batches_that_passes_do_not_divide_are_named(batch, text):
+    stages, params, x, y = problem(2)
+    trainer = pp.train_step(stages, squared, pp.gpipe(2, 2), pp.sgd(0.1), accumulate=3)
+    with pytest.raises(ValueError, match=text):
+        trainer.step(trainer.init(params), batch(x), y)
+
+
+@pytest.mark.parametrize("engine", [pp.graph, pp.functional, pp.eager])
+def test_a_wrong_dtype_is_told_with_the_line_of_the_stage(engine):
+    def stage(p, x):
+        return x @ p["w"]
+
+    params, line = {0: {"w": normal(3, 3)}}, stage.__code__.co_firstlineno + 1
+    step = pp.value_and_grad([stage], squared, pp.gpipe(1, 2), engine=engine)
+    with pytest.raises(pp.PipelineError, match=f"float != double at .*test_refusals.py:{line}; its input was float32"):
+        step(params, normal(2, 3).float(), normal(2, 3))
+    with pytest.raises(pp.StageError, match=f"test_refusals.py:{line}: .*given integers; convert them, as x.float"):
+        step(params, torch.ones(2, 3, dtype=torch.int64), normal(2, 3))
 
 
 def test_batches_of_several_steps_are_pairs():
@@ -789,6 +849,39 @@ def later_weights(rank, size, steps):
                 trainer.step(state, x, y, loss_weights=weights)
         state, metrics = trainer.step(state, x, y, loss_weights=[1.0] * 8)
         return metrics.loss.item()
+
+
+def wrong_in_the_block(rank, size, kind, soon):
+    """One rank, or both, give another thing to ``init``, or raise by themselves; a rank that steps hears of it. Then both are closed."""
+    stages, params, x, y = problem(2)
+    mesh, begin = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)), time.monotonic()
+    text = r"params: got the stages \[\], this process runs" if kind != "own" else "no such file"
+    error = FileNotFoundError if kind == "own" else ValueError
+    wanted = error if rank or kind == "both" else pp.PipelineError
+    told = text if wanted is error else f"rank 1 failed outside its program: {error.__name__}: {text}"
+    with (
+        pytest.raises(wanted, match=told),
+        pp.train_step(stages, squared, pp.gpipe(2, 2), pp.sgd(0.1), mesh, axes=pp.Axes("pp")) as trainer,
+    ):
+        if kind != "own" and wanted is error:
+            trainer.init({})
+        state = trainer.init({rank: params[rank]})
+        state, _ = trainer.step(state, x, y)
+        if wanted is error:
+            raise FileNotFoundError("no such file")
+        trainer.step(state, x, y)
+    assert time.monotonic() - begin < 2 * soon
+    with pp.train_step(stages, squared, pp.gpipe(2, 2), pp.sgd(0.1), mesh, axes=pp.Axes("pp")) as trainer:
+        state, _ = trainer.step(trainer.init({rank: params[rank]}), x, y)
+    for call in (lambda: trainer.step(state, x, y), lambda: trainer.init({rank: params[rank]})):
+        with pytest.raises(RuntimeError, match="the trainer is closed"):
+            call()
+
+
+@pytest.mark.parametrize("kind", ["one", "own", "both"])
+def test_an_error_that_ends_the_block_of_one_rank_is_told_to_the_other(two, soon, kind):
+    """It was told that the process is gone."""
+    two(wrong_in_the_block, kind, soon)
 
 
 def test_loss_weights_of_every_pass_are_compared(two):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-from ..errors import warn
+from ..errors import TRACED_LINES, warn
 from ..interrupts import between_operators
 from .compiled import compiled
 from .cut import Part
@@ -113,7 +113,7 @@ def _write(recipe: Recipe) -> Callable[..., Any]:
         for node in part.body:
             writer.call(node)
     source = writer.source(title, recipe.names)
-    scope = dict(writer.objects)
+    scope = writer.objects | {TRACED_LINES: writer.places}
     exec(builtins.compile(source, f"<{title}>", "exec"), scope)  # the source was written right here
     function = scope[title.split()[-1]]
     function.__doc__ = source
@@ -128,6 +128,7 @@ class _Writer:
         self.lines: list[str] = []
         self.objects: dict[str, Any] = {}
         self.known: dict[int, str] = {}
+        self.places: dict[int, str] = {}  # by line of the source, that of the user which it comes from
         self.last: dict[Node, Node | None] = {a: n for n in part.body for a in n.all_input_nodes}  # the call that uses a value last
         self.last.update((n, None) for results in part.results for n in results if n is not None)  # what is returned stays
 
@@ -151,6 +152,8 @@ class _Writer:
         if elements := {n.args[1]: n for n in node.users if is_element(n)}:
             targets, end = [self.target(elements.get(i)) for i in range(len(node.meta["val"]))], ","
         self.lines.append(f"{', '.join(targets)}{end} = {text}")
+        if place := node.meta.get("place"):
+            self.places[len(self.lines) + 1] = place.removeprefix(", called at ")
         gone = [n.name for n in dict.fromkeys(node.all_input_nodes) if self.last.get(n) is node and n.op != "get_attr"]
         if "_" in targets:
             gone.append("_")
