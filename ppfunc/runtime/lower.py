@@ -8,7 +8,7 @@ signatures that cross from process to process.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from ppfunc.schedule import Schedule
 from ppfunc.stage import LeafSignature, Loss, Signature, Stage
@@ -16,7 +16,6 @@ from ppfunc.stage.layout import Boundary
 from ppfunc.stage.output import children, received_signature
 
 from .buffers import Key
-from .exchange import Negotiation, Replay
 from .form import StepForm
 from .losses import sum_dtype
 from .lowered import BATCH, Edge, LoweredStage, LoweredStep
@@ -24,6 +23,14 @@ from .refusals import require_honoured, require_layouts, require_loss, require_s
 from .spec import StepSpec
 from .stage_programs import StageFunction, outline_of
 from .transport import LossPart
+
+
+class SignatureExchange(Protocol):
+    """Passes the signatures on edges to and from other processes."""
+
+    def send(self, edge: tuple[int, int], signatures: Sequence[Signature]) -> None: ...
+
+    def recv(self, edge: tuple[int, int]) -> Sequence[Signature]: ...
 
 
 def lower(
@@ -34,7 +41,7 @@ def lower(
     spec: StepSpec,
     *,
     ranks: Sequence[int] | None = None,
-    exchange: Negotiation | Replay | None = None,
+    exchange: SignatureExchange | None = None,
     example: Callable[[int], Any] | None = None,
 ) -> LoweredStep:
     """Work out what every instruction of the schedule means for arguments of this form.
@@ -167,7 +174,7 @@ def _inputs(form: StepForm, spec: StepSpec, microbatches: range) -> list[Signatu
     return [changed[s] for s in given]
 
 
-def _required(exchange: Negotiation | Replay | None) -> Negotiation | Replay:
+def _required(exchange: SignatureExchange | None) -> SignatureExchange:
     if exchange is None:
         raise ValueError("got ranks of this process that are not all, and no exchange to pass signatures to the others")
     return exchange
