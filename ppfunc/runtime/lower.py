@@ -8,6 +8,7 @@ signatures that cross from process to process.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from typing import Any, Protocol
 
 from ppfunc.schedule import Schedule
@@ -16,10 +17,11 @@ from ppfunc.stage.layout import Boundary
 from ppfunc.stage.output import children, received_signature
 
 from .buffers import Key
+from .detached import warn_of_detached
 from .form import StepForm
 from .losses import sum_dtype
 from .lowered import BATCH, Edge, LoweredStage, LoweredStep
-from .refusals import require_honoured, require_layouts, require_loss, require_same_rows, require_wanted, warn_of_detached
+from .refusals import require_honoured, require_layouts, require_loss, require_same_rows, require_wanted
 from .spec import StepSpec
 from .stage_programs import StageFunction, outline_of
 from .transport import LossPart
@@ -77,13 +79,10 @@ def lower(
                 edges[source, stage] = _required(exchange).recv((source, stage))
         function = _function(stages[model[stage]], loss_fn, schedule, spec, stage)
         params = form.params[model[stage]] if example is None else example(model[stage])
-        known: dict[tuple[Any, ...], LoweredStage] = {}  # microbatches of one form share it
+        lower_one = cache(partial(_lower_stage, schedule, form, spec, stage, function, params))  # microbatches of one form share it
         for n, m in enumerate(microbatches):
             received = tuple(Edge(source, edges[source, stage][n]) for source in sources)
-            extras = _extras(form, model[stage], m, function)
-            if (received, extras) not in known:
-                known[received, extras] = _lower_stage(schedule, form, spec, stage, function, params, received, extras)
-            lowered[stage, m] = known[received, extras]
+            lowered[stage, m] = lower_one(received, _extras(form, model[stage], m, function))
         for n, sink in enumerate(sinks):
             edges[stage, sink] = [lowered[stage, m].sinks[n].signature for m in microbatches]
             if home[sink] not in local:

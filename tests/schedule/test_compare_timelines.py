@@ -21,7 +21,9 @@ def test_one_stage_that_is_slow_is_named_with_those_who_wait_for_it():
     slow = simulate(schedule, Costs(forward=[1, 1, 2, 1], backward=[2, 2, 4, 2]))
     found = compare(slow, simulate(schedule))
     assert found.stages == (1, 1, 2, 1)
-    assert found.summary.startswith("rank 0 waits ") and found.summary.endswith("for rank 1 (0RECV_B); stage 2 is 2 times as long as the others")
+    assert found.summary.startswith("rank 0 waits ") and found.summary.endswith(
+        "for rank 1 (0RECV_B); stage 2 is 2 times as long as the others"
+    )
     assert found.waits[3]["3RECV_F"] == pytest.approx(slow.idle[3] / slow.makespan, abs=0.2)
     assert all(sum(mine for mine, _ in row.values()) == pytest.approx(1) for row in found.shares)
     assert all(sum(paper for _, paper in row.values()) == pytest.approx(1) for row in found.shares)
