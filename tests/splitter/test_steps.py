@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from functools import cache
 
 import pytest
@@ -46,6 +45,9 @@ def problem(m=M):
     return model, pp.split(model, ids[:2], at=[f"blocks.{i}" for i in (1, 2, 3)]), ids, targets
 
 
+shared_problem = cache(problem)  # for tests that leave the model as it is: they share what is traced of its stages
+
+
 def whole(model, ids, targets):
     loss = loss_fn(model(ids), targets)
     model.zero_grad()
@@ -68,7 +70,7 @@ SCHEDULES = {
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_gradients_are_those_of_the_whole_model(name):
     schedule = SCHEDULES[name]()
-    model, parts, ids, targets = problem(schedule.microbatches)
+    model, parts, ids, targets = shared_problem(schedule.microbatches)
     assert parts.tied and parts.skips
     loss, grads = pp.value_and_grad(parts, loss_fn, schedule)(parts.params, ids, targets)
     want, wanted = whole(model, ids, targets)
@@ -101,7 +103,7 @@ def test_the_mode_of_the_model_is_followed_by_step_functions_that_are_there_alre
 
 @pytest.mark.xfail(torch.__version__ < "2.12", reason="views tangents as their primals lie, and raises")
 def test_evaluation_and_second_derivatives():
-    model, parts, ids, targets = problem()
+    model, parts, ids, targets = shared_problem(M)
     outputs = pp.evaluate(parts, None, pp.gpipe(4, M), return_outputs=True)(parts.params, ids)
     torch.testing.assert_close(outputs, model(ids).detach())
     direction = {s: {name: torch.ones_like(p) for name, p in tree.items()} for s, tree in parts.params.items()}
@@ -115,8 +117,8 @@ def test_evaluation_and_second_derivatives():
 
 def in_processes(rank, ranks, name):
     schedule = SCHEDULES[name]()
-    model, parts, ids, targets = problem(schedule.microbatches)
-    want, wanted = whole(copy.deepcopy(model), ids, targets)
+    model, parts, ids, targets = shared_problem(schedule.microbatches)
+    want, wanted = whole(model, ids, targets)
     held = {s: parts.params[s] for s in schedule.model_stages_of(rank)}
     with pp.P2P(timeout=60) as transport:
         loss, grads = pp.value_and_grad(parts, loss_fn, schedule, transport)(held, ids, targets)
@@ -135,13 +137,13 @@ def test_in_four_processes(four, name):
 
 
 def test_another_number_of_stages_is_refused():
-    _, parts, _, _ = problem()
+    _, parts, _, _ = shared_problem(M)
     with pytest.raises(ValueError, match="stages: got 4, the schedule 'gpipe' has 3"):
         pp.value_and_grad(parts, loss_fn, pp.gpipe(3, M))
 
 
 def test_a_tie_of_the_split_is_not_replaced():
-    _, parts, _, _ = problem()
+    _, parts, _, _ = shared_problem(M)
     with pytest.raises(ValueError, match="tied: got 'wte.weight', which the split has tied"):
         pp.value_and_grad(parts, loss_fn, pp.one_f_one_b(4, M), tied={"wte.weight": [(0, "wte.weight"), (3, "wte.weight")]})
 
