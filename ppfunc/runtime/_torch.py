@@ -28,23 +28,21 @@ def ProcessGroupNCCL(store: Store, rank: int, size: int, timeout: timedelta) -> 
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
-def connect_nccl(group: Any, place: int, size: int, device: int) -> None:
-    """Let the ranks of a new NCCL communicator connect, for messages both ways and for sums. All of them come here at once.
+def connect_nccl(group: Any, place: int, size: int, device: int, messages: bool) -> None:
+    """Let the ranks of a new NCCL communicator connect, which all come here at once: for messages from the first to the second, or for sums.
 
-    A communicator connects a way in the first operation that takes it, and holds up the host until the other end comes to that
-    operation, too. In the middle of a step the other end may be held up by its GPU, which waits for what this one has not sent.
+    A communicator connects in the first operation of each kind, and holds up the host until the other end comes to that operation,
+    too. In the middle of a step the other end may be held up by its GPU, which waits for what this one has not sent.
     """
     torch.cuda.set_device(device)  # of this thread
-    mine, theirs = torch.zeros(1, device=device), torch.empty(size, device=device)
-    group._start_coalescing()
-    for peer in range(size):
-        if peer != place:
-            group.send([mine], peer, 0)
-            group.recv([theirs[peer : peer + 1]], peer, 0)
-    group._end_coalescing().wait()
-    all_reduce(group, mine, "sum").wait()
-    all_gather(group, theirs, mine).wait()
-    reduce_scatter(group, mine, theirs).wait()
+    mine, all_of_them = torch.zeros(1, device=device), torch.empty(size, device=device)
+    if messages:
+        group._start_coalescing()
+        group.recv([mine], 0, 0) if place else group.send([mine], 1, 0)
+        group._end_coalescing().wait()
+    else:
+        for work in (all_reduce(group, mine, "sum"), all_gather(group, all_of_them, mine), reduce_scatter(group, mine, all_of_them)):
+            work.wait()
     torch.cuda.current_stream().synchronize()
 
 

@@ -110,7 +110,7 @@ def seeded(low: LoweredStage, microbatch: int, forward: Call) -> Call:
 def load(low: LoweredStage, key: Key) -> Call | None:
     """Bring inputs and targets of a microbatch to the stage's device."""
     device, tag = low.device, Tag("F", BATCH, *key)
-    if device.type == "cpu":
+    if device.type == "cpu" and not torch.cuda.is_available():
         return None
 
     def run_load(buffers: Buffers) -> None:

@@ -59,7 +59,8 @@ class InProcess:
         pass
 
     def end(self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart], mode: Mode = "mixed") -> torch.Tensor | None:
-        return torch.cat([losses[stage] for stage in sorted(parts)]).sum(0) if parts else None
+        last = losses[max(parts)].device if parts else None
+        return torch.cat([losses[stage].to(last) for stage in sorted(parts)]).sum(0) if parts else None
 
     def hold_interrupts(self, later: bool = False) -> AbstractContextManager[object]:
         """Hold nothing back: interrupts act at once, since a step that they end leaves no peer behind."""
@@ -84,7 +85,7 @@ class InProcess:
 
     def wait_recv(self, transfer: Transfer) -> Call | None:
         tag, device = transfer.tag, transfer.device
-        if device.type == "cpu" or torch.cuda.device_count() < 2:
+        if not torch.cuda.is_available():
             return None
 
         def move(buffers: Buffers) -> None:

@@ -58,26 +58,28 @@ class _Addresses(Store):
         self._complete.set()
 
 
-def open_group(rendezvous: Rendezvous, links: SocketLinks, name: str, members: Sequence[int]) -> Any:
+def open_group(rendezvous: Rendezvous, links: SocketLinks, name: str, members: Sequence[int], messages: bool = False) -> Any:
     """Open a communicator of some ranks, under the backend of the user's group.
 
     Args:
         name: the same at all members, which is taken anew after each failure.
         members: in the same order at all of them.
+        messages: whether it carries messages from the first of two members to the second, and nothing else; else, sums and gathers.
     """
     name = f"{links.generation}/{name}"
     if rendezvous.backend == "nccl":
-        return open_nccl(rendezvous, links, name, members)
+        return open_nccl(rendezvous, links, name, members, messages)
     return open_gloo(links, name, members, rendezvous.timeout)
 
 
-def open_nccl(rendezvous: Rendezvous, links: SocketLinks, name: str, members: Sequence[int]) -> Any:
+def open_nccl(rendezvous: Rendezvous, links: SocketLinks, name: str, members: Sequence[int], messages: bool) -> Any:
     """Open an NCCL communicator of some ranks, in the order given, which all come to the same call, and connect it.
 
     Args:
         rendezvous: makes it, over the store.
         links: know which ranks live.
         name: of the communicator, the same at all members.
+        messages: as of :func:`open_group`.
 
     Raises:
         LinkError: a rank has failed, is gone or late.
@@ -88,7 +90,7 @@ def open_nccl(rendezvous: Rendezvous, links: SocketLinks, name: str, members: Se
 
     def make() -> Any:
         group = rendezvous.open_nccl(name, place, size)
-        _torch.connect_nccl(group, place, size, device)
+        _torch.connect_nccl(group, place, size, device, messages)
         return group
 
     _make_aside(make, place, told.put)

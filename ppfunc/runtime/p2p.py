@@ -38,11 +38,10 @@ _DRAIN = 1.0  # seconds for what a step has given the GPU
 class P2P(Control):
     """The transport of a pipeline with one process per rank.
 
-    Tensors of a pair of ranks have communicators of their own, made at the first step and after a failure: operations of
-    one NCCL communicator run in the order in which they were issued, whoever the peer is, and no pair must wait for
-    another. Under NCCL a pair has one, whose operations of a step go as one batch. Under gloo it has one for each way
-    and kind of message: a connection is locked while something is written to it, and what arrives on it meanwhile keeps
-    a thread spinning. Control messages take TCP connections along a binary tree, so no GPU has to be waited for, and a
+    Tensors from a rank to another have communicators of their own, made at the first step and after a failure: operations of
+    one NCCL communicator run in the order in which they were issued, whoever the peer is, a send and a receive of one batch
+    side by side, and nobody must wait for another. Under gloo there is one for each kind of message, too: a connection is locked
+    while something is written to it, and what arrives on it meanwhile keeps a thread spinning. Control messages take TCP connections along a binary tree, so no GPU has to be waited for, and a
     process that ends is noticed at once. Under gloo the store of the user's group is asked only until the ranks have met,
     so that it may end with its process. A rank that is late is named, not those that wait for it.
 

@@ -1,4 +1,4 @@
-"""Carry tensors between pairs of ranks, each pair on communicators of its own."""
+"""Carry tensors between pairs of ranks, each way on communicators of its own."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from .transport import Call, Route, Transfer
 
 # Dtypes that every backend can carry; anything else travels as its bytes.
 _PLAIN = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
+_CARRIES = {"gloo": "cpu", "nccl": "cuda"}  # the kind of device whose tensors a backend carries
 _LOST = ("Connection closed", "Connection reset", "Broken pipe", "Connection refused", "aborted")  # in messages of backends
 
 
 class _PairGroup:
-    """A communicator of two ranks; ``group`` is None until it is connected, and again after a failure."""
+    """A communicator from a rank, which is its rank 0, to another; ``group`` is None until it is connected, and again after a failure."""
 
     def __init__(self) -> None:
         self.group: Any = None
@@ -62,26 +63,27 @@ class PairGroups:
                 name = self._name(route)
                 pair = self._pairs.setdefault(name, _PairGroup())
                 if pair.group is None:
-                    members = sorted((self._line[route.sender], self._line[route.receiver]))
-                    pair.group = open_group(self._rendezvous, self._links, name, members)
+                    members = self._line[route.sender], self._line[route.receiver]
+                    pair.group = open_group(self._rendezvous, self._links, name, members, messages=True)
 
     def _name(self, route: Route) -> str:
         """The name of the communicator that messages of a route take, the same at both ends."""
-        sender, receiver = self._line[route.sender], self._line[route.receiver]
-        if self._backend == "nccl":
-            return f"pair/{min(sender, receiver)}-{max(sender, receiver)}"
-        return f"{route.direction}/{sender}-{receiver}"
+        way = f"{self._line[route.sender]}-{self._line[route.receiver]}"
+        # NCCL takes the messages of one way in order; those of both ways in one batch would wait for each other, each send for a receive.
+        return way if self._backend == "nccl" else f"{route.direction}/{way}"
 
     def _pair(self, transfer: Transfer) -> _PairGroup:
         ends = (self._rank, transfer.peer) if transfer.outgoing else (transfer.peer, self._rank)
         return self._pairs[self._name(Route(transfer.tag.direction, *ends))]
 
     def post(self, batch: Sequence[Transfer]) -> Call | None:
+        for transfer in batch:
+            self._require_carried(transfer)
         if self._backend == "nccl":
-            by_peer: dict[int, list[Transfer]] = {}
+            by_way: dict[tuple[int, bool], list[Transfer]] = {}
             for transfer in batch:
-                by_peer.setdefault(transfer.peer, []).append(transfer)
-            calls = [self._coalesced(part) for part in by_peer.values()]
+                by_way.setdefault((transfer.peer, transfer.outgoing), []).append(transfer)
+            calls = [self._coalesced(part) for part in by_way.values()]
         else:
             calls = [self._end(transfer) for transfer in batch]
         yielding = self._backend != "nccl" and any(transfer.outgoing for transfer in batch)
@@ -97,8 +99,18 @@ class PairGroups:
 
         return post_all if calls else None
 
+    def _require_carried(self, transfer: Transfer) -> None:
+        """Raise ValueError for tensors that the backend does not carry."""
+        if transfer.device.type != _CARRIES[self._backend]:
+            other = next((backend for backend, kind in _CARRIES.items() if kind == transfer.device.type), "another backend")
+            raise ValueError(
+                f"a stage of rank {self._rank} computes on the device {transfer.device}, whose tensors the backend {self._backend!r} of its "
+                f"process group does not carry; move its parameters to a device of type {_CARRIES[self._backend]!r}, or give P2P a group of "
+                f"{other!r}, such as torch.distributed.new_group(backend={other!r})"
+            )
+
     def _coalesced(self, batch: list[Transfer]) -> Call:
-        """Posts what goes over the one communicator of a pair as one operation."""
+        """Posts what goes over one communicator as one operation."""
         pair, calls = self._pair(batch[0]), [self._end(transfer) for transfer in batch]
         tags = [transfer.tag for transfer in batch]
 
@@ -117,12 +129,11 @@ class PairGroups:
 
     def _sender(self, transfer: Transfer) -> Call:
         pair, tag, wire, rank = self._pair(transfer), transfer.tag, _wire(transfer), self._line[transfer.peer]
-        peer = int(rank > self._links.rank)
 
         def send(buffers: Buffers) -> None:
             tensors = wire([t.contiguous() for t in buffers.values.pop(tag)])
             try:
-                buffers.pending[tag] = [pair.group.send([t], peer, 0) for t in tensors], tensors
+                buffers.pending[tag] = [pair.group.send([t], 1, 0) for t in tensors], tensors
             except RuntimeError as error:
                 raise lost(rank, error) from error
 
@@ -130,13 +141,13 @@ class PairGroups:
 
     def _receiver(self, transfer: Transfer) -> Call:
         pair, tag, wire, rank = self._pair(transfer), transfer.tag, _wire(transfer), self._line[transfer.peer]
-        peer, device = int(rank > self._links.rank), transfer.device
+        device = transfer.device
         made = [(leaf.shape, leaf.dtype) for leaf in transfer.leaves]
 
         def receive(buffers: Buffers) -> None:
             tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in made]
             try:
-                buffers.pending[tag] = [pair.group.recv([t], peer, 0) for t in wire(tensors)], tensors
+                buffers.pending[tag] = [pair.group.recv([t], 0, 0) for t in wire(tensors)], tensors
             except RuntimeError as error:
                 raise lost(rank, error) from error
 

@@ -7,6 +7,9 @@ import os
 import resource
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import zip_longest
 from typing import ClassVar
 from unittest.mock import patch
 
@@ -16,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import ppfunc as pp
-from ppfunc.runtime import opening
+from ppfunc.runtime import opening, pair_groups
 from ppfunc.schedule import BUILDERS, chimera, remove_tail
 
 D = 4
@@ -294,7 +297,11 @@ def test_random_stages_draw_the_same_in_any_process(two):
 
 
 class FakeNCCL:
-    """A communicator of two ranks over gloo that takes operations as NCCL does: in groups, each of which is one work."""
+    """A communicator of two ranks over gloo that does as NCCL does.
+
+    Operations come in groups, which run one after the other, each as one work; in a group, the n-th send runs beside the n-th receive,
+    and what follows waits for both.
+    """
 
     class Options:
         _timeout = None
@@ -303,37 +310,43 @@ class FakeNCCL:
 
     def __init__(self, store, rank, size, options):
         assert options._timeout is not None
-        self.group, self.batch, self.sizes = dist.ProcessGroupGloo(store, rank, size, options._timeout), None, []
+        self.group, self.sizes = dist.ProcessGroupGloo(store, rank, size, options._timeout), []
+        self.sends = self.receives = None
+        self.stream = ThreadPoolExecutor(1)
         self.made.append(self)
 
     def _start_coalescing(self):
-        assert self.batch is None
-        self.batch = []
+        assert self.sends is None
+        self.sends, self.receives = [], []
 
     def _end_coalescing(self):
-        works, self.batch = self.batch, None
-        self.sizes.append(len(works))
-        return Works(works)
+        pairs, self.sends, self.receives = list(zip_longest(self.sends, self.receives)), None, None
+        self.sizes.append(len(pairs))
+        return Work(self.stream.submit(self.run, pairs))
 
-    def send(self, tensors, peer, tag):
-        self.batch.append(self.group.send(tensors, peer, tag))
+    def run(self, pairs):
+        for pair in pairs:
+            for work in [begin() for begin in pair if begin]:
+                work.wait()
 
-    def recv(self, tensors, peer, tag):
-        self.batch.append(self.group.recv(tensors, peer, tag))
+    def send(self, *args):
+        self.sends.append(partial(self.group.send, *args))
+
+    def recv(self, *args):
+        self.receives.append(partial(self.group.recv, *args))
 
     def abort(self):
-        pass
+        self.stream.shutdown(wait=False)
 
 
-class Works:
+class Work:
     """The work of a group: done when all of it is."""
 
-    def __init__(self, works):
-        self.works = works
+    def __init__(self, done):
+        self.done = done
 
     def wait(self):
-        while self.works:
-            self.works.pop().wait()
+        self.done.result(30)
 
 
 class LossOnTheHost(pp.P2P):
@@ -352,8 +365,9 @@ def in_batches(rank, ranks, name):
     FakeNCCL.made.clear()
     with (
         patch.object(dist, "ProcessGroupNCCL", FakeNCCL, create=True),
-        patch.object(opening, "open_nccl", lambda meeting, links, name, members: meeting.open_nccl(name, members.index(links.rank), 2)),
+        patch.object(opening, "open_nccl", lambda meeting, links, name, members, _: meeting.open_nccl(name, members.index(links.rank), 2)),
         patch.object(dist, "get_backend_config", lambda group: "cpu:nccl"),
+        patch.dict(pair_groups._CARRIES, nccl="cpu"),
         LossOnTheHost(timeout=30) as transport,
     ):
         assert transport.backend == "nccl"
@@ -364,12 +378,29 @@ def in_batches(rank, ranks, name):
     return len(FakeNCCL.made), [size for group in FakeNCCL.made for size in group.sizes]
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipe"])
-def test_messages_of_a_step_go_in_one_batch_per_pair(two, name):
-    """Each end posts in its own order of operations, and a batch is waited for as a whole."""
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if "inference" not in name])
+def test_messages_of_each_way_have_a_communicator_under_nccl(two, name):
+    """On a communicator for both ways, a send waits for the receive beside it, and ``dualpipev`` for ever."""
     for communicators, sizes in two(in_batches, name):
-        assert communicators == 1
+        assert communicators == 2
         assert max(sizes) > 1
+
+
+def elsewhere(rank, ranks):
+    """The process group is one of NCCL, and the stages compute on the CPU."""
+    with (
+        patch.object(dist, "get_backend_config", lambda group: "cpu:nccl"),
+        patch.object(opening, "open_nccl", lambda *_: None),
+        pp.P2P(timeout=20) as transport,
+    ):
+        schedule = pp.one_f_one_b(ranks, 2)
+        params, inputs, targets = problem(schedule)
+        with pytest.raises((ValueError, pp.PipelineError), match=r"computes on the device cpu, whose tensors the backend 'nccl'.*new_group\(backend='gloo'\)"):
+            pp.value_and_grad([stage] * ranks, loss_fn, schedule, transport)(held_by(schedule, rank, params), inputs, targets)
+
+
+def test_a_backend_that_does_not_carry_the_tensors_of_a_stage(two):
+    two(elsewhere)
 
 
 def skipping(rank, ranks, builder, source, destination, kind):
