@@ -109,7 +109,7 @@ NO_BUBBLE_IN_SPAN = ("zb_h2", "zbv")
 every_builder = pytest.mark.parametrize("name", ALL)
 
 
-def arguments(name: str, max_ranks: int = 8, max_microbatches: int = 24) -> st.SearchStrategy[dict[str, Any]]:
+def arguments(name: str, max_ranks: int = 8, max_microbatches: int = 18) -> st.SearchStrategy[dict[str, Any]]:
     """The keyword arguments that a builder accepts, every option drawn."""
     accepts = ACCEPTS.get(name, lambda p, m: True)
     counts = [(p, m) for p in range(1, max_ranks + 1) for m in range(1, max_microbatches + 1) if accepts(p, m)]
