@@ -4,6 +4,7 @@
 """
 
 import atexit
+import os
 import threading
 import time
 from datetime import timedelta
@@ -13,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_MAKING = threading.Lock()
 _PROBE = 0x70706675  # a tag
 _AT_EXIT = 5.0  # seconds that the end of the process waits for communicators that are dropped
 _DROPPING: set[threading.Thread] = set()
@@ -22,14 +25,25 @@ ProcessGroupGloo = dist.ProcessGroupGloo
 
 
 def ProcessGroupNCCL(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """An NCCL communicator of its own."""
-    options = dist.ProcessGroupNCCL.Options()
+    """An NCCL communicator of its own, over a connection to the store of its own: one that waits there would hold up all others.
+
+    What fails on it fails the step, and does not end the process, as torch would have it.
+    """
+    options, before = dist.ProcessGroupNCCL.Options(), os.environ.get(_HANDLING)
     options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, size, options)
+    with _MAKING:
+        os.environ[_HANDLING] = "0"  # read as it is made
+        try:
+            return dist.ProcessGroupNCCL(store.clone(), rank, size, options)
+        finally:
+            if before is None:
+                del os.environ[_HANDLING]
+            else:
+                os.environ[_HANDLING] = before
 
 
 def connect_nccl(group: Any, place: int, size: int, device: int, messages: bool) -> None:
-    """Let the ranks of a new NCCL communicator connect, which all come here at once: for messages from the first to the second, or for sums.
+    """Let the ranks of a new NCCL communicator connect, which all come here: for messages from the first to the second, or for sums.
 
     A communicator connects in the first operation of each kind, and holds up the host until the other end comes to that operation,
     too. In the middle of a step the other end may be held up by its GPU, which waits for what this one has not sent.
@@ -160,7 +174,7 @@ def alive(group: dist.ProcessGroup, peer: int) -> bool:
         return True
     try:
         backend: Any = group._get_backend(torch.device("cpu"))
-        backend.recv([torch.empty(1)], peer, _PROBE)
+        backend.recv([torch.empty(1, device="cpu")], peer, _PROBE)
     except RuntimeError:
         return False
     return True

@@ -210,7 +210,7 @@ def read_loss_weights(weights: LossWeights, microbatches: int) -> torch.Tensor |
     try:
         if torch.is_tensor(weights) and weights.is_complex():
             raise TypeError("complex weights")
-        read = torch.as_tensor(weights, dtype=torch.float64)
+        read = torch.as_tensor(weights, dtype=torch.float64, device=weights.device if torch.is_tensor(weights) else "cpu")
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"loss_weights: got {reprlib.repr(weights)}, expected one number for each of the {microbatches} microbatches"

@@ -77,3 +77,8 @@ class Buffers:
     def kept_params(self, model: int) -> Leaves:
         """The parameters of a stage as this rank keeps them between steps: whole, or its shards."""
         return self.shards.get(model, self.params[model])
+
+
+def moved(tensors: Leaves, device: torch.device) -> Leaves:
+    """Tensors on a device. What comes to the host is there on return: nothing that runs on the host waits for it."""
+    return tuple([t.to(device, non_blocking=device.type != "cpu") for t in tensors])

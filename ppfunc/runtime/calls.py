@@ -18,7 +18,7 @@ from ppfunc.stage.process import process_lock
 from ppfunc.stage.tracing.accumulate import accumulating
 from ppfunc.stage.tracing.emit import TracedFunction
 
-from .buffers import Buffers, Key, Leaves, Tag
+from .buffers import Buffers, Key, Leaves, Tag, moved
 from .gradients import Gradients, LeafGradients, Numbers
 from .lowered import BATCH, Edge, LoweredStage
 from .rng import generator_of
@@ -115,9 +115,9 @@ def load(low: LoweredStage, key: Key) -> Call | None:
 
     def run_load(buffers: Buffers) -> None:
         if tag in buffers.values:
-            buffers.values[tag] = tuple(t.to(device, non_blocking=True) for t in buffers.values[tag])
+            buffers.values[tag] = moved(buffers.values[tag], device)
         if key in buffers.extras:
-            buffers.extras[key] = tuple(t.to(device, non_blocking=True) for t in buffers.extras[key])
+            buffers.extras[key] = moved(buffers.extras[key], device)
 
     return run_load
 

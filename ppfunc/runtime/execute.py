@@ -105,7 +105,7 @@ def weights_of(lowered: LoweredStep, arguments: StepArguments, stage: int) -> tu
     """The weight of every microbatch, a scalar each, where a stage computes and in the dtype in which losses are added up."""
     m, weights = lowered.schedule.microbatches, arguments.loss_weights
     if weights is None:
-        weights = torch.full((m,), 1 / m, dtype=torch.float64)
+        weights = torch.full((m,), 1 / m, dtype=torch.float64, device="cpu")
     device, dtype = lowered.form.devices[lowered.schedule.model_stages[stage]], loss_dtype(lowered, stage)
     wide = weights.to(device, lowered.losses[stage].leaf.dtype)
     if arguments.loss_weights is not None:
@@ -120,7 +120,7 @@ def weights_of(lowered: LoweredStep, arguments: StepArguments, stage: int) -> tu
 @lru_cache(maxsize=64)
 def _require_representable(weights: tuple[float, ...], dtype: torch.dtype) -> None:
     """Raise ValueError for weights that the dtype of a loss does not know."""
-    given = torch.tensor(weights, dtype=torch.float64)
+    given = torch.tensor(weights, dtype=torch.float64, device="cpu")
     narrow = given.to(dtype)
     if any((((given != 0) & (narrow == 0)) | (given.isfinite() & ~narrow.isfinite())).tolist()):
         raise ValueError(

@@ -68,7 +68,7 @@ def grid_of(mesh: DeviceMesh, axes: Axes, rank: int) -> Grid:
     if sorted(named) != sorted(own) or len(named) != sum(name is not None for name in axes):
         raise ValueError(f"axes: got {axes}, the mesh has the axes {', '.join(own) or 'without names'}; name each of them once")
     here = mesh.mesh.flatten().tolist().index(rank)
-    numbers = torch.arange(mesh.mesh.numel()).view(mesh.mesh.shape)
+    numbers = torch.arange(mesh.mesh.numel(), device="cpu").view(mesh.mesh.shape)
     missing = ("1" if name is None else role for role, name in (("data", axes.data), ("model", axes.model), ("pipe", axes.pipe)))
     replicas = rearrange(numbers, f"{' '.join(named[name] for name in own)} -> {' '.join(missing)}")
     lines = next(replica for replica in replicas if bool((replica == here).any()))

@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 import torch
 
-from .buffers import Buffers
+from .buffers import Buffers, moved
 from .collective import Among, Collective
 from .errors import AgreementError, Failure, PipelineError
 from .layouts import LaidOut
@@ -89,7 +89,7 @@ class InProcess:
             return None
 
         def move(buffers: Buffers) -> None:
-            buffers.values[tag] = tuple(t.to(device, non_blocking=True) for t in buffers.values[tag])
+            buffers.values[tag] = moved(buffers.values[tag], device)
 
         return move
 

@@ -26,7 +26,7 @@ def device_mesh(topology: Topology, device_type: str = "cpu") -> DeviceMesh:
         ValueError: where the topology has another number of ranks than the world.
     """
     _require_world(topology)
-    ranks = torch.arange(topology.world_size, dtype=torch.int).view(topology.sizes)
+    ranks = torch.arange(topology.world_size, dtype=torch.int, device="cpu").view(topology.sizes)
     return DeviceMesh(device_type, ranks, mesh_dim_names=topology.axes)
 
 

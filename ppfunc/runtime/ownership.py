@@ -85,7 +85,7 @@ def _sharing(group: Sequence[int], tensors: Sequence[torch.Tensor]) -> Iterator[
     # Strided views may lie between each other: mark on a map of the memory who uses it.
     start, stop = min(firsts), max(tensors[number].data_ptr() + extent(tensors[number]) for number in group)
     unit = math.gcd(*(address - start for address in firsts), *(tensors[number].itemsize for number in group))
-    users = torch.zeros((stop - start) // unit, dtype=torch.int32)
+    users = torch.zeros((stop - start) // unit, dtype=torch.int32, device="cpu")
     for mark, number in enumerate(group, start=1):
         tensor = tensors[number]
         parts = tensor.itemsize // unit

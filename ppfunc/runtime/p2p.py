@@ -40,10 +40,11 @@ class P2P(Control):
 
     Tensors from a rank to another have communicators of their own, made at the first step and after a failure: operations of
     one NCCL communicator run in the order in which they were issued, whoever the peer is, a send and a receive of one batch
-    side by side, and nobody must wait for another. Under gloo there is one for each kind of message, too: a connection is locked
-    while something is written to it, and what arrives on it meanwhile keeps a thread spinning. Control messages take TCP connections along a binary tree, so no GPU has to be waited for, and a
-    process that ends is noticed at once. Under gloo the store of the user's group is asked only until the ranks have met,
-    so that it may end with its process. A rank that is late is named, not those that wait for it.
+    side by side, and nobody must wait for another. Under gloo there is one for each kind of message, too: a connection is
+    locked while something is written to it, and what arrives on it meanwhile keeps a thread spinning. Control messages take
+    TCP connections along a binary tree, so no GPU has to be waited for, and a process that ends is noticed at once. Under
+    gloo the store of the user's group is asked only until the ranks have met, so that it may end with its process. A rank
+    that is late is named, not those that wait for it.
 
     A rank in a collective of a stage, over the axis ``model``, raises at once when a peer of that axis fails or ends; where one is
     stopped, when the limit of that group is over. In a collective between steps, or over a group that is no axis of ``mesh``, it

@@ -102,11 +102,14 @@ class PairGroups:
     def _require_carried(self, transfer: Transfer) -> None:
         """Raise ValueError for tensors that the backend does not carry."""
         if transfer.device.type != _CARRIES[self._backend]:
-            other = next((backend for backend, kind in _CARRIES.items() if kind == transfer.device.type), "another backend")
+            carried, other = (
+                _CARRIES[self._backend],
+                next((b for b, kind in _CARRIES.items() if kind == transfer.device.type), "another backend"),
+            )
             raise ValueError(
-                f"a stage of rank {self._rank} computes on the device {transfer.device}, whose tensors the backend {self._backend!r} of its "
-                f"process group does not carry; move its parameters to a device of type {_CARRIES[self._backend]!r}, or give P2P a group of "
-                f"{other!r}, such as torch.distributed.new_group(backend={other!r})"
+                f"a stage of rank {self._rank} computes on the device {transfer.device}, whose tensors the backend {self._backend!r} of "
+                f"its process group does not carry; move its parameters to a device of type {carried!r}, or give P2P a group of {other!r}, "
+                f"such as torch.distributed.new_group(backend={other!r})"
             )
 
     def _coalesced(self, batch: list[Transfer]) -> Call:

@@ -17,6 +17,7 @@ from . import _torch
 from .errors import LinkError
 
 T = TypeVar("T")
+_LATER = 30.0  # seconds
 
 
 class Rendezvous:
@@ -67,8 +68,9 @@ class Rendezvous:
         return _torch.alive(self._group, dist.get_group_rank(self._group, self.ranks[peer]))
 
     def open_nccl(self, name: str, place: int, size: int) -> Any:
-        """An NCCL communicator, which connects in its first operation."""
-        return _torch.ProcessGroupNCCL(PrefixStore(name, self._store), place, size, timedelta(seconds=self.timeout))
+        """An NCCL communicator, which connects in its first operation. Its operations may take longer than peers do: who is late is
+        found first."""
+        return _torch.ProcessGroupNCCL(PrefixStore(name, self._store), place, size, timedelta(seconds=2 * self.timeout + _LATER))
 
     def _ask(self, call: Callable[[], T]) -> T:
         """Make a call of the store, in a thread: a store that is frozen holds up that one only."""

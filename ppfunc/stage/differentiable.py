@@ -15,6 +15,7 @@ from .example import Example, Leaves, split_aux
 from .layout import local
 from .program import Gradients
 from .purity import LogicalDraws, NoValuesError, Purity, require_values
+from .recurrence import recurrence
 from .signature import differentiable
 
 
@@ -63,7 +64,8 @@ class DifferentiableStage:
     def _call(self, trees: tuple[Any, ...]) -> Any:
         """The stage on ``trees``; an exception out of it gets a note that names the stage, the line and what the stage was given."""
         try:
-            return self.fn(*trees)
+            with recurrence(self.known.modules, self.example.device):
+                return self.fn(*trees)
         except NoValuesError as error:
             raise error.told(self.name) from None
         except StageError:

@@ -29,10 +29,10 @@ def vector_width(kernel: Kernel, columns: int, dtype: torch.dtype) -> int:
 
     def run(padding: int) -> Tensor:
         lists = [[torch.cat([own, own.new_zeros(padding)]) for own in column] for column in values]
-        kernel(*lists, torch.tensor(3.0), lr=0.1, grad_scale=None, found_inf=None)
+        kernel(*lists, torch.tensor(3.0, device="cpu"), lr=0.1, grad_scale=None, found_inf=None)
         return torch.stack([leaf[:size] for column in (lists[0], *lists[2:]) for leaf in column])
 
-    values = [list(torch.rand(_TRIALS, size, generator=generator).to(dtype).unbind()) for _ in range(columns)]
+    values = [list(torch.rand(_TRIALS, size, generator=generator, device="cpu").to(dtype).unbind()) for _ in range(columns)]
     differing = (run(0) != run(1)).any(0).nonzero()
     first = int(differing[0]) if len(differing) else size
     return next(width for width in (1, 2, 4, 8, 16, 32, 64) if size - size % width <= first)
@@ -59,7 +59,7 @@ def run_on_parts(
     vectors, singles = zip(*(_misplaced(part, width) for part in parts), strict=True)
     if not any(vectors) and not any(singles):
         return kernel(*columns, *args, **options)
-    joint, alone = ([(n, torch.tensor(at)) for n, at in enumerate(places) if at] for places in (vectors, singles))
+    joint, alone = ([(n, torch.tensor(at, device="cpu")) for n, at in enumerate(places) if at] for places in (vectors, singles))
     filling = columns[0][0].new_zeros(-sum(map(len, vectors)) % _VECTORS)
     flats = [torch.cat([*(column[n].view(-1)[at] for n, at in joint), filling]) for column in columns]
     few = [[column[n].view(-1)[at] for n, at in alone] for column in columns]

@@ -395,7 +395,10 @@ def elsewhere(rank, ranks):
     ):
         schedule = pp.one_f_one_b(ranks, 2)
         params, inputs, targets = problem(schedule)
-        with pytest.raises((ValueError, pp.PipelineError), match=r"computes on the device cpu, whose tensors the backend 'nccl'.*new_group\(backend='gloo'\)"):
+        with pytest.raises(
+            (ValueError, pp.PipelineError),
+            match=r"computes on the device cpu, whose tensors the backend 'nccl'.*new_group\(backend='gloo'\)",
+        ):
             pp.value_and_grad([stage] * ranks, loss_fn, schedule, transport)(held_by(schedule, rank, params), inputs, targets)
 
 

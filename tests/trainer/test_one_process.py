@@ -13,7 +13,7 @@ from torch import nn
 import ppfunc as pp
 from ppfunc.schedule import Op
 from ppfunc.stage.tree import tree_leaves
-from tests.models import normal, squared
+from tests.models import mlp, mlp_params, normal, squared
 from tests.trainer.problems import (
     ROWS,
     STEPS,
@@ -332,3 +332,22 @@ def test_stages_that_share_memory_are_updated_once_each():
     ]
     assert found[0][1] == found[1][1]
     assert same_bits(found[0][0].params, found[1][0].params)
+
+
+@pytest.mark.parametrize("engine", [pp.graph, pp.functional, pp.eager])
+@pytest.mark.parametrize("optimizer", [pp.adamw(0.1), pp.sgd(0.1, 0.9)])
+def test_tensors_are_made_elsewhere_by_default(engine, optimizer):
+    """``torch.set_default_device`` is for tensors of the user: a step makes its own beside those that it is given."""
+
+    def run():
+        trainer = pp.train_step([mlp] * 2, squared, pp.zb_h1(2, 4), optimizer, clip=1.0, engine=engine)
+        state = trainer.init(params)
+        for _ in range(2):
+            state, metrics = trainer.step(state, inputs, targets, loss_weights=[1, 2, 3, 4])
+        return tree_leaves((state.params, metrics.loss, metrics.grad_norm))
+
+    params, inputs, targets = {s: mlp_params(4, s) for s in range(2)}, normal(8, 4, seed=7), normal(8, 4, seed=8)
+    wanted = run()
+    with torch.device("meta"):
+        found = run()
+    assert all(map(torch.equal, found, wanted))

@@ -806,3 +806,12 @@ def test_an_export_of_something_else_is_refused(tmp_path):
 def test_names_of_another_kind_are_refused(runs):
     with pytest.raises(TypeError, match="names: got 5 of type int, expected a split, .*leaf: name in the model.*, or a function"):
         pp.save(runs, {"params": {0: {"w": torch.ones(2)}}}, step=1, names=5)
+
+
+def test_tensors_are_made_elsewhere_by_default(tmp_path):
+    """``torch.set_default_device``: what is read from a file is read by the host."""
+    tree = {"w": torch.arange(6.0).view(2, 3), "ids": torch.arange(3)}
+    with torch.device("meta"):
+        pp.save(tmp_path, tree, step=0)
+        found = pp.load(tmp_path, like=tree)
+    assert all(torch.equal(found[name], tree[name]) for name in tree)

@@ -169,7 +169,7 @@ def _copy(file: TensorFile, task: ReadTask) -> None:
     """Read a part of a tensor, verify it, and copy what this rank holds of it."""
     (name, dtype, (part, _, _)), into, box = task
     direct = part == box and into.device.type == "cpu" and into.is_contiguous()
-    read = into if direct else torch.empty(part.shape, dtype=dtype)
+    read = into if direct else torch.empty(part.shape, dtype=dtype, device="cpu")
     require_digest(file, task.source, file.read(name, read))
     shared = part & box
     if shared is not None and not direct:

@@ -122,7 +122,7 @@ class Peers:
             return [value]
         text = bytearray(json.dumps(value).encode())
         with self._within_reach():
-            sizes = self._gathered(torch.tensor([len(text)])).tolist()
+            sizes = self._gathered(torch.tensor([len(text)], device="cpu")).tolist()
             texts = self._gathered(torch.frombuffer(text.ljust(max(sizes)), dtype=torch.uint8))
         memory = bytes_of(texts)
         return [json.loads(bytes(memory[max(sizes) * rank :][:size])) for rank, size in enumerate(sizes)]

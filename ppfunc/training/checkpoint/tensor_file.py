@@ -89,7 +89,7 @@ def on_host(tensor: Tensor) -> Tensor:
 def copied(tensor: Tensor, into: Tensor | None) -> Tensor:
     """Copy to the CPU, in row-major memory: in that of ``into``, if it is for such a tensor."""
     if into is None or (into.dtype, into.shape) != (tensor.dtype, tensor.shape):
-        into = torch.empty(tensor.shape, dtype=tensor.dtype)
+        into = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     return into.copy_(tensor.detach())
 
 
