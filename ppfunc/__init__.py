@@ -74,6 +74,7 @@ if TYPE_CHECKING:
         microbatch as microbatch,
         two_streams as two_streams,
     )
+    from .sample_gradients import per_sample_grad as per_sample_grad
     from .schedule import (
         Bound as Bound,
         Certificate as Certificate,
@@ -159,6 +160,6 @@ if TYPE_CHECKING:
         save_async as save_async,
     )
     from .training_step import train_step as train_step
-    from .transforms import gnvp as gnvp, hvp as hvp, jvp as jvp, per_sample_grad as per_sample_grad
+    from .transforms import gnvp as gnvp, hvp as hvp, jvp as jvp
 else:
     __getattr__, __dir__, __all__ = attach(__name__)

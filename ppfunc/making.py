@@ -129,6 +129,12 @@ def prove(schedule: Schedule, spec: StepSpec) -> Schedule:
     return schedule
 
 
+def map_stages(stages: Sequence[Stage | None], transform: Callable[[Stage], Stage]) -> list[Stage | None]:
+    """The stages transformed; equal ones stay equal, so that they share their programs."""
+    made = {id(fn): transform(fn) for fn in stages if callable(fn)}
+    return [made.get(id(fn), fn) for fn in stages]
+
+
 def named_step(prepare: Callable[..., RawArguments]) -> Callable[..., RawArguments]:
     """The same function, called ``step()`` in the errors of Python about its arguments."""
     prepare.__name__ = prepare.__qualname__ = "step"

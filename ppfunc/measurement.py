@@ -15,7 +15,7 @@ from ppfunc.runtime.compile import CompiledStep
 from ppfunc.runtime.execute import fill
 from ppfunc.runtime.rng import preserve_rng
 from ppfunc.runtime.ties import TiedPlaces
-from ppfunc.schedule import Costs, Op, looped_bfs, split_backward
+from ppfunc.schedule import Costs, Op, Timeline, looped_bfs, split_backward
 from ppfunc.schedule.arguments import require_type
 from ppfunc.splitter import Split
 from ppfunc.stage import Engine, Loss, graph
@@ -77,16 +77,11 @@ def measure(
         loss_fn, targets = _total, ()
     raw = RawArguments(params, example, targets, extras, state, None, (0, 0))
     arguments: dict[str, Any] = {"seed": raw.seed, "extras": extras, "state": state}
-    times: dict[tuple[Op, int], list[float]] = {}
     step = value_and_grad(stages, loss_fn, split_backward(looped_bfs(1, 1, count)), engine=engine, has_aux=True, tied=tied)
     step(params, example, targets, **arguments)
-    for _ in range(repeats):
-        _, timeline = step.record(params, example, targets, **arguments)
-        for instruction, start, end in zip(step.schedule.instructions(0), timeline.starts[0], timeline.ends[0], strict=True):
-            times.setdefault((instruction.op, instruction.stage), []).append(end - start)
+    seconds = _medians([step.record(params, example, targets, **arguments)[1] for _ in range(repeats)])
     compiled = step.lower(params, example, targets, **arguments).compile()
     stages_of = [compiled.lowered.stages[stage, 0] for stage in range(count)]
-    seconds = {op: tuple(median(times[op, stage]) for stage in range(count)) for op in (Op.F, Op.I, Op.W)}
     costs = Costs(
         forward=seconds[Op.F],
         backward_input=seconds[Op.I],
@@ -98,6 +93,15 @@ def measure(
         return costs
     kept, held = _residual_bytes(compiled, raw)
     return replace(costs, activation=kept, weight_share=tuple(min(1.0, h / k) if k else 0.0 for k, h in zip(kept, held, strict=True)))
+
+
+def _medians(timelines: Sequence[Timeline]) -> dict[Op, tuple[float, ...]]:
+    """The median time of every instruction of one rank that has one microbatch, by op and stage."""
+    schedule = timelines[0].schedule
+    found: dict[Op, list[float]] = {op: [0.0] * schedule.stages for op in schedule.ops}
+    for n, instruction in enumerate(schedule.instructions(0)):
+        found[instruction.op][instruction.stage] = median(t.ends[0][n] - t.starts[0][n] for t in timelines)
+    return {op: tuple(times) for op, times in found.items()}
 
 
 def _total(y: Any, target: Any) -> torch.Tensor:

@@ -132,16 +132,9 @@ def value_and_grad(
     wanted = argnums if isinstance(argnums, tuple) else (argnums,)
     if wanted not in ((0,), (1,), (0, 1), (1, 0)):
         raise ValueError(f"argnums: got {argnums!r}, expected 0 (parameters), 1 (inputs), or a tuple of both, each once")
-    wants = {"loss", *("input_grads" if n else "grads" for n in wanted), *(["aux"] if has_aux else [])}
-    if per_microbatch and 0 not in wanted:
-        raise ValueError(
-            "per_microbatch=True keeps gradients of parameters apart, and argnums asks for none; leave it out, or take argnums=(0, 1)"
-        )
-    if sum_dtype not in (None, torch.float32, torch.float64):
-        raise TypeError(f"sum_dtype: got {shown(sum_dtype)}, expected torch.float32 or torch.float64")
-    if sum_dtype is not None and (per_microbatch or 0 not in wanted):
-        raise ValueError("sum_dtype: got one, and no gradients of parameters are added up over microbatches; leave it out")
+    _require_sums(wanted, per_microbatch, sum_dtype)
     require_one_of("on_nonfinite", on_nonfinite, get_args(_OnNonfinite))
+    wants = {"loss", *("input_grads" if n else "grads" for n in wanted), *(["aux"] if has_aux else [])}
     changes = f"{' of each microbatch' if per_microbatch else ''}{' and inputs' if 1 in wanted else ''}{_of_shape(loss_shape)}"
     changes += f" summed in {sum_dtype}" if sum_dtype else ""
     changes += " all finite" if on_nonfinite == "raise" else ""
@@ -211,6 +204,18 @@ def evaluate(
     spec = StepSpec(name, frozenset(wants), loss_shape=loss_shape, tied=ties)
     prepare = _arguments(loss_weights)
     return make_step(stages, loss_fn, schedule, transport, engine, spec, prepare, finish, loss_weights, training=False)
+
+
+def _require_sums(wanted: tuple[int, ...], per_microbatch: bool, sum_dtype: Any) -> None:
+    """Raise where gradients of parameters are to be kept apart, or added up, and are not."""
+    if per_microbatch and 0 not in wanted:
+        raise ValueError(
+            "per_microbatch=True keeps gradients of parameters apart, and argnums asks for none; leave it out, or take argnums=(0, 1)"
+        )
+    if sum_dtype not in (None, torch.float32, torch.float64):
+        raise TypeError(f"sum_dtype: got {shown(sum_dtype)}, expected torch.float32 or torch.float64")
+    if sum_dtype is not None and (per_microbatch or 0 not in wanted):
+        raise ValueError("sum_dtype: got one, and no gradients of parameters are added up over microbatches; leave it out")
 
 
 def _arguments(default: LossWeights) -> Callable[..., RawArguments]:

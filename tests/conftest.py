@@ -63,13 +63,11 @@ class Processes:
     def __init__(self, size: int) -> None:
         import torch.multiprocessing as mp
 
-        # A server that has imported torch once forks the processes.
+        # A server that has imported once what all of them need forks the processes.
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch._dynamo"])
+        context.set_forkserver_preload(["pytest", "hypothesis", "torch._dynamo", "ppfunc.trainer", "ppfunc.pipeline"])
         self.size = size
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            meeting = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        meeting = f"tcp://127.0.0.1:{_free_port()}"
         pipes = [context.Pipe() for _ in range(size)]
         self._ends = [ours for ours, _ in pipes]
         self._job = 0
@@ -113,6 +111,12 @@ class Processes:
         for worker in self.workers:
             worker.kill()
             worker.join()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _work(rank: int, size: int, meeting: str, end: Connection) -> None:
@@ -163,6 +167,14 @@ def four() -> Iterator[Processes]:
 
 
 @pytest.fixture(scope="module")
+def three() -> Iterator[Processes]:
+    """Three processes, shared by the tests of a module."""
+    processes = Processes(3)
+    yield processes
+    processes.close()
+
+
+@pytest.fixture(scope="module")
 def eight() -> Iterator[Processes]:
     """Eight processes, shared by the tests of a module."""
     processes = Processes(8)
@@ -182,6 +194,11 @@ def fresh() -> Iterator[Callable[[int], Processes]]:
     yield make
     for processes in made:
         processes.close()
+
+
+@pytest.fixture
+def free_port() -> int:
+    return _free_port()
 
 
 @pytest.fixture

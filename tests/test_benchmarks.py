@@ -1,29 +1,42 @@
 """Benchmarks start: they use parts of the package that have no other users."""
 
-import os
-import subprocess
+import importlib
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.scripts import run_script
+
 FOLDER = Path(__file__).parent / "benchmarks"
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+SMALL = ("--rounds", "1", "--steps", "1", "--blocks", "2")
 
 
-def run(*command):
-    done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+def test_the_time_of_a_step(fresh, free_port):
+    printed, _ = fresh(2)(run_script, free_port, FOLDER / "step_time.py", *SMALL)
+    times = re.search(r"ppfunc (\S+) ms, torch (\S+) ms, ratio (\S+); ideal (\S+) ms, measured over ideal (\S+)", printed)
+    ours, theirs, ratio, ideal, over_ideal = map(float, times.groups())
+    assert ratio == pytest.approx(ours / theirs, rel=0.05)
+    assert over_ideal == pytest.approx(ours / ideal, rel=0.05)
 
 
-@pytest.mark.parametrize("options", [(), ("--protection",)])
-def test_the_time_of_a_step(options):
-    printed = run(*TORCHRUN, "step_time.py", "--rounds", "1", "--steps", "1", "--blocks", "2", *options)
-    assert "ratio" in printed
+def test_the_price_of_protection(fresh, free_port):
+    printed, _ = fresh(2)(run_script, free_port, FOLDER / "step_time.py", *SMALL, "--protection")
+    found = re.findall(r"^(.+): (\S+) ms, unprotected (\S+) ms, ratio (\S+)$", printed, re.MULTILINE)
+    assert [what for what, *_ in found] == ["step", "CPU of all ranks"]
+    for _, *figures in found:
+        protected, bare, ratio = map(float, figures)
+        assert ratio == pytest.approx(protected / bare, rel=0.05)
 
 
-def test_all_others_are_imported():
+def import_all(rank, size, names):
+    sys.path.insert(0, str(FOLDER))
+    for name in names:
+        importlib.import_module(name)
+
+
+def test_all_others_are_imported(fresh):
     names = [path.stem for path in FOLDER.glob("*.py") if not path.stem.startswith("split_")]  # those need transformers
     assert len(names) > 5
-    run(sys.executable, "-c", f"import sys; sys.path.insert(0, {str(FOLDER)!r}); import {', '.join(names)}")
+    fresh(1)(import_all, names)

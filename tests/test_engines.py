@@ -20,6 +20,7 @@ EXACT = {
     "functional": pp.functional,
     "eager": pp.eager,
 }
+COMPILED = pp.graph(compile=True)  # one, so that a program is compiled once for all schedules
 every = pytest.mark.parametrize("name", TRAINING)
 
 
@@ -68,6 +69,6 @@ def test_offload_and_split_backwards_change_nothing(name):
 @every
 def test_compiled_programs_agree(name):
     schedule = BUILDERS[name](2, 4)
-    compiled, plain = run(schedule, pp.graph(compile=True)), run(schedule, pp.graph)
+    compiled, plain = run(schedule, COMPILED), run(schedule, pp.graph)
     for mine, other in zip(optree.tree_leaves(compiled), optree.tree_leaves(plain), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)

@@ -1,6 +1,7 @@
 """Parse the words of a command line: errors that suggest the nearest name, an example in every help."""
 
 import argparse
+import re
 from typing import Any, NoReturn
 
 from .._text import limited, suggestion
@@ -40,7 +41,14 @@ class CommandParser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             names = [str(choice) for choice in action.choices]
-            raise argparse.ArgumentError(action, f"invalid choice {value!r}: expected one of {', '.join(names)}{suggestion(value, names)}")
+            near = suggestion(value, names) or _doing(value, action)
+            raise argparse.ArgumentError(action, f"invalid choice {value!r}: expected one of {', '.join(names)}{near}")
+
+
+def _doing(word: str, action: argparse.Action) -> str:
+    """The command whose help has the word, such as ``convert``."""
+    commands = getattr(action, "_choices_actions", ())
+    return next((f"; see {c.dest}: {c.help}" for c in commands if word in re.findall(r"\w+", c.help or "")), "")
 
 
 class _Formatter(argparse.HelpFormatter):

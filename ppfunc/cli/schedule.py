@@ -88,7 +88,7 @@ def add_schedules(commands: Any) -> None:
 def _add_show(commands: Any) -> None:
     show = commands.add_parser(
         "show",
-        help="print, draw or convert a schedule",
+        help=f"print, draw or convert a schedule: --format {', '.join(_SUFFIXES)}, or the suffix of --out",
         description="Grid, SVG and trace are drawn with the costs, or with the times of a trace.",
         example="  ppfunc show 1f1b --ranks 4 --microbatches 8\n"
         "  ppfunc show zbv --ranks 4 --microbatches 8 --forward 1 --backward 2 --format svg --out zbv.svg\n"

@@ -4,7 +4,7 @@ A step function is called, and the data flows in one direction::
 
     step.py          StepFunction(params, inputs, targets)
       arguments.py     read_arguments    what the caller gave  -> leaves, and the form of all trees (form.py)
-      compiled_steps.py  find            the compiled step for this form, kept or new (cache.py):
+      compiled_steps.py  find            the compiled step for this form, kept (cache.py) while its guards hold (guards.py), or new:
         agreement.py   begin             all ranks agree on the call and on the shapes of the batch (terms.py)
         lower.py       lower             stages, schedule, form -> LoweredStep (lowered.py): every edge        } once
         compile.py     compile_step      LoweredStep -> CompiledStep: stage programs, one flat list of calls   } per
@@ -14,13 +14,13 @@ A step function is called, and the data flows in one direction::
       results.py       collect           buffers -> losses, gradients, outputs, metrics, state
       transport        end               the sum of the losses; a step fails on every rank or on none
 
-`spec.py` says what the caller wants of a step; `refusals.py` refuses what nothing would honour. `calls.py` makes the calls of stage
-programs, `residual_calls.py` those that take residuals out of the way; `shared_sums.py`, `input_gradients.py` and `update_calls.py` make
-those that end a program; `record.py` measures them; `nonfinite.py` runs passes again, to find where a number was first not finite. What
-lasts from call to call belongs to two: `CompiledSteps` has what is compiled, `Agreement` what the ranks agreed on. A transport is two
-protocols (`transport.py`), data and control, with three implementations: `InProcess`, `P2P` and `Simulated`. Where several pipelines
-train together, `grid.py` says which rank belongs where, `layouts.py` compares how tensors lie over them, and `collective.py` sums among
-them.
+`spec.py` says what the caller wants of a step; `refusals.py` refuses what nothing would honour, `detached.py` warns of what would not
+train. `calls.py` makes the calls of stage programs, `residual_calls.py` those that take residuals out of the way; `shared_sums.py`,
+`input_gradients.py` and `update_calls.py` make those that end a program; `record.py` measures them; `nonfinite.py` runs passes again, to
+find where a number was first not finite. What lasts from call to call belongs to two: `CompiledSteps` has what is compiled, `Agreement`
+what the ranks agreed on. A transport is two protocols (`transport.py`), data and control, with three implementations: `InProcess`, `P2P`
+and `Simulated`. Where several pipelines train together, `grid.py` says which rank belongs where, `layouts.py` compares how tensors lie
+over them, and `collective.py` sums among them.
 
 Between processes, from what a step sees down to sockets::
 

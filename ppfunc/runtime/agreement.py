@@ -80,8 +80,8 @@ class Agreement:
                 self._agreed.move_to_end((shapes, autocast()))
         return Began(shapes, agreed)
 
-    def exchange(self, began: Began, form: StepForm) -> Negotiation | Replay:
-        """How the signatures on edges get to other processes.
+    def negotiate(self, began: Began, form: StepForm) -> Negotiation | Replay:
+        """Begin to agree on what these shapes do not tell; without messages where the ranks have agreed on it before.
 
         Raises:
             AgreementError: another rank of a mesh that arguments lie over lays them out otherwise.

@@ -13,11 +13,12 @@ from ppfunc.stage.interrupts import let_interrupts
 
 from .agreement import Agreement, Began
 from .arguments import StepArguments
-from .cache import CACHE_SIZE, RETRACES, CacheInfo, Conditions, Entry, keep, warn_of_retraces
+from .cache import CACHE_SIZE, RETRACES, CacheInfo, Entry, keep, warn_of_retraces
 from .compile import compile_step
-from .exchange import Agreed, Negotiation, Replay
+from .exchange import Agreed
 from .form import StepForm
-from .lower import lower
+from .guards import Guards
+from .lower import SignatureExchange, lower
 from .lowered import LoweredStep
 from .spec import StepSpec
 from .stage_programs import autocast
@@ -80,20 +81,20 @@ class CompiledSteps:
         self._last = _Last(bare, began.shapes, entry)
         return entry
 
-    def lower(self, arguments: StepArguments) -> tuple[LoweredStep, Conditions]:
-        """Lower a step by itself, which is not kept; says under what conditions it holds."""
+    def lower(self, arguments: StepArguments) -> tuple[LoweredStep, Guards]:
+        """Lower a step by itself, which is not kept; says what guards it."""
         began = self._begin([arguments], "lowered, not run")
-        exchange = self._agreement.exchange(began, arguments.form)
+        negotiation = self._agreement.negotiate(began, arguments.form)
         with let_interrupts():
-            lowered = self._lower(arguments, began, exchange)
-        agreed = self._agreement.keep(began.shapes, exchange.conclude(lowered))
-        return lowered, Conditions.now(lowered, agreed)
+            lowered = self._lower(arguments, began, negotiation)
+        agreed = self._agreement.keep(began.shapes, negotiation.conclude(lowered))
+        return lowered, Guards.now(lowered, agreed)
 
     def reuse(self, entry: Entry, passes: Sequence[StepArguments]) -> Entry:
         """The step that was lowered and compiled by itself, where it holds for these arguments."""
         began = self._begin(passes, "run as it was compiled")
-        entry.conditions.require()
-        if entry.conditions.agreed.generation != self._transport.generation:
+        entry.guards.require()
+        if entry.guards.agreed.generation != self._transport.generation:
             raise RuntimeError("a step has failed since this one was lowered, and the ranks agree anew; lower and compile it again")
         now, then = _form(passes[0], began.shapes), entry.compiled.lowered.form
         for field, got, expected in zip(now._fields, now, then, strict=True):
@@ -125,7 +126,7 @@ class CompiledSteps:
         form, last = passes[0].form, self._last
         shapes = None if form.inputs is None else shapes or BatchShapes.of(form)  # a process that was given no batch is told
         began = self._agreement.begin(passes, shapes, purpose)
-        if last is not None and last.entry.conditions.agreed.generation != self._transport.generation:
+        if last is not None and last.entry.guards.agreed.generation != self._transport.generation:
             self._forget()  # what was compiled before a failure is of no use after it
         return began
 
@@ -145,28 +146,28 @@ class CompiledSteps:
             )
         self._building.active = True
         try:
-            exchange = self._agreement.exchange(began, arguments.form)
+            negotiation = self._agreement.negotiate(began, arguments.form)
             with let_interrupts():
-                lowered = self._lower(arguments, began, exchange)
+                lowered = self._lower(arguments, began, negotiation)
                 compiled = compile_step(lowered, self._engine, self._transport)
-            agreed = self._agreement.keep(began.shapes, exchange.conclude(lowered))
+            agreed = self._agreement.keep(began.shapes, negotiation.conclude(lowered))
         finally:
             self._building.active = False
-        entry = Entry.of(compiled, Conditions.now(lowered, agreed))
+        entry = Entry.of(compiled, Guards.now(lowered, agreed))
         with self._lock:
             if (built := self._found(key, agreed)) is not None:  # by another thread meanwhile
                 return built
             self._misses += 1
-            others = [other for other in self._entries.get(key, ()) if other.conditions.agreed is agreed]
+            others = [other for other in self._entries.get(key, ()) if other.guards.agreed is agreed]
             keep(self._entries, key, [*others[-_MODES:], entry])
         if self._misses == RETRACES:
             warn_of_retraces(self._spec.name, self._misses, arguments, self.last_arguments)
         return entry
 
-    def _lower(self, arguments: StepArguments, began: Began, exchange: Negotiation | Replay) -> LoweredStep:
+    def _lower(self, arguments: StepArguments, began: Began, negotiation: SignatureExchange) -> LoweredStep:
         return lower(
             self._stages, self._loss_fn, self._schedule, _form(arguments, began.shapes), self._spec,
-            ranks=self._ranks, exchange=exchange, example=arguments.example,
+            ranks=self._ranks, exchange=negotiation, example=arguments.example,
         )  # fmt: skip
 
 

@@ -8,7 +8,8 @@ signatures that cross from process to process.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from functools import cache, partial
+from typing import Any, Protocol
 
 from ppfunc.schedule import Schedule
 from ppfunc.stage import LeafSignature, Loss, Signature, Stage
@@ -16,14 +17,22 @@ from ppfunc.stage.layout import Boundary
 from ppfunc.stage.output import children, received_signature
 
 from .buffers import Key
-from .exchange import Negotiation, Replay
+from .detached import warn_of_detached
 from .form import StepForm
 from .losses import sum_dtype
 from .lowered import BATCH, Edge, LoweredStage, LoweredStep
-from .refusals import require_honoured, require_layouts, require_loss, require_same_rows, require_wanted, warn_of_detached
+from .refusals import require_honoured, require_layouts, require_loss, require_same_rows, require_wanted
 from .spec import StepSpec
 from .stage_programs import StageFunction, outline_of
 from .transport import LossPart
+
+
+class SignatureExchange(Protocol):
+    """Passes the signatures on edges to and from other processes."""
+
+    def send(self, edge: tuple[int, int], signatures: Sequence[Signature]) -> None: ...
+
+    def recv(self, edge: tuple[int, int]) -> Sequence[Signature]: ...
 
 
 def lower(
@@ -34,7 +43,7 @@ def lower(
     spec: StepSpec,
     *,
     ranks: Sequence[int] | None = None,
-    exchange: Negotiation | Replay | None = None,
+    exchange: SignatureExchange | None = None,
     example: Callable[[int], Any] | None = None,
 ) -> LoweredStep:
     """Work out what every instruction of the schedule means for arguments of this form.
@@ -70,13 +79,10 @@ def lower(
                 edges[source, stage] = _required(exchange).recv((source, stage))
         function = _function(stages[model[stage]], loss_fn, schedule, spec, stage)
         params = form.params[model[stage]] if example is None else example(model[stage])
-        known: dict[tuple[Any, ...], LoweredStage] = {}  # microbatches of one form share it
+        lower_one = cache(partial(_lower_stage, schedule, form, spec, stage, function, params))  # microbatches of one form share it
         for n, m in enumerate(microbatches):
             received = tuple(Edge(source, edges[source, stage][n]) for source in sources)
-            extras = _extras(form, model[stage], m, function)
-            if (received, extras) not in known:
-                known[received, extras] = _lower_stage(schedule, form, spec, stage, function, params, received, extras)
-            lowered[stage, m] = known[received, extras]
+            lowered[stage, m] = lower_one(received, _extras(form, model[stage], m, function))
         for n, sink in enumerate(sinks):
             edges[stage, sink] = [lowered[stage, m].sinks[n].signature for m in microbatches]
             if home[sink] not in local:
@@ -167,7 +173,7 @@ def _inputs(form: StepForm, spec: StepSpec, microbatches: range) -> list[Signatu
     return [changed[s] for s in given]
 
 
-def _required(exchange: Negotiation | Replay | None) -> Negotiation | Replay:
+def _required(exchange: SignatureExchange | None) -> SignatureExchange:
     if exchange is None:
         raise ValueError("got ranks of this process that are not all, and no exchange to pass signatures to the others")
     return exchange

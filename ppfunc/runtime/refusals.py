@@ -1,4 +1,4 @@
-"""Refuse what a step would not honour: instructions, rows, layouts, losses and outputs of stages; warn of what would not train."""
+"""Refuse what a step would not honour: instructions, rows, layouts, losses and outputs of stages."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from collections.abc import Iterable
 
 from ppfunc.schedule import Op, Schedule
 from ppfunc.stage import Signature
-from ppfunc.stage.errors import warn
 from ppfunc.stage.layout import Boundary, same_placement
-from ppfunc.stage.module import frozen_in
 
 from .form import StepForm
 from .lowered import BATCH, LoweredStage
@@ -86,20 +84,6 @@ def require_loss(low: LoweredStage, loss: Signature, spec: StepSpec) -> None:
         raise ValueError(
             f"stage {low.model} returns an auxiliary loss, and evaluate without a loss function returns none; give it a loss function"
         )
-
-
-def warn_of_detached(low: LoweredStage) -> None:
-    """Warn of a stage whose loss, or whose output, passes no gradient on to what it was made of, which then does not train."""
-    frozen = frozen_in(low.function.fn)
-    trained = any(leaf.grad and name not in frozen for name, leaf in zip(leaf_names(low.params), low.params.leaves, strict=True))
-    passes = (low.loss is not None and low.loss.leaves[0].grad) or any(edge.carrying for edge in low.sinks)
-    if passes or not (trained or any(edge.carrying for edge in low.sources)):
-        return
-    warn(
-        f"stage {low.model}: its {'output' if low.sinks else 'loss'} passes no gradient on, so that neither its parameters nor the stages "
-        "before it train; it was made by detach(), under no_grad() or of integers: "
-        "remove that; where it is meant, call requires_grad_(False) on the module"
-    )
 
 
 def require_wanted(low: LoweredStage, form: StepForm, spec: StepSpec, replicated: bool) -> None:

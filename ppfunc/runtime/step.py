@@ -155,7 +155,7 @@ class StepFunction(Generic[P, R]):
 
     def _execute(self, entry: Entry, passes: Sequence[StepArguments], recorder: Recorder | None) -> tuple[StepResult, Timeline | None]:
         """Run a compiled step, and end it on all ranks."""
-        update, parts = self.spec.update, entry.conditions.agreed.parts
+        update, parts = self.spec.update, entry.guards.agreed.parts
         compiled = entry.compiled if recorder is None else recorder.attach(entry.compiled)
         lowered = compiled.lowered
         buffers: Buffers | None = None
@@ -176,7 +176,7 @@ class StepFunction(Generic[P, R]):
                         made = [*losses.values(), *tree_leaves((result.grads, result.input_grads))]
                         require_finite(made, entry.compiled, passes, self.transport)
                     timeline = None if recorder is None else gather(entry.compiled, recorder.intervals(), self.transport)
-                return result._replace(loss=self.transport.end(losses, parts, entry.conditions.mode())), timeline
+                return result._replace(loss=self.transport.end(losses, parts, entry.guards.mode())), timeline
         finally:
             buffers = None  # an error that is kept keeps this frame, and must not keep what it held
 
@@ -188,14 +188,14 @@ class StepFunction(Generic[P, R]):
         """
         with self.transport.hold_interrupts():
             try:
-                lowered, conditions = self._compiled.lower(self._read(self._prepare(*args, **kwargs), None, abstract=True))
+                lowered, guards = self._compiled.lower(self._read(self._prepare(*args, **kwargs), None, abstract=True))
                 self.transport.end({}, {})
             except BaseException as raised:
                 self._fail(self._failure(raised, None))
 
         def runs(compiled: CompiledStep) -> Callable[P, R]:
-            conditions.require()
-            ready = partial(self._compiled.reuse, Entry.of(compiled, conditions))
+            guards.require()
+            ready = partial(self._compiled.reuse, Entry.of(compiled, guards))
             return lambda *args, **kwargs: self._run(args, kwargs, ready=ready)[0]
 
         return Lowered(lowered, self._engine, self.transport, runs)

@@ -9,6 +9,7 @@ from statistics import median
 
 from .arguments import require_type
 from .instruction import COMPUTE, RECEIVES, Op, parts_of
+from .schedule import Schedule
 from .simulate import Timeline
 from .table import show_table
 
@@ -75,7 +76,7 @@ def compare(measured: Timeline, simulated: Timeline) -> Comparison:
     rows = zip(_shares(measured), _shares(simulated), strict=True)
     shares = tuple({k: (mine.get(k, 0.0), paper.get(k, 0.0)) for k in mine.keys() | paper.keys()} for mine, paper in rows)
     waits, stages = tuple(_waits(measured)), _times_as_long(measured)
-    return Comparison(measured, simulated, shares, waits, stages, _summary(waits, stages, shares))
+    return Comparison(measured, simulated, shares, waits, stages, _summary(measured.schedule, waits, stages, shares))
 
 
 def _computed(timeline: Timeline) -> Iterator[tuple[str, ...]]:
@@ -125,14 +126,27 @@ def _times_as_long(timeline: Timeline) -> tuple[float, ...]:
     return tuple(length / other if other else 1.0 for length, other in zip(lengths, others, strict=True))
 
 
-def _summary(waits: tuple[dict[str, float], ...], stages: tuple[float, ...], shares: tuple[dict[str, tuple[float, float]], ...]) -> str:
+def _summary(
+    schedule: Schedule, waits: tuple[dict[str, float], ...], stages: tuple[float, ...], shares: tuple[dict[str, tuple[float, float]], ...]
+) -> str:
+    """The longest wait and whom it is for; a rank all of whose stages are slow, or else the slowest stage."""
     found = []
     share, rank, name = max(((share, rank, name) for rank, row in enumerate(waits) for name, share in row.items()), default=(0.0, 0, ""))
     if share > 0.005:
-        found.append(f"rank {rank} waits {share:.0%} of the step for {name}")
+        message = next(i for i in schedule.instructions(rank) if i.op in RECEIVES and f"{i.stage}{i.op.value}" == name)
+        other = schedule.other_end(message)
+        assert other is not None
+        found.append(f"rank {rank} waits {share:.0%} of the step for rank {schedule.placement[other]} ({name})")
     longest = max(range(len(stages)), key=stages.__getitem__)
     if stages[longest] >= _UNEVEN:
-        found.append(f"stage {longest} is {stages[longest]:.3g} times as long as the others")
+        rank, own = schedule.placement[longest], schedule.stages_of(schedule.placement[longest])
+        least = min(stages[stage] for stage in own)
+        of_rank = len(own) > 1 and least >= _UNEVEN
+        found.append(
+            f"rank {rank} is at least {least:.3g} times as slow as the others"
+            if of_rank
+            else f"stage {longest} is {stages[longest]:.3g} times as long as the others"
+        )
     if not found:
         mine, paper = (max(row["idle"][k] for row in shares) for k in (0, 1))
         found.append(f"no rank waits for a message and no stage stands out; most idle is {mine:.0%}, on paper {paper:.0%}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -12,6 +11,7 @@ from typing import Any, Literal, Self, get_args, overload
 
 from ..parallel.counts import require_counts
 from .arguments import require_type
+from .costs_json import plain, read_values
 from .proof.structure import require_schedule
 from .schedule import Schedule
 from .table import show_table, table
@@ -180,7 +180,7 @@ class Costs:
         '{"forward": [1, 2], "bandwidth": 0.5}'
         """
         given = ((field.name, getattr(self, field.name)) for field in fields(self))
-        return json.dumps({name: _plain(value) for name, value in given if value is not getattr(Costs, name)})
+        return json.dumps({name: plain(value) for name, value in given if value is not getattr(Costs, name)})
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -192,22 +192,7 @@ class Costs:
         >>> Costs.from_json('{"forward": [1, "3/2"], "backward": {"0": 4}}')
         Costs(forward=(1, Fraction(3, 2)), backward={0: 4})
         """
-        expected = f"expected an object with some of {', '.join(field.name for field in fields(cls))}"
-        require_type("text", text, str, "the text of a JSON object")
-        try:
-            document = json.loads(text, object_pairs_hook=_unique)
-        except RecursionError:
-            raise ValueError(f"nested too deeply, {expected}") from None
-        except json.JSONDecodeError as error:
-            raise ValueError(f"not JSON: {error}; {expected}") from None
-        except ValueError as error:
-            raise ValueError(f"{str(error).partition(';')[0]}; {expected}") from None
-        if not isinstance(document, dict):
-            raise ValueError(f"got {reprlib.repr(document)}, {expected}")
-        unknown = [key for key in document if key not in cls.__dataclass_fields__]
-        if unknown:
-            raise ValueError(f"has {reprlib.repr(unknown[0])}, {expected}")
-        return cls(**{name: _read(name, value) for name, value in document.items()})
+        return cls(**read_values(text, tuple(cls.__dataclass_fields__)))
 
     def backward_of(self, stage: int) -> Number:
         """Return the time of a whole backward."""
@@ -283,37 +268,3 @@ def _require(name: str, value: Any) -> None:
         raise ValueError("bandwidth is 0, expected more; leave it out for messages that take no time per byte")
     if name == "weight_share" and not value <= 1:
         raise ValueError(f"weight_share is {reprlib.repr(value)}, expected at most 1")
-
-
-def _plain(value: Any) -> Any:
-    """A value of costs as JSON has it."""
-    if isinstance(value, Mapping):
-        return {str(stage): _plain(number) for stage, number in value.items()}
-    if isinstance(value, Sequence):
-        return [_plain(number) for number in value]
-    if value is None or not isinstance(value, Rational):
-        return value if value is None else float(value)
-    return int(value.numerator) if value.denominator == 1 else f"{value.numerator}/{value.denominator}"
-
-
-def _read(name: str, value: Any) -> Any:
-    """The value ``name`` of costs from JSON; what is no number stays as it is, to be refused with its name."""
-    if isinstance(value, list):
-        return tuple(_read(name, number) for number in value)
-    if isinstance(value, dict):
-        wrong = [key for key in value if not re.fullmatch("0|[1-9][0-9]{0,9}", key)]
-        if wrong:
-            raise ValueError(f"{name} has the key {reprlib.repr(wrong[0])}, expected the number of a stage")
-        return {int(stage): _read(name, number) for stage, number in value.items()}
-    if isinstance(value, str) and re.fullmatch("[0-9]{1,99}/[1-9][0-9]{0,99}", value):
-        from fractions import Fraction  # here, because most uses of schedules need none and it loads slowly
-
-        return Fraction(value)
-    return value
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError(f"one of the keys {', '.join(map(reprlib.repr, found))} occurs twice in one object")
-    return found

@@ -5,7 +5,8 @@ from __future__ import annotations
 import builtins
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -39,7 +40,7 @@ def emit(
     for region, nodes in groupby(body, key=lambda n: ambient if is_element(n) else n.meta["region"]):
         indent = ""
         if region != ambient:
-            lines.append(f"with {_bind(scope, _entering(region, ambient))}():")
+            lines.append(f"with {_bind(scope, partial(within, region, ambient))}():")
             indent = "    "
         for node in nodes:
             call = _call(node, constants, scope)
@@ -88,10 +89,6 @@ def _bind(scope: dict[str, Any], value: Any) -> str:
     name = f"o{id(value)}"
     scope[name] = value
     return name
-
-
-def _entering(region: Region, ambient: Region) -> Callable[[], AbstractContextManager[None]]:
-    return lambda: within(region, ambient)
 
 
 @contextmanager

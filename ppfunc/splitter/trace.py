@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -110,7 +111,7 @@ def _trace(model: nn.Module, form: CallForm, inputs: Sequence[LeafForm], device:
         recording = Recording()
         fakes = {name: _like(t, device) for name, t in (*tensors.params.items(), *tensors.buffers.items())}
         given = tuple(_input(leaf, device) for leaf in inputs)
-        nodes = {name: recording.place(t, _identifier(name)) for name, t in fakes.items()}
+        nodes = {name: recording.place(t, re.sub(r"\W", "_", name)) for name, t in fakes.items()}
         input_nodes = tuple(recording.place(t, f"input{i}") for i, t in enumerate(given))
         begun: dict[str, int] = {}
         stack.enter_context(unmodified(model))
@@ -189,7 +190,3 @@ def _like(tensor: Tensor, device: torch.device) -> Tensor:
     fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     fake = nn.Parameter(fake, requires_grad=False) if isinstance(tensor, nn.Parameter) else fake
     return fake.requires_grad_(tensor.requires_grad)
-
-
-def _identifier(name: str) -> str:
-    return "".join(c if c.isalnum() else "_" for c in name)

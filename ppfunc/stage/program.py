@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -116,11 +117,7 @@ def stage_program(flat: FlatProgram, example: Example, outline: Outline, *, has_
     y, aux = outline.y, outline.aux
     params = example.params.with_grad()  # of each that can have one
 
-    def fill(signature: Signature, gradients: Gradients) -> Any:
-        given = iter(gradients)
-        pairs = [(leaf, next(given) if leaf.grad else None) for leaf in signature.leaves]
-        zeros = (torch.zeros(leaf.shape, dtype=leaf.dtype, device=example.device) if g is None else g for leaf, g in pairs)
-        return signature.wrap(zeros)
+    fill = partial(_filled, example.device)
 
     def cotangents(gy: Any) -> Leaves:
         leaves, treedef = tree_flatten(gy)
@@ -153,3 +150,10 @@ def stage_program(flat: FlatProgram, example: Example, outline: Outline, *, has_
         return fill(params, flat.backward_weight(rest))
 
     return StageProgram(forward, backward, backward_input, backward_weight, flat, y, aux, residual_bytes, outline.random)
+
+
+def _filled(device: torch.device, signature: Signature, gradients: Gradients) -> Any:
+    """The tree of gradients, with zeros for leaves that have none."""
+    given = iter(gradients)
+    pairs = [(leaf, next(given) if leaf.grad else None) for leaf in signature.leaves]
+    return signature.wrap(torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) if g is None else g for leaf, g in pairs)

@@ -125,7 +125,7 @@ def unprotected() -> Iterator[None]:
     """Steps as if nothing could fail, once one of the form has run: each rank has the losses that it has computed."""
     with ExitStack() as patched:
         for owner, name, stand_in in (
-            (CompiledSteps, "_begin", lambda self, *_: Began(self._last.shapes, self._last.entry.conditions.agreed)),
+            (CompiledSteps, "_begin", lambda self, *_: Began(self._last.shapes, self._last.entry.guards.agreed)),
             (running, "let_interrupts", nullcontext),
             (pp.P2P, "hold_interrupts", lambda self, later=False: nullcontext()),
             (pp.P2P, "end", lambda self, losses, *_: torch.cat([losses[s] for s in sorted(losses)]).sum(0) if losses else None),

@@ -21,6 +21,7 @@ from ppfunc.schedule import (
     from_json,
     one_f_one_b,
     place_communication,
+    read_schedule,
     simulate,
     to_csv,
     to_grid,
@@ -59,14 +60,14 @@ def test_every_schedule_is_shown_in_every_form_and_accepted_by_check(name, run, 
             file = tmp_path / f"{len(lowered)}.{form}"
             code, out, err = run("show", name, *shape, "--format", form, *lowered, "--out", file)
             assert (code, out, err) == (0, "", "")
-            if form in ("csv", "json"):
+            if form in ("csv", "json", "trace"):
                 code, out, err = run("check", file)
                 assert (code, err) == (0, "")
                 assert "digest" in out
     compute = {cell.strip("()") for row in csv.reader((tmp_path / "0.csv").read_text().splitlines()) for cell in row if cell}
     assert not any(word in cell for cell in compute for word in ("SEND", "RECV", "LOAD", "@", "STEP", "REDUCE"))
     assert from_json((tmp_path / "0.json").read_text()) == BUILDERS[name](4, 8)
-    assert json.loads((tmp_path / "0.trace").read_text())["traceEvents"]
+    assert read_schedule(tmp_path / "0.trace") == BUILDERS[name](4, 8)
     assert ElementTree.parse(tmp_path / "0.svg").getroot().tag.endswith("svg")
 
 
@@ -303,7 +304,7 @@ def test_a_trace_is_drawn_with_its_own_times_and_a_sentence(run, tmp_path):
     grid, _, sentence = out.rstrip("\n").rpartition("\n")
     assert (code, err, grid + "\n") == (0, "", to_grid(schedule, slow, width=160))  # where there is no terminal
     assert run("show", tmp_path / "trace.json", "--width", 60)[1].startswith(to_grid(schedule, slow, width=60))
-    assert re.fullmatch(r"rank 0 waits \d+% of the step for 0RECV_B; stage 2 is 2 times as long as the others", sentence)
+    assert re.fullmatch(r"rank 0 waits \d+% of the step for rank 1 \(0RECV_B\); stage 2 is 2 times as long as the others", sentence)
     assert run("show", tmp_path / "trace.json", "--format", "svg")[1] == to_svg(schedule, slow)
     assert run("show", tmp_path / "trace.json", "--forward", 2)[1] == to_grid(schedule, simulate(schedule, Costs(forward=2)))
     assert json.loads(run("simulate", tmp_path / "trace.json", "--json")[1])["makespan"] == slow.makespan
@@ -403,6 +404,19 @@ def test_a_file_of_blanks_ends_in_seconds(content, run, tmp_path):
         code, out, err = run(command, tmp_path / "blanks.csv")
         assert time.process_time() - start < 3
         assert code in (1, 2) and out == "" and len(err) < 400
+
+
+@pytest.mark.parametrize("content", ["", "\n \n"])
+def test_a_file_with_nothing_in_it_is_told_as_such(content, run, tmp_path):
+    for form in ("csv", "json", "trace"):
+        (tmp_path / f"empty.{form}").write_text(content)
+        code, out, err = run("show", tmp_path / f"empty.{form}")
+        assert (code, out) == (2, "") and f"empty.{form}: nothing is in it: expected a schedule" in err
+
+
+def test_what_a_command_does_leads_to_it(run):
+    code, _, err = run("convert", "a.csv", "b.json")
+    assert code == 2 and "see show: print, draw or convert a schedule: --format grid, csv, steps, json, svg, trace" in err
 
 
 def test_a_pipe_is_not_waited_for(run, tmp_path):

@@ -1,19 +1,17 @@
-"""The example of three axes, run as its docstring says."""
+"""The example of three axes, run in as many processes as its docstring says."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.scripts import run_script
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_3d.py"
 
 
-def test_eight_processes_train():
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "8", "examples/train_3d.py"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    losses = [float(loss) for loss in re.findall(r"loss (\S+),", ran.stdout)]
+def test_eight_processes_train(fresh, free_port):
+    assert "torchrun --nproc-per-node 8 examples/train_3d.py" in EXAMPLE.read_text()
+    printed, *others = fresh(8)(run_script, free_port, EXAMPLE, timeout=200)
+    assert not any(others)
+    losses = [float(loss) for loss in re.findall(r"loss (\S+),", printed)]
     assert len(losses) == 4
     assert losses[-1] < losses[0] / 2

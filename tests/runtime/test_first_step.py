@@ -54,4 +54,5 @@ def test_four_ranks_take_as_long_as_one_and_one_call_for_each_further_rank(fresh
         # Signatures go from stage to stage, after one call of each; what comes after that runs side by side.
         further = stages * (ranks - 1)
         assert max(seconds[0] for seconds, _ in found[ranks]) < 1.2 * (alone + further * SLEEP) + soon / 4
-        assert max(seconds[1] for seconds, _ in found[ranks]) < SLEEP
+        # Within one call of a stage; soon is 2 s where the machine is idle.
+        assert max(seconds[1] for seconds, _ in found[ranks]) < SLEEP * soon / 2

@@ -21,12 +21,21 @@ def test_one_stage_that_is_slow_is_named_with_those_who_wait_for_it():
     slow = simulate(schedule, Costs(forward=[1, 1, 2, 1], backward=[2, 2, 4, 2]))
     found = compare(slow, simulate(schedule))
     assert found.stages == (1, 1, 2, 1)
-    assert found.summary.startswith("rank 0 waits ") and found.summary.endswith("for 0RECV_B; stage 2 is 2 times as long as the others")
+    assert found.summary.startswith("rank 0 waits ") and found.summary.endswith(
+        "for rank 1 (0RECV_B); stage 2 is 2 times as long as the others"
+    )
     assert found.waits[3]["3RECV_F"] == pytest.approx(slow.idle[3] / slow.makespan, abs=0.2)
     assert all(sum(mine for mine, _ in row.values()) == pytest.approx(1) for row in found.shares)
     assert all(sum(paper for _, paper in row.values()) == pytest.approx(1) for row in found.shares)
     table = str(found).splitlines()
     assert len(table) == 2 + 4 + 1 and table[0].split() == ["rank", "F", "B", "idle"]
+
+
+def test_a_rank_all_of_whose_stages_are_slow_is_named():
+    schedule = place_communication(interleaved_one_f_one_b(2, 4, 2))
+    slow = simulate(schedule, Costs(forward=[1, 2, 1, 3], backward=[2, 4, 2, 6]))
+    assert compare(slow, simulate(schedule)).summary.endswith("; rank 1 is at least 2 times as slow as the others")
+    assert " waits " in compare(slow, simulate(schedule)).summary and " for rank 1 (" in compare(slow, simulate(schedule)).summary
 
 
 def test_units_do_not_matter():

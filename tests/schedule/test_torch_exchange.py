@@ -1,13 +1,7 @@
-"""Files that ppfunc writes run in torch's own pipeline runtime and give the right gradients.
-
-The file is its own worker: run with a rank, it opens the process group and runs every schedule.
-"""
+"""Files that ppfunc writes run in torch's own pipeline runtime and give the right gradients."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -84,25 +78,20 @@ def run(rank: int, folder: Path, name: str, form: str) -> None:
     torch.save({s: [whole(p.grad) for p in model[s].parameters()] for s in held}, folder / f"{name}-{form}.{rank}.pt")
 
 
+def run_all(rank: int, size: int, folder: Path) -> None:
+    for name in NAMES:
+        for form in FORMS:
+            run(rank, folder, name, form)
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory, three):
     """A folder with the files of every schedule, and the gradients that torch's runtime found for them."""
     path = tmp_path_factory.mktemp("exchange")
     for name in NAMES:
         write_csv(place_communication(built(name)), path / f"{name}-sum.csv")
         (path / f"{name}-torch.csv").write_text(to_torch_csv(built(name)))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    command = [sys.executable, __file__, str(path)]
-    workers = [
-        subprocess.Popen([*command, str(rank)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for rank in range(RANKS)
-    ]
-    try:
-        outputs = [worker.communicate(timeout=600)[0] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    assert [worker.returncode for worker in workers] == [0] * RANKS, "\n".join(outputs)
+    three(run_all, path, timeout=600)
     return path
 
 
@@ -142,16 +131,3 @@ def test_torch_finds_the_gradients_that_ppfunc_finds(name, folder):
 def test_the_others_are_refused(name):
     with pytest.raises(ValueError, match=f"{name} has .*torch's runtime"):
         to_torch_csv(BUILDERS[name](4, 8))
-
-
-def main() -> None:
-    path, rank = Path(sys.argv[1]), int(sys.argv[2])
-    torch.distributed.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=RANKS)
-    for name in NAMES:
-        for form in FORMS:
-            run(rank, path, name, form)
-    torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -7,6 +7,7 @@ import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -125,13 +126,23 @@ def test_an_encoder_and_decoder_with_tied_embeddings(at, training):
 ENGINES = {"graph": pp.graph, "functional": pp.functional, "eager": pp.eager}
 
 
+@cache
+def split_encoder_decoder():
+    """One split for every schedule, which then share what is traced."""
+    model = made(m.EncoderDecoder).eval()
+    return model, pp.split(model, kwargs=translation(), at=["encoder.1", "decoder.0", "decoder.1"])
+
+
+def scalar_beside_targets(y, targets):
+    return m.scalar(y) + 0 * targets.sum()
+
+
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 @pytest.mark.parametrize("build", [pp.one_f_one_b, pp.zbv, pp.dualpipev], ids=lambda b: b.__name__)
 def test_schedules_give_the_gradients_of_the_whole_model(build, engine):
-    model = made(m.EncoderDecoder).eval()
-    parts = pp.split(model, kwargs=translation(), at=["encoder.1", "decoder.0", "decoder.1"])
+    model, parts = split_encoder_decoder()
     schedule = build(4, 4) if build is pp.one_f_one_b else build(2, 4)
-    step = pp.value_and_grad(parts, lambda y, t: m.scalar(y) + 0 * t.sum(), schedule, engine=engine)
+    step = pp.value_and_grad(parts, scalar_beside_targets, schedule, engine=engine)
     for length in (5, 3):
         inputs = translation(8, length)
         loss, grads = step(parts.params, inputs, torch.zeros(8))

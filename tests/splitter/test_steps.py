@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+from functools import cache
 
 import pytest
 import torch
@@ -45,6 +45,9 @@ def problem(m=M):
     return model, pp.split(model, ids[:2], at=[f"blocks.{i}" for i in (1, 2, 3)]), ids, targets
 
 
+shared_problem = cache(problem)  # for tests that leave the model as it is: they share what is traced of its stages
+
+
 def whole(model, ids, targets):
     loss = loss_fn(model(ids), targets)
     model.zero_grad()
@@ -67,7 +70,7 @@ SCHEDULES = {
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_gradients_are_those_of_the_whole_model(name):
     schedule = SCHEDULES[name]()
-    model, parts, ids, targets = problem(schedule.microbatches)
+    model, parts, ids, targets = shared_problem(schedule.microbatches)
     assert parts.tied and parts.skips
     loss, grads = pp.value_and_grad(parts, loss_fn, schedule)(parts.params, ids, targets)
     want, wanted = whole(model, ids, targets)
@@ -100,7 +103,7 @@ def test_the_mode_of_the_model_is_followed_by_step_functions_that_are_there_alre
 
 @pytest.mark.xfail(torch.__version__ < "2.12", reason="views tangents as their primals lie, and raises")
 def test_evaluation_and_second_derivatives():
-    model, parts, ids, targets = problem()
+    model, parts, ids, targets = shared_problem(M)
     outputs = pp.evaluate(parts, None, pp.gpipe(4, M), return_outputs=True)(parts.params, ids)
     torch.testing.assert_close(outputs, model(ids).detach())
     direction = {s: {name: torch.ones_like(p) for name, p in tree.items()} for s, tree in parts.params.items()}
@@ -114,8 +117,8 @@ def test_evaluation_and_second_derivatives():
 
 def in_processes(rank, ranks, name):
     schedule = SCHEDULES[name]()
-    model, parts, ids, targets = problem(schedule.microbatches)
-    want, wanted = whole(copy.deepcopy(model), ids, targets)
+    model, parts, ids, targets = shared_problem(schedule.microbatches)
+    want, wanted = whole(model, ids, targets)
     held = {s: parts.params[s] for s in schedule.model_stages_of(rank)}
     with pp.P2P(timeout=60) as transport:
         loss, grads = pp.value_and_grad(parts, loss_fn, schedule, transport)(held, ids, targets)
@@ -134,41 +137,50 @@ def test_in_four_processes(four, name):
 
 
 def test_another_number_of_stages_is_refused():
-    _, parts, _, _ = problem()
+    _, parts, _, _ = shared_problem(M)
     with pytest.raises(ValueError, match="stages: got 4, the schedule 'gpipe' has 3"):
         pp.value_and_grad(parts, loss_fn, pp.gpipe(3, M))
 
 
 def test_a_tie_of_the_split_is_not_replaced():
-    _, parts, _, _ = problem()
+    _, parts, _, _ = shared_problem(M)
     with pytest.raises(ValueError, match="tied: got 'wte.weight', which the split has tied"):
         pp.value_and_grad(parts, loss_fn, pp.one_f_one_b(4, M), tied={"wte.weight": [(0, "wte.weight"), (3, "wte.weight")]})
+
+
+def of_the_output(y, target):
+    return (y.square().mean() * target).sum()
+
+
+@cache
+def samples_one_by_one(count=16):
+    """A split model, samples, and the loss and gradients of each alone, by name of the parameter."""
+    torch.manual_seed(0)
+    model = EncoderDecoder().double().eval()
+    ids, decoder_ids = torch.randint(11, (count, 5)), torch.randint(11, (count, 4))
+    batch, targets = {"ids": ids, "decoder_ids": decoder_ids, "mask": (ids > 2).long()}, torch.randn(count).double()
+    parts = pp.split(model, kwargs={key: t[:2] for key, t in batch.items()}, at=["encoder.1", "decoder.0", "decoder.1"])
+    params = {key: p.detach() for key, p in model.named_parameters()}
+
+    def of_one(params, i):
+        given = {key: t[i : i + 1] for key, t in batch.items()}
+        return of_the_output(torch.func.functional_call(model, params, (), given), targets[i : i + 1])
+
+    grads, losses = zip(*(torch.func.grad_and_value(of_one)(params, i) for i in range(count)), strict=True)
+    return parts, batch, targets, torch.stack(losses), {key: torch.stack([each[key] for each in grads]) for key in params}
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_gradients_of_every_sample(name):
     """Of a model whose mask depends on a parameter, that writes into tensors, and whose stages pass on values without a batch axis."""
-    schedule = SCHEDULES[name]()
-    m, b = schedule.microbatches, 2
-    torch.manual_seed(0)
-    model = EncoderDecoder().double().eval()
-    ids, decoder_ids = torch.randint(11, (m * b, 5)), torch.randint(11, (m * b, 4))
-    batch, targets = {"ids": ids, "decoder_ids": decoder_ids, "mask": (ids > 2).long()}, torch.randn(m * b).double()
-    parts = pp.split(model, kwargs={key: t[:b] for key, t in batch.items()}, at=["encoder.1", "decoder.0", "decoder.1"])
-    params = {key: p.detach() for key, p in model.named_parameters()}
-
-    def loss(y, target):
-        return (y.square().mean() * target).sum()
-
-    def of_one(params, i):
-        given = {key: t[i : i + 1] for key, t in batch.items()}
-        return loss(torch.func.functional_call(model, params, (), given), targets[i : i + 1])
-
-    value, grads = pp.per_sample_grad(parts, loss, schedule, samples=b)(parts.params, batch, targets)
-    found = [torch.func.grad_and_value(of_one)(params, i) for i in range(m * b)]
-    torch.testing.assert_close(value, torch.stack([one for _, one in found]).mean())
+    schedule, b = SCHEDULES[name](), 2
+    parts, batch, targets, losses, wanted = samples_one_by_one()
+    n = schedule.microbatches * b
+    step = pp.per_sample_grad(parts, of_the_output, schedule, samples=b)
+    value, grads = step(parts.params, {key: t[:n] for key, t in batch.items()}, targets[:n])
+    torch.testing.assert_close(value, losses[:n].mean())
     for key, grad in (item for tree in grads.values() for item in tree.items()):
-        torch.testing.assert_close(grad.flatten(0, 1), torch.stack([wanted[key] for wanted, _ in found]), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(grad.flatten(0, 1), wanted[key][:n], rtol=1e-12, atol=1e-12)
 
 
 def test_gradients_of_every_sample_of_models_with_dropout_or_a_state():

@@ -99,10 +99,13 @@ def alone(options):
     return found, {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
 
 
-def cut(build, tied, mesh):
-    """The layers as stages, over the ranks of an axis where there are any, and the places of the tied leaf."""
-    stages, made = len(set(build.model_stages)), layers(tied)
-    count = LAYERS // stages
+@cache
+def cut(stages, tied, mesh):
+    """The layers as stages, over the ranks of an axis where there are any, and the places of the tied leaf.
+
+    Made once in a process: trainers that share stages share what is traced of them.
+    """
+    count, made = LAYERS // stages, layers(tied)
     plans = [
         {"": RowwiseParallel(input_layouts=Replicate())},
         *[{".up": ColwiseParallel(), ".down": RowwiseParallel()}] * 2,
@@ -137,7 +140,7 @@ def trained(mesh, shape, schedule, options, several):
     """The metrics and the parameters, whole, after all steps, one by one and together."""
     words, names = options.split(), () if mesh is None else mesh.mesh_dim_names
     build = SCHEDULES[schedule](shape[0], MICROBATCHES)
-    stages, tied = cut(build, "tied" in words, mesh["tp"] if "tp" in names else None)
+    stages, tied = cut(len(set(build.model_stages)), "tied" in words, mesh["tp"] if "tp" in names else None)
     axes = None if mesh is None else pp.Axes("pp", "dp" if "dp" in names else None, "tp" if "tp" in names else None)
     place = mesh.get_local_rank("dp") if "dp" in names else 0
     part = slice(place * ROWS // shape[1], (place + 1) * ROWS // shape[1])

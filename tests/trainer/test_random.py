@@ -1,4 +1,4 @@
-"""Random trainings of odd leaves, tied and cut, clipped, scaled and weighted, beside a loop of plain torch."""
+"""Trainings drawn at random (odd leaves, tied, cut, clipped, scaled, weighted) have the losses and parameters of a loop of plain torch."""
 
 from __future__ import annotations
 

@@ -789,6 +789,13 @@ def test_an_index_and_its_files_have_the_same_tensors(tmp_path):
         pp.load(tmp_path, like={"a": torch.zeros(1)})
 
 
+def test_an_export_of_nothing_is_refused_and_makes_no_folder(tmp_path):
+    for nothing in ({}, {0: {}}):
+        with pytest.raises(ValueError, match="params: got no tensor, on any rank"):
+            pp.export(tmp_path / "model", nothing)
+    assert not (tmp_path / "model").exists()
+
+
 def test_an_export_of_something_else_is_refused(tmp_path):
     with pytest.raises(TypeError, match="params: 'n' is no tensor"):
         pp.export(tmp_path, {"n": 3})

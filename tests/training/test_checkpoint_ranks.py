@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from functools import cache
 from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,12 @@ def batch(step: int) -> Tensor:
     return torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(1000 + step))
 
 
+@cache
+def stages_of(partition: Partition) -> Any:
+    """Made once in a process: trainers that share stages share what is traced of them."""
+    return pp.stages_from_layers([layer] * LAYERS, partition)
+
+
 class Job:
     """A trainer on a grid, and the names that its parameters have on any grid."""
 
@@ -111,7 +118,7 @@ class Job:
         self.data, self.partition = data, partition
         rate = pp.warmup_cosine(peak=1e-2, warmup=2, steps=10)
         self.trainer = pp.train_step(
-            pp.stages_from_layers([layer] * LAYERS, partition), loss_fn, build(stages, 4 // data), pp.adamw(rate, donate=donate), self.mesh,
+            stages_of(partition), loss_fn, build(stages, 4 // data), pp.adamw(rate, donate=donate), self.mesh,
             axes=pp.Axes(pipe="pp", data="dp") if self.mesh else None, clip=0.1, scale=pp.dynamic_scale(interval=2), shard=shard,
         )  # fmt: skip
         self.state = self.trainer.init({s: [initial(n) for n in partition.layers_of(s)] for s in self.held})

@@ -29,6 +29,8 @@ def read_schedule(path: str | PathLike[str]) -> Schedule:
 
 def parse(text: str, name: str) -> Schedule | Timeline:
     """Read a schedule, called ``name`` where the text does not say; a trace has its times too. Raises as :func:`read_schedule`."""
+    if not text.strip():
+        raise FormatError("nothing is in it: expected a schedule, as `ppfunc show 1f1b --ranks 4 --microbatches 8 --format csv` writes one")
     if text.startswith("rank 0"):
         raise FormatError("a grid or a list of steps, which only people read: expected CSV or JSON (ppfunc show --format)")
     if not text.lstrip().startswith("{"):

@@ -63,35 +63,7 @@ def directions(p: Problem) -> tuple[Direction, Direction]:
     """Return the rules forwards and backwards in time."""
     stages = range(len(p.place))
     last = len(stages) - 1
-    rank = [p.place[s] for s in stages for _ in _LETTERS]
-    duration = [times[s] for s in stages for times in (p.forward, p.backward, p.weight)]
     early, late = _first_starts(p)
-
-    def make(rows: Iterable[_CodeRules], begin: list[Number], release: list[Number]) -> Direction:
-        source, latency, local, change = (list(column) for column in zip(*rows, strict=True))
-        readers: list[list[tuple[int, int, Number]]] = [[] for _ in rank]
-        for code, other in enumerate(source):
-            if other >= 0:
-                readers[other].append((code, rank[code], latency[code]))
-        codes: list[list[int]] = [[] for _ in range(p.ranks)]
-        for code in sorted(range(len(rank)), key=change.__getitem__):
-            codes[rank[code]].append(code)
-        return Direction(
-            p.ranks,
-            p.microbatches,
-            rank,
-            duration,
-            source,
-            latency,
-            local,
-            change,
-            list(p.cap),
-            p.objective,
-            begin,
-            release,
-            readers,
-            codes,
-        )
 
     def forward_rows(s: int) -> Iterable[_CodeRules]:
         yield 3 * (s - 1) if s else -1, p.down[s - 1] if s else 0, -1, p.held[s]
@@ -103,8 +75,26 @@ def directions(p: Problem) -> tuple[Direction, Direction]:
         yield (3 * (s - 1) + 1, p.up[s], 3 * s + 2, p.held[s] - p.kept[s]) if s else (3 * s + 2, 0, -1, p.held[s] - p.kept[s])
         yield -1, 0, -1, p.kept[s]
 
-    forwards = make((row for s in stages for row in forward_rows(s)), early if p.objective == "span" else [0] * p.ranks, [0] * p.ranks)
-    return forwards, make((row for s in stages for row in backward_rows(s)), [0] * p.ranks, late)
+    begin = early if p.objective == "span" else [0] * p.ranks
+    forwards = _direction(p, (row for s in stages for row in forward_rows(s)), begin, [0] * p.ranks)
+    return forwards, _direction(p, (row for s in stages for row in backward_rows(s)), [0] * p.ranks, late)
+
+
+def _direction(p: Problem, rows: Iterable[_CodeRules], begin: list[Number], release: list[Number]) -> Direction:
+    """The rules of one direction of time, of those of every code."""
+    rank = [r for r in p.place for _ in _LETTERS]
+    duration = [time for times in zip(p.forward, p.backward, p.weight, strict=True) for time in times]
+    source, latency, local, change = (list(column) for column in zip(*rows, strict=True))
+    readers: list[list[tuple[int, int, Number]]] = [[] for _ in rank]
+    for code, other in enumerate(source):
+        if other >= 0:
+            readers[other].append((code, rank[code], latency[code]))
+    codes: list[list[int]] = [[] for _ in range(p.ranks)]
+    for code in sorted(range(len(rank)), key=change.__getitem__):
+        codes[rank[code]].append(code)
+    return Direction(
+        p.ranks, p.microbatches, rank, duration, source, latency, local, change, list(p.cap), p.objective, begin, release, readers, codes
+    )
 
 
 def _first_starts(p: Problem) -> tuple[list[Number], list[Number]]:

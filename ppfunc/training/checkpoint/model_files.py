@@ -51,7 +51,7 @@ def export(folder: str | Path, params: Any, names: Names = None, *, most: int = 
     Raises:
         FileExistsError: the folder has weights.
         OSError: the disk is full, or does not work; nothing is left of the export.
-        TypeError, ValueError: a leaf that is no tensor, or tensors that do not fit together; names them.
+        TypeError, ValueError: a leaf that is no tensor, no tensor at all, or tensors that do not fit together; names them.
 
     >>> import tempfile
     >>> from safetensors.torch import load_file
@@ -68,10 +68,12 @@ def export(folder: str | Path, params: Any, names: Names = None, *, most: int = 
 
         def look() -> dict[str, Any]:
             leaves.extend(_tensors(params, names))
-            _require_no_weights(root)
             return {**forms_of(leaves, whole=True), "nonce": secrets.token_hex(8)}
 
         told = peers.together(look)
+        if not any(rank["tensors"] for rank in told):
+            raise ValueError("params: got no tensor, on any rank; expected {stage: tree}, such as split.params")
+        peers.together(lambda: _require_no_weights(root))
         tensors: dict[str, Tensor] = {}
 
         def gather() -> dict[str, Any]:
