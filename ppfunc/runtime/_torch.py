@@ -7,7 +7,7 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +19,7 @@ _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _MAKING = threading.Lock()
 _PROBE = 0x70706675  # a tag
 _ABORT = 10.0  # seconds
+_LOOK = 5e-5  # seconds between looks at the GPU
 _AT_EXIT = 5.0  # seconds that the end of the process waits for communicators that are dropped
 _DROPPING: set[threading.Thread] = set()
 
@@ -143,14 +144,18 @@ def begun_in(group: dist.ProcessGroup) -> int:
     return int(backend._get_sequence_number_for_group())
 
 
-def finish_soon(seconds: float) -> None:
-    """Wait until the GPU has done what it was given, for so long at most."""
+def finish(seconds: float, look: Callable[[], None] = lambda: None) -> bool:
+    """Wait until the GPU has done what it was given, for so long at most; whether it has. ``look`` is called meanwhile."""
     if not torch.cuda.is_initialized():
-        return
+        return True
     done, end = torch.cuda.Event(), time.monotonic() + seconds
     done.record()
-    while not done.query() and time.monotonic() < end:
-        time.sleep(0.001)
+    while not done.query():
+        look()
+        if time.monotonic() > end:
+            return False
+        time.sleep(_LOOK)
+    return True
 
 
 def store_of(group: dist.ProcessGroup) -> Store:

@@ -189,6 +189,7 @@ class Control:
     # -- the end of a step -----------------------------------------------------------------
 
     def end(self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart], mode: Mode = "mixed") -> torch.Tensor | None:
+        self.finish()
         on_device, of_line = self.sum_on_device if parts else None, None
         along = parts if on_device is None else {}  # what goes along the tree of all
         if along and self._line is not self._world:
@@ -200,6 +201,9 @@ class Control:
         self.ended += 1
         self._running.release()
         return total if of_line is None else of_line
+
+    def finish(self) -> None:
+        """Wait until all that a step has begun here is done; on the CPU it is."""
 
     def _sum_up(
         self, tree: TreeMessages, kind: bytes, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart], mode: Mode

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ppfunc.stage.interrupts import hold_interrupts
+from ppfunc.stage.interrupts import hold_interrupts, let_interrupts
 
 from . import _torch
 from .collective import Among, Collective
@@ -34,7 +35,7 @@ _OWN = {
     __name__,
     *(own.__module__ for own in (Collective, Control, TreeMessages, SocketLinks, Connections, Rendezvous, PairGroups, open_group)),
 }
-_DRAIN = 1.0  # seconds for what a step has given the GPU
+_DRAIN = 1.0  # seconds for what a step that has failed has given the GPU
 
 
 def _whole_or_closed(make: Callable[..., None]) -> Callable[..., None]:
@@ -63,6 +64,9 @@ class P2P(Control):
     TCP connections along a binary tree, so no GPU has to be waited for, and a process that ends is noticed at once. Under
     gloo the store of the user's group is asked only until the ranks have met, so that it may end with its process. A rank
     that is late is named, not those that wait for it.
+
+    Under NCCL a step returns when the GPUs of all ranks have done it, within ``timeout``: what has only been given to a GPU may
+    fail, or be lost with a peer, after others have gone on.
 
     A rank in a collective of a stage, over the axis ``model``, raises at once when a peer of that axis fails or ends; where one is
     stopped, when the limit of that group is over. In a collective between steps, or over a group that is no axis of ``mesh``, it
@@ -114,6 +118,7 @@ class P2P(Control):
             self.sum_on_device = self._sum
         self._pair_groups = PairGroups(self._rendezvous, links, self.line)
         self._collectives: dict[Among, Collective] = {}
+        self._aborting, self._finishing = threading.Lock(), False
         self.mesh, self.axes = mesh, axes
         links.status, links.on_failure = self._status, self._unblock
         weakref.finalize(self, links.close)
@@ -169,7 +174,33 @@ class P2P(Control):
         Called by the thread that watches. A step that was committed before is finished: its last collectives have begun on all
         ranks, or will.
         """
-        if self.backend == "nccl" and self._executing and committed <= self.ended:
+        if self.backend == "nccl" and (self._executing or self._finishing) and committed <= self.ended:
+            self._abort()
+
+    def finish(self) -> None:
+        """Wait for the GPU, on which a step may fail that has ended on the host, and which has what the peers have sent."""
+        if self.backend != "nccl" or self.links.size == 1:
+            return
+        peer = (self.links.rank + 1) % self.links.size
+        self._finishing, self.links.waiting_on = True, peer
+        try:
+            if not _torch.finish(self._rendezvous.timeout, self._look):
+                raise LinkError(
+                    peer, "late", f"rank {self.links.rank} waited for what it has given its GPU, which has not ended in "
+                    f"{self._rendezvous.timeout:g} s"
+                )  # fmt: skip
+        finally:
+            self._finishing = False
+        self.links.waiting_on = None
+
+    def _look(self) -> None:
+        """Raise if a rank has failed meanwhile, or an interrupt has come."""
+        with let_interrupts():
+            self.links.check()
+
+    def _abort(self) -> None:
+        """End all NCCL communicators in which a step may be."""
+        with self._aborting:
             _torch.abort_all([*self._pair_groups.groups, *self._in_stages(), *_connected(self._collectives.values())])
 
     def _in_stages(self) -> list[Any]:
@@ -180,9 +211,9 @@ class P2P(Control):
         return []
 
     def tear_down(self) -> None:
-        if groups := self._in_stages():
+        if self._in_stages():
             if self.backend == "nccl":
-                _torch.abort_all([*self._pair_groups.groups, *groups, *_connected(self._collectives.values())])
+                self._abort()
             assert self.mesh is not None and self.axes.model is not None
             self._unusable = (
                 f"an earlier step has failed in the middle of a stage, whose collectives may hang: the process group of the axis "
@@ -239,16 +270,16 @@ class P2P(Control):
         """Let go of every communicator, which ends with its last reference: peers that wait on one raise at once. The next step makes
         new ones.
 
-        What a step that has ended has given the GPU is let finish: others have ended it, too.
+        Of a step that has ended, nothing is under way, see :meth:`finish`.
         """
-        if self.backend == "nccl" and not self._executing:
-            _torch.finish_soon(_DRAIN)
         ended = [*self._pair_groups.groups, *_connected(self._collectives.values())]
+        if self.backend == "nccl":
+            self._abort()
+            with suppress(RuntimeError):  # the GPU has failed
+                _torch.finish(_DRAIN)  # what it runs may use the memory that is let go here
         self._pair_groups.let_go()
         for collective in self._collectives.values():
             collective.let_go()
-        if self.backend == "nccl":
-            _torch.abort_all(ended)
         return ended
 
 

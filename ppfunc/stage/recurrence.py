@@ -1,4 +1,7 @@
-"""Recurrent layers on CUDA by the kernels of torch itself: the derivatives of cuDNN's cannot be traced, nor taken by torch.func."""
+"""Recurrent layers on CUDA by the kernels of torch itself: the derivatives of cuDNN's cannot be traced.
+
+``torch.func`` takes neither those of LSTM and GRU; the functional engine refuses such stages.
+"""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext

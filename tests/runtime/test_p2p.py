@@ -8,6 +8,7 @@ import resource
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
 from typing import ClassVar
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import ppfunc as pp
-from ppfunc.runtime import opening, pair_groups
+from ppfunc.runtime import _torch, opening, pair_groups
 from ppfunc.schedule import BUILDERS, chimera, remove_tail
 
 D = 4
@@ -357,11 +358,9 @@ class LossOnTheHost(pp.P2P):
         return super().end(*args)
 
 
-def in_batches(rank, ranks, name):
-    """A step on a torch that says that its group is one of NCCL."""
-    schedule = SCHEDULES[name](ranks)
-    params, inputs, targets = problem(schedule)
-    stages = [stage] * len(params)
+@contextmanager
+def as_nccl():
+    """A transport on a torch that says that its group is one of NCCL."""
     FakeNCCL.made.clear()
     with (
         patch.object(dist, "ProcessGroupNCCL", FakeNCCL, create=True),
@@ -371,6 +370,14 @@ def in_batches(rank, ranks, name):
         LossOnTheHost(timeout=30) as transport,
     ):
         assert transport.backend == "nccl"
+        yield transport
+
+
+def in_batches(rank, ranks, name):
+    schedule = SCHEDULES[name](ranks)
+    params, inputs, targets = problem(schedule)
+    stages = [stage] * len(params)
+    with as_nccl() as transport:
         loss, grads = pp.value_and_grad(stages, loss_fn, schedule, transport)(held_by(schedule, rank, params), inputs, targets)
     wanted, all_grads = pp.value_and_grad(stages, loss_fn, schedule)(params, inputs, targets)
     assert torch.equal(loss, wanted)
@@ -384,6 +391,35 @@ def test_messages_of_each_way_have_a_communicator_under_nccl(two, name):
     for communicators, sizes in two(in_batches, name):
         assert communicators == 2
         assert max(sizes) > 1
+
+
+def on_a_gpu_that_fails(rank, ranks):
+    """What the host has only given to the GPU of the last rank fails; then a step that does not."""
+    schedule = pp.one_f_one_b(ranks, 4)
+    params, inputs, targets = problem(schedule)
+    held = held_by(schedule, rank, params)
+    found, fails = [], [False]
+
+    def finish(seconds, look=None):
+        if fails[0] and rank == ranks - 1:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        return True
+
+    with as_nccl() as transport, patch.object(_torch, "finish", finish):
+        step = pp.value_and_grad([stage] * ranks, loss_fn, schedule, transport)
+        for fails[0] in (False, True, False):
+            try:
+                step(held, inputs, targets)
+                found.append(None)
+            except pp.PipelineError as error:
+                found.append((error.rank, "device-side assert" in str(error)))
+            except RuntimeError as error:
+                found.append((rank, "device-side assert" in str(error)))
+        return found, transport.ended
+
+
+def test_a_step_has_not_ended_before_the_gpus_have_done_it(two):
+    assert two(on_a_gpu_that_fails) == [([None, (1, True), None], 2)] * 2
 
 
 def elsewhere(rank, ranks):

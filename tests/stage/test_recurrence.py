@@ -27,9 +27,7 @@ class Recurrent(nn.Module):
 
 @pytest.mark.cuda
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning")
-@pytest.mark.parametrize(
-    "engine", [pp.graph, pp.graph(compile=True), pp.functional, pp.eager], ids=["graph", "compiled", "functional", "eager"]
-)
+@pytest.mark.parametrize("engine", [pp.graph, pp.graph(compile=True), pp.eager], ids=["graph", "compiled", "eager"])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers_on_cuda_are_those_on_the_cpu(kind: type[nn.RNNBase], engine: pp.Engine) -> None:
     torch.manual_seed(0)
