@@ -312,7 +312,9 @@ def _group_of(group: dist.ProcessGroup | None, mesh: DeviceMesh | None, axes: Ax
 
 def _let_go(error: BaseException | None) -> None:
     """Clear our frames from a traceback: a stored exception would keep the connection open."""
-    while error is not None:
+    seen: set[int] = set()  # an exception that was raised again may be a cause of its own cause
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         for frame, _ in traceback.walk_tb(error.__traceback__):
             if frame.f_globals.get("__name__") in _OWN:
                 with suppress(RuntimeError):

@@ -317,7 +317,9 @@ def test_a_rank_that_is_interrupted_at_any_time_is_named_and_no_step_is_torn(fre
     since = strike(processes, victim, number, delay, tmp_path)
     told, others = require_named(processes, victim, soon, gone=None, since=since)
     if told is not None:
-        assert told.kind == {signal.SIGINT: "KeyboardInterrupt", signal.SIGTERM: "RuntimeError"}[number], told
+        # What the handler raises is an ordinary error: in a stage, it is one of the stage.
+        kinds = {signal.SIGINT: ("KeyboardInterrupt",), signal.SIGTERM: ("RuntimeError", "PipelineError")}[number]
+        assert told.kind in kinds and (number == signal.SIGINT or "terminated" in told.text), told
         assert {seen.ended for seen in others.values()} == {told.ended}, (told, others)
 
 

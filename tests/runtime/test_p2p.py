@@ -373,6 +373,26 @@ def as_nccl():
         yield transport
 
 
+def in_a_circle(rank, ranks):
+    """A stage raises an error that is a cause of its own cause."""
+
+    def raises(params, x):
+        first, second = ValueError("first"), KeyError("second")
+        first.__cause__, second.__context__ = second, first
+        raise first
+
+    schedule = pp.one_f_one_b(ranks, 2)
+    params, inputs, targets = problem(schedule)
+    with pp.P2P(timeout=20) as transport:
+        step = pp.value_and_grad([raises] * ranks, loss_fn, schedule, transport, engine=pp.functional)
+        with pytest.raises((pp.PipelineError, pp.StageError), match="first"):
+            step(held_by(schedule, rank, params), inputs, targets)
+
+
+def test_an_error_whose_causes_go_in_a_circle(two):
+    two(in_a_circle)
+
+
 def in_batches(rank, ranks, name):
     schedule = SCHEDULES[name](ranks)
     params, inputs, targets = problem(schedule)
