@@ -222,6 +222,11 @@ class Trainer:
             raise TypeError(f"batches: got {shown(batches)}, expected a list of (inputs, targets), one for every step")
         if not batches:
             raise ValueError("batches: got none, expected inputs and targets of at least one step")
+        if written:  # by this step, which all ranks run again since something was frozen on one
+            raise RuntimeError(
+                "state: it was updated in place by a step that has to run again, since parameters were frozen or set free on some rank; "
+                "go on from a checkpoint, or use donate=False where that may happen between steps"
+            )
         seed = read_seed(seed)
         given: Sequence[LossWeights] = [None] * len(batches) if weights is None else weights
         common = self._common(state, given[0] is not None, written, seed)

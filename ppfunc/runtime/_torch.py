@@ -20,8 +20,8 @@ _MAKING = threading.Lock()
 _PROBE = 0x70706675  # a tag
 _ABORT = 10.0  # seconds
 _LOOK = 5e-5  # seconds between looks at the GPU
-_AT_EXIT = 5.0  # seconds that the end of the process waits for communicators that are dropped
-_DROPPING: set[threading.Thread] = set()
+_AT_EXIT = 5.0  # seconds that the end of the process waits for communicators that are ended or dropped
+_ASIDE: set[threading.Thread] = set()
 
 # Without a registry such a communicator ends when it is let go, and peers that wait on it raise.
 ProcessGroupGloo = dist.ProcessGroupGloo
@@ -52,15 +52,16 @@ def connect_nccl(group: Any, place: int, size: int, device: int, messages: bool)
     too. In the middle of a step the other end may be held up by its GPU, which waits for what this one has not sent.
     """
     torch.cuda.set_device(device)  # of this thread
-    mine, all_of_them = torch.zeros(1, device=device), torch.empty(size, device=device)
-    if messages:
-        group._start_coalescing()
-        group.recv([mine], 0, 0) if place else group.send([mine], 1, 0)
-        group._end_coalescing().wait()
-    else:
-        for work in (all_reduce(group, mine, "sum"), all_gather(group, all_of_them, mine), reduce_scatter(group, mine, all_of_them)):
-            work.wait()
-    torch.cuda.current_stream().synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):  # the others wait for no rank that may not come
+        mine, all_of_them = torch.zeros(1, device=device), torch.empty(size, device=device)
+        if messages:
+            group._start_coalescing()
+            group.recv([mine], 0, 0) if place else group.send([mine], 1, 0)
+            group._end_coalescing().wait()
+        else:
+            for work in (all_reduce(group, mine, "sum"), all_gather(group, all_of_them, mine), reduce_scatter(group, mine, all_of_them)):
+                work.wait()
+        torch.cuda.current_stream().synchronize()
 
 
 def start_coalescing(group: Any) -> None:
@@ -99,14 +100,28 @@ def forget_group(mesh: Any, axis: str) -> Any:
     return group
 
 
-def abort_all(groups: Iterable[Any]) -> None:
-    """End NCCL communicators, all at once: the end of one waits for all that the GPU runs, also on the others."""
-    threads = [threading.Thread(target=group.abort, name="ppfunc aborts", daemon=True) for group in groups]
-    for thread in threads:
-        thread.start()
-    end = time.monotonic() + _ABORT
-    for thread in threads:
-        thread.join(max(0.0, end - time.monotonic()))
+class Aborts:
+    """Ends NCCL communicators, each once and all at the same time: the end of one waits for all that the GPU runs, also on the others."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._begun: dict[int, tuple[Any, threading.Thread | None]] = {}  # by identity of the communicator, which is kept alive
+
+    def begin(self, groups: Iterable[Any]) -> None:
+        """Begin to end those that are new."""
+        with self._lock:
+            for group in groups:
+                if id(group) not in self._begun:
+                    self._begun[id(group)] = group, _aside(group.abort, "ppfunc aborts")
+
+    def wait(self) -> None:
+        """Wait until all have ended, and forget them."""
+        with self._lock:
+            begun, self._begun = self._begun, {}
+        end = time.monotonic() + _ABORT
+        for _, thread in begun.values():
+            if thread is not None:
+                thread.join(max(0.0, end - time.monotonic()))
 
 
 def drop_aside(groups: list[Any]) -> None:
@@ -115,25 +130,33 @@ def drop_aside(groups: list[Any]) -> None:
     One of gloo ends when what is under way on it has ended. A peer that it waits for may itself wait for what the caller ends next.
     """
     while groups:
-        thread = threading.Thread(target=_drop, args=([groups.pop()],), name="ppfunc drops", daemon=True)
-        _DROPPING.add(thread)
+        _aside([groups.pop()].clear, "ppfunc drops")
+
+
+def _aside(work: Callable[[], None], name: str) -> threading.Thread | None:
+    """Do something in a thread that the end of the process waits for; None where none begins any more."""
+
+    def run(last: list[Callable[[], None]]) -> None:
         try:
-            thread.start()
-        except RuntimeError:  # the interpreter is ending, and begins no thread
-            _DROPPING.discard(thread)
+            last.pop()()
+        finally:
+            _ASIDE.discard(threading.current_thread())
 
-
-def _drop(last: list[Any]) -> None:
-    """Drop the last reference to a communicator, which the list has."""
-    last.clear()
-    _DROPPING.discard(threading.current_thread())
+    thread = threading.Thread(target=run, args=([work],), name=name, daemon=True)
+    _ASIDE.add(thread)
+    try:
+        thread.start()
+    except RuntimeError:  # the interpreter is ending
+        _ASIDE.discard(thread)
+        return None
+    return thread
 
 
 @atexit.register
-def _wait_for_drops() -> None:
+def _wait_for_those_aside() -> None:
     """A thread that comes back from C++ when the interpreter has ended aborts the process."""
     end = time.monotonic() + _AT_EXIT
-    for thread in list(_DROPPING):
+    for thread in list(_ASIDE):
         thread.join(max(0.0, end - time.monotonic()))
 
 
@@ -145,7 +168,7 @@ def begun_in(group: dist.ProcessGroup) -> int:
 
 
 def finish(seconds: float, look: Callable[[], None] = lambda: None) -> bool:
-    """Wait until the GPU has done what it was given, for so long at most; whether it has. ``look`` is called meanwhile."""
+    """Wait until the current stream has done what it was given, for so long at most; whether it has. ``look`` is called meanwhile."""
     if not torch.cuda.is_initialized():
         return True
     done, end = torch.cuda.Event(), time.monotonic() + seconds

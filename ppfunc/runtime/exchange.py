@@ -27,7 +27,7 @@ class Refrozen(ValueError):
 
 
 def is_of_refrozen(error: Exception) -> bool:
-    """Whether a step has failed for :class:`Refrozen`, on this rank or on another, and so on all; before anything was updated."""
+    """Whether a step has failed for :class:`Refrozen`, on this rank or on another, and so on all. What is donated may have been updated."""
     return isinstance(error, Refrozen) or (isinstance(error, PipelineError) and error.reason.startswith(f"{Refrozen.__name__}: "))
 
 

@@ -88,15 +88,20 @@ def open_nccl(rendezvous: Rendezvous, links: SocketLinks, name: str, members: Se
     """
     place, size, device = members.index(links.rank), len(members), torch.cuda.current_device()
     told: SimpleQueue[tuple[str, Any]] = SimpleQueue()
+    begun: list[Any] = []
 
     def make() -> Any:
-        group = rendezvous.open_nccl(name, place, size)
-        _torch.connect_nccl(group, place, size, device, messages)
-        return group
+        begun.append(rendezvous.open_nccl(name, place, size))
+        _torch.connect_nccl(begun[0], place, size, device, messages)
+        return begun[0]
 
     _make_aside(make, place, told.put)
     links.waiting_on = members[(place + 1) % size]
-    group = _await(links, told, links.waiting_on, rendezvous.timeout)
+    try:
+        group = _await(links, told, links.waiting_on, rendezvous.timeout)
+    except BaseException:
+        _torch.Aborts().begin(begun)  # nobody else knows it
+        raise
     links.waiting_on = None
     return group
 

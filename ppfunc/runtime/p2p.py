@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -118,7 +117,7 @@ class P2P(Control):
             self.sum_on_device = self._sum
         self._pair_groups = PairGroups(self._rendezvous, links, self.line)
         self._collectives: dict[Among, Collective] = {}
-        self._aborting, self._finishing = threading.Lock(), False
+        self._aborts, self._finishing = _torch.Aborts(), False
         self.mesh, self.axes = mesh, axes
         links.status, links.on_failure = self._status, self._unblock
         weakref.finalize(self, links.close)
@@ -175,7 +174,7 @@ class P2P(Control):
         ranks, or will.
         """
         if self.backend == "nccl" and (self._executing or self._finishing) and committed <= self.ended:
-            self._abort()
+            self._begin_aborts()
 
     def finish(self) -> None:
         """Wait for the GPU, on which a step may fail that has ended on the host, and which has what the peers have sent."""
@@ -198,10 +197,9 @@ class P2P(Control):
         with let_interrupts():
             self.links.check()
 
-    def _abort(self) -> None:
-        """End all NCCL communicators in which a step may be."""
-        with self._aborting:
-            _torch.abort_all([*self._pair_groups.groups, *self._in_stages(), *_connected(self._collectives.values())])
+    def _begin_aborts(self) -> None:
+        """Begin to end the NCCL communicators in which a step may be, that of the user in its stages, too."""
+        self._aborts.begin([*self._pair_groups.groups, *self._in_stages(), *_connected(self._collectives.values())])
 
     def _in_stages(self) -> list[Any]:
         """The user's communicator over the axis ``model``, where a step runs in whose stages there may be collectives."""
@@ -211,10 +209,10 @@ class P2P(Control):
         return []
 
     def tear_down(self) -> None:
-        if self._in_stages():
+        if self._executing and self.mesh is not None and self.axes.model is not None and len(self.grid.model) > 1:
             if self.backend == "nccl":
-                self._abort()
-            assert self.mesh is not None and self.axes.model is not None
+                self._begin_aborts()
+                self._aborts.wait()
             self._unusable = (
                 f"an earlier step has failed in the middle of a stage, whose collectives may hang: the process group of the axis "
                 f"{self.axes.model!r} has been ended; make a new mesh and a new P2P() on every rank"
@@ -274,7 +272,8 @@ class P2P(Control):
         """
         ended = [*self._pair_groups.groups, *_connected(self._collectives.values())]
         if self.backend == "nccl":
-            self._abort()
+            self._begin_aborts()
+            self._aborts.wait()
             with suppress(RuntimeError):  # the GPU has failed
                 _torch.finish(_DRAIN)  # what it runs may use the memory that is let go here
         self._pair_groups.let_go()

@@ -99,15 +99,17 @@ class PairGroups:
 
     def _require_carried(self, transfer: Transfer) -> None:
         """Raise ValueError for tensors that the backend does not carry."""
-        if transfer.device.type != _CARRIES[self._backend]:
-            carried, other = (
-                _CARRIES[self._backend],
-                next((b for b, kind in _CARRIES.items() if kind == transfer.device.type), "another backend"),
-            )
+        device, carried = transfer.device, _CARRIES[self._backend]
+        place = f"a stage of rank {self._rank} computes on the device {device}"
+        if device.type != carried:
+            other = next((backend for backend, kind in _CARRIES.items() if kind == device.type), "another backend")
             raise ValueError(
-                f"a stage of rank {self._rank} computes on the device {transfer.device}, whose tensors the backend {self._backend!r} of "
-                f"its process group does not carry; move its parameters to a device of type {carried!r}, or give P2P a group of {other!r}, "
-                f"such as torch.distributed.new_group(backend={other!r})"
+                f"{place}, whose tensors the backend {self._backend!r} of its process group does not carry; move its parameters to a "
+                f"device of type {carried!r}, or give P2P a group of {other!r}, such as torch.distributed.new_group(backend={other!r})"
+            )
+        if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
+            raise ValueError(
+                f"{place}, and the current one is cuda:{torch.cuda.current_device()}; call torch.cuda.set_device({device.index}) first"
             )
 
     def _coalesced(self, batch: list[Transfer]) -> Call:
@@ -121,7 +123,7 @@ class PairGroups:
                 call(buffers)
             work = _torch.end_coalescing(pair.group)
             for tag in tags:
-                buffers.pending[tag] = [work], buffers.pending[tag][1]
+                buffers.pending[tag] = [] if work is None else [work], buffers.pending[tag][1]
 
         return post_coalesced
 

@@ -110,28 +110,23 @@ class StepFunction(Generic[P, R]):
     ) -> tuple[R, Timeline | None]:
         """Run one step, measured where there is a recorder; ``ready`` gives the compiled step, by default that of the cache.
 
-        Where what is frozen has changed on some rank, which the others cannot know when they begin, all run it a second time.
-        """
-        try:
-            return self._run_once(args, kwargs, recorder, ready)
-        except (Refrozen, PipelineError) as error:
-            if self.transport.compares_layouts or not is_of_refrozen(error):  # peers may be in a collective of a stage
-                raise
-        return self._run_once(args, kwargs, None if recorder is None else Recorder(), ready)
-
-    def _run_once(
-        self, args: Any, kwargs: Any, recorder: Recorder | None, ready: Callable[[Sequence[StepArguments]], Entry] | None
-    ) -> tuple[R, Timeline | None]:
-        """Run one step.
-
         Over a transport between processes, interrupts act while stages run, are compiled or traced, and while this rank waits for
         peers that have not come to the end. With :class:`InProcess` they act anywhere. While a stage is traced, they act in its own
         Python, and between its operators.
+
+        Where what is frozen has changed on some rank, which the others cannot know when they begin, all run it a second time. A rank
+        that an interrupt of its own has ended before goes on with another step, which is refused.
         """
         ended = False
         try:
             with self.transport.hold_interrupts(later=True), _outside_inference_mode():
-                result, timeline, raw = self._attempt(args, kwargs, recorder, ready)
+                try:
+                    result, timeline, raw = self._attempt(args, kwargs, recorder, ready)
+                except (Refrozen, PipelineError) as error:
+                    if self.transport.compares_layouts or not is_of_refrozen(error):  # peers may be in a collective of a stage
+                        raise
+                    again = None if recorder is None else Recorder()
+                    result, timeline, raw = self._attempt(args, kwargs, again, ready, ", once more")
                 ended = True
                 return self._finish(result, raw), timeline
         except BaseException:
@@ -140,15 +135,19 @@ class StepFunction(Generic[P, R]):
             raise
 
     def _attempt(
-        self, args: Any, kwargs: Any, recorder: Recorder | None, ready: Callable[[Sequence[StepArguments]], Entry] | None
-    ) -> tuple[StepResult, Timeline | None, Any]:
-        """Run one step to its end on all ranks, or tell them that it has failed; returns what was prepared, too."""
+        self, args: Any, kwargs: Any, recorder: Recorder | None, ready: Callable[[Sequence[StepArguments]], Entry] | None, which: str = "",
+    ) -> tuple[StepResult, Timeline | None, Any]:  # fmt: skip
+        """Run one step to its end on all ranks, or tell them that it has failed; returns what was prepared, too.
+
+        Args:
+            which: of several runs with the same arguments, as ranks compare it.
+        """
         entry: Entry | None = None
         try:
             self._require_servable_under_transforms()
             raw = self._prepare(*args, **kwargs)
             passes = self._read_passes(raw if isinstance(raw, list) else [raw])
-            entry = ready(passes) if ready else self._compiled.find(passes, "recorded" if recorder else "run")
+            entry = ready(passes) if ready else self._compiled.find(passes, ("recorded" if recorder else "run") + which)
             return *self._execute(entry, passes, recorder), raw
         except BaseException as raised:
             self._fail(self._failure(raised, entry))

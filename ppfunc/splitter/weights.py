@@ -183,7 +183,7 @@ def _file_reader(path: Path) -> tuple[Collection[str], Read]:
         made = torch.empty(like.shape, dtype=like.dtype, device=_home(like))
         rows = max(1, _PIECE * len(made) // max(made.nbytes, 1)) if made.ndim else 0
         for piece in [slice(start, start + rows) for start in range(0, max(len(made), 1), rows)] if rows else [...]:
-            with _opened(files[name]) as file:
+            with _opened(files[name]) as file, torch.device("cpu"):  # where the slice is made by default
                 part = file.get_slice(name)
                 _require_fit(name, part.get_shape(), (value := part[piece]).dtype, like)
                 made[piece] = value

@@ -191,7 +191,7 @@ def _text_of_mask(mask: Mask | None) -> str:
 def _value_of(lr: Callable[[Tensor], Tensor | float], updates: int) -> str:
     """A rate after so many updates, or what it raises there, as one that is a table does behind its end."""
     try:
-        return str(float(lr(torch.tensor(updates))))
+        return str(float(lr(torch.tensor(updates, device="cpu"))))
     except Exception as error:
         return type(error).__name__
 

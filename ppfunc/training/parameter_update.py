@@ -49,7 +49,7 @@ def parameter_update(rule: UpdateRule, ranks: TrainingRanks, stages: Sequence[St
         unshard=partial(_unshard, rule, ranks) if rule.shard == "params" else None,
         facts=lambda progress: start_facts(rule, ranks, progress.state, stages),
         kept=lambda progress: {s: (tree, frozen_numbers(stages[s], tree)) for s, tree in progress.state.params.items()},
-        alike=ranks.data.size > 1 and ranks.model.size == 1,  # else ranks in a collective of a stage could not begin anew
+        alike=ranks.data.size > 1,
     )
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import ppfunc as pp
-from ppfunc.runtime import opening
+from ppfunc.runtime import _torch, opening
 from ppfunc.runtime.rendezvous import Rendezvous
 from ppfunc.runtime.socket_links import SocketLinks
 
@@ -488,14 +488,21 @@ def test_a_rank_that_skips_a_call_is_named_as_such(fresh, victim):
 def test_the_communicators_of_a_step_that_has_failed_are_ended_while_it_runs_those_of_one_that_has_ended_are_not():
     """The thread that watches is told how many steps had been committed when a rank failed."""
     aborted = []
-    group = SimpleNamespace(abort=lambda: aborted.append("abort"))
-    owned = {"_pair_groups": SimpleNamespace(groups=[group]), "_collectives": {"data": SimpleNamespace(group=group)}}
-    transport = SimpleNamespace(backend="nccl", ended=3, _executing=True, **owned)
+    one, other = (SimpleNamespace(abort=lambda name=name: aborted.append(name)) for name in ("a pair", "the data ranks"))
+    owned = {"_pair_groups": SimpleNamespace(groups=[one]), "_collectives": {"data": SimpleNamespace(group=other)}, "_in_stages": list}
+    transport = SimpleNamespace(backend="nccl", ended=3, _executing=True, _finishing=False, _aborts=_torch.Aborts(), **owned)
+    transport._begin_aborts = partial(pp.P2P._begin_aborts, transport)
     unblock = partial(pp.P2P._unblock, transport)
     unblock(4)  # step 3 was committed: its last collectives finish
     transport._executing = False
     unblock(3)  # between steps
+    transport._aborts.wait()
     assert aborted == []
-    transport._executing = True
-    unblock(3)  # before step 3 was committed
-    assert aborted == ["abort"] * 2
+    for state in ("_executing", "_finishing"):
+        setattr(transport, state, True)
+        unblock(3)  # before step 3 was committed
+        unblock(3)
+        transport._aborts.wait()
+        assert sorted(aborted) == ["a pair", "the data ranks"]
+        setattr(transport, state, False)
+        aborted.clear()

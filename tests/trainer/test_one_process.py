@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ppfunc as pp
+from ppfunc.runtime.simulated.simulation import Simulated
 from ppfunc.schedule import Op
 from ppfunc.stage.tree import tree_leaves
 from tests.models import mlp, mlp_params, normal, squared
@@ -351,3 +352,37 @@ def test_tensors_are_made_elsewhere_by_default(engine, optimizer):
     with torch.device("meta"):
         found = run()
     assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.filterwarnings("ignore:.*its output passes no gradient on:UserWarning")
+def test_a_step_that_runs_again_does_not_begin_from_what_it_has_written():
+    """Stage 2 is frozen between steps; a rank whose stages need nobody may have updated in place before it hears of it."""
+
+    def detached(params, x):
+        return (x @ params["w"]).detach()
+
+    def train(transport, donate, held):
+        torch.manual_seed(0)
+        weights, linear = [torch.rand(4, 4) for _ in range(4)], nn.Linear(4, 4)
+        frozen, params, _ = pp.stage_from_module(linear)
+        stages, given = [detached, detached, frozen, plain], [{"w": weights[0]}, {"w": weights[1]}, params, {"w": weights[3]}]
+        own = [stage if s in held else None for s, stage in enumerate(stages)]
+        optimizer = pp.adamw(0.1, weight_decay=1.0, donate=donate)
+        trainer = pp.train_step(own, squared, pp.one_f_one_b(4, 2), optimizer, transport=transport, on_nonfinite="ignore")
+        state = trainer.init({s: given[s] for s in held})
+        for _ in range(2):
+            state, _ = trainer.step(state, torch.arange(16.0).view(4, 4) / 16, torch.ones(4, 4))
+            linear.requires_grad_(False)
+        return {s: [v.clone() for v in tree_leaves(state.params[s])] for s in held}
+
+    def plain(params, x):
+        return x @ params["w"]
+
+    wanted = train(pp.InProcess(), False, range(4))
+    for donate in (False, True):
+        for seed in range(3):
+            ended = Simulated(4, seed=seed).run(lambda rank, transport, donate=donate: train(transport, donate, [rank]))
+            failed = [outcome.error for outcome in ended if outcome.error is not None]
+            assert not failed or (donate and all("updated in place by a step that has to run again" in str(error) for error in failed))
+            for rank, outcome in enumerate(ended):
+                assert failed or all(map(torch.equal, outcome.value[rank], wanted[rank]))

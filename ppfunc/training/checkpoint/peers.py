@@ -96,6 +96,8 @@ class Peers:
                 for peer in range(self.size):
                     self._require_alive(peer)
                 continue
+            if kind == "failed" and "timeout" in str(what):  # which says of nobody that it is late
+                break
             if kind == "failed":
                 raise what
             return what
