@@ -37,11 +37,13 @@ def graph(
     remat: Remat = "none",
     compile: bool = False,
     cuda_graphs: bool = False,
-) -> StageProgram: ...
+) -> StageProgram:
+    """The program of a stage."""
 
 
 @overload
-def graph(*, remat: Remat = "none", compile: bool = False, cuda_graphs: bool = False) -> Engine: ...
+def graph(*, remat: Remat = "none", compile: bool = False, cuda_graphs: bool = False) -> Engine:
+    """The engine with options."""
 
 
 def graph(

@@ -9,9 +9,9 @@ import optree
 import torch
 from optree import PyTreeAccessor, PyTreeSpec
 
-from ppfunc._text import shown
 from ppfunc.stage.tree import tree_flatten
 
+from ..._text import shown
 from ..train_state import TrainState
 from .errors import escaped
 
