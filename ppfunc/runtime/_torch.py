@@ -55,9 +55,9 @@ def connect_nccl(group: Any, place: int, size: int, device: int, messages: bool)
     with torch.cuda.stream(torch.cuda.Stream()):  # the others wait for no rank that may not come
         mine, all_of_them = torch.zeros(1, device=device), torch.empty(size, device=device)
         if messages:
-            group._start_coalescing()
+            start_coalescing(group)
             group.recv([mine], 0, 0) if place else group.send([mine], 1, 0)
-            group._end_coalescing().wait()
+            end_coalescing(group).wait()
         else:
             for work in (all_reduce(group, mine, "sum"), all_gather(group, all_of_them, mine), reduce_scatter(group, mine, all_of_them)):
                 work.wait()
