@@ -167,7 +167,7 @@ def begun_in(group: dist.ProcessGroup) -> int:
     return int(backend._get_sequence_number_for_group())
 
 
-def finish(seconds: float, look: Callable[[], None] = lambda: None) -> bool:
+def synchronize_stream(seconds: float, look: Callable[[], None] = lambda: None) -> bool:
     """Wait until the current stream has done what it was given, for so long at most; whether it has. ``look`` is called meanwhile."""
     if not torch.cuda.is_initialized():
         return True

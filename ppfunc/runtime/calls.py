@@ -260,7 +260,7 @@ def _places(edges: tuple[Edge, ...], carrying: bool = False) -> Iterator[tuple[E
         start = stop
 
 
-def exchange(place: Origin, data: DataTransport, batch: Sequence[Transfer], collect: Call) -> Iterator[PlacedCall]:
+def post_and_collect(place: Origin, data: DataTransport, batch: Sequence[Transfer], collect: Call) -> Iterator[PlacedCall]:
     """Post messages all together, in one order at both ends, so that no rank waits before it has sent its own parts;
     ``collect`` runs once all have arrived."""
     batch = sorted(batch, key=lambda transfer: transfer.tag)

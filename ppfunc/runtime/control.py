@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Literal, Self
@@ -46,8 +46,6 @@ class Control:
     """
 
     has_peers = True
-    sum_on_device: Callable[[Mapping[int, torch.Tensor], Mapping[int, LossPart]], torch.Tensor] | None = None
-    """Sums the losses of all ranks where they are, once all are at their ends; None where they travel along the tree."""
 
     def __init__(self, links: Links, grid: Grid | None = None) -> None:
         everyone = tuple(range(links.size))
@@ -64,6 +62,11 @@ class Control:
         self._made = 0  # step functions
         self._executing = False  # whether peers may wait for this rank in a collective of a stage
         self._unusable: str | None = None  # why, and what to do
+
+    @property
+    def device(self) -> torch.device:
+        """Where losses are summed, and returned."""
+        return torch.device("cpu")
 
     @property
     def generation(self) -> int:
@@ -189,20 +192,17 @@ class Control:
     # -- the end of a step -----------------------------------------------------------------
 
     def end(self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart], mode: Mode = "mixed") -> torch.Tensor | None:
-        self.finish()
-        on_device, of_line = self.sum_on_device if parts else None, None
-        along = parts if on_device is None else {}  # what goes along the tree of all
-        if along and self._line is not self._world:
-            of_line, along = self._sum_up(self._line, LOSSES, losses, along, mode), {}
-        total = self._sum_up(self._world, END, losses, along, mode)
-        if on_device is not None:  # after that: an operation that a rank does not come to would hold up all that its GPU is given later
-            total = on_device(losses, parts)
+        self.synchronize()
+        of_line = None
+        if parts and self._line is not self._world:
+            of_line, parts = self._sum_up(self._line, LOSSES, losses, parts, mode), {}
+        total = self._sum_up(self._world, END, losses, parts, mode)
         self._executing = False
         self.ended += 1
         self._running.release()
         return total if of_line is None else of_line
 
-    def finish(self) -> None:
+    def synchronize(self) -> None:
         """Wait until all that a step has begun here is done; on the CPU it is."""
 
     def _sum_up(
@@ -214,13 +214,13 @@ class Control:
         if kind == END:  # from here on interrupts are held back: the step may have ended on some ranks already
             keep_holding()
         if tree.parent is None:
-            total, data = summed(gathered, parts)
+            total, data = summed(gathered, parts, self.device)
         else:
             if kind == END:
                 self.links.vote(self.ended)
             tree.send(tree.parent, kind, head + b"".join(part for _, part in sorted(gathered.items())))
             _, data = self._counted(tree, tree.parent, kind)
-            total = sum_from(data, parts)
+            total = sum_from(data, parts, self.device)
         if kind == END:
             self.links.commit(self.ended)
         tree.send_down(kind, head + data)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from .buffers import Buffers, Tag
-from .calls import Origin, PlacedCall, exchange
+from .calls import Origin, PlacedCall, post_and_collect
 from .lowered import BATCH, LoweredStep
 from .transport import DataTransport, Transfer
 
@@ -34,4 +34,4 @@ def share_input_gradients(lowered: LoweredStep, data: DataTransport) -> Iterator
     rank = home[here[0]]
     place = Origin(rank, len(schedule.programs[rank]) - 1, schedule.programs[rank][-1][-1])
     yield publish, place
-    yield from exchange(place, data, batch, collect)
+    yield from post_and_collect(place, data, batch, collect)

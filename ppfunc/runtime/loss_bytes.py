@@ -16,23 +16,24 @@ from .transport import LossPart
 def bytes_of(tensor: torch.Tensor, leaf: LeafSignature) -> bytes:
     """The bytes of the losses of a stage, which have this form."""
     assert (tensor.shape, tensor.dtype) == (leaf.shape, leaf.dtype), (tensor.shape, tensor.dtype, leaf)
-    return _bytes(tensor.detach().cpu().contiguous())
+    return _bytes(tensor)
 
 
-def summed(gathered: Mapping[int, bytes], parts: Mapping[int, LossPart]) -> tuple[torch.Tensor | None, bytes]:
-    """The sum over the microbatches of all stages, and its bytes; None where there is no loss."""
+def summed(gathered: Mapping[int, bytes], parts: Mapping[int, LossPart], device: torch.device) -> tuple[torch.Tensor | None, bytes]:
+    """The sum over the microbatches of all stages, made on a device, and its bytes; None where there is no loss."""
     losses = [_tensor(gathered[stage], part.leaf.shape, part.leaf.dtype) for stage, part in sorted(parts.items())]
-    total = torch.cat(losses).sum(0) if losses else None
+    total = torch.cat(losses).to(device).sum(0) if losses else None
     return total, b"" if total is None else _bytes(total)
 
 
-def sum_from(data: bytes, parts: Mapping[int, LossPart]) -> torch.Tensor | None:
+def sum_from(data: bytes, parts: Mapping[int, LossPart], device: torch.device) -> torch.Tensor | None:
     """The sum whose bytes another rank has made by :func:`summed`."""
     leaves = [part.leaf for part in parts.values()]
-    return _tensor(data, leaves[0].shape[1:], reduce(torch.promote_types, (leaf.dtype for leaf in leaves))) if leaves else None
+    return _tensor(data, leaves[0].shape[1:], reduce(torch.promote_types, (leaf.dtype for leaf in leaves))).to(device) if leaves else None
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
+    tensor = tensor.detach().cpu().contiguous()
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 

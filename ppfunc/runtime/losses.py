@@ -1,19 +1,9 @@
 """Weigh the losses of a step."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 
-if TYPE_CHECKING:
-    from .buffers import Buffers
-    from .lowered import LoweredStep
-
-
-def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which losses of a dtype are weighed and added up: float32 for float16 and bfloat16."""
-    return torch.promote_types(dtype, torch.float32)
+from .buffers import Buffers
+from .lowered import LoweredStep
 
 
 def loss_dtype(lowered: LoweredStep, stage: int) -> torch.dtype:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, Protocol
 
+import torch
+
 from ppfunc.schedule import Schedule
 from ppfunc.stage import LeafSignature, Loss, Signature, Stage
 from ppfunc.stage.layout import Boundary
@@ -19,7 +21,6 @@ from ppfunc.stage.output import children, received_signature
 from .buffers import Key
 from .detached import warn_of_detached
 from .form import StepForm
-from .losses import sum_dtype
 from .lowered import BATCH, Edge, LoweredStage, LoweredStep
 from .refusals import require_honoured, require_layouts, require_loss, require_same_rows, require_wanted
 from .spec import StepSpec
@@ -190,6 +191,7 @@ def _losses(schedule: Schedule, lowered: Mapping[Key, LoweredStage]) -> dict[int
                 f"{' and '.join(map(str, dict.fromkeys(losses)))}; expected one dtype: cast the loss"
             )
         if losses:
-            leaf = LeafSignature((len(losses), *losses[0].shape), sum_dtype(losses[0].dtype), False)
+            wide = torch.promote_types(losses[0].dtype, torch.float32)  # float16 and bfloat16 are too narrow for a sum
+            leaf = LeafSignature((len(losses), *losses[0].shape), wide, False)
             found[stage] = LossPart(schedule.placement[stage], leaf)
     return found

@@ -101,7 +101,7 @@ class LoweredStep(NamedTuple):
     def __repr__(self) -> str:
         return f"<lowered {self.spec.name}, {self.schedule!r}>"
 
-    def wanted(self, stage: int) -> tuple[int, ...]:
+    def differentiated(self, stage: int) -> tuple[int, ...]:
         """The numbers of the leaves of a stage that have gradients."""
         leaves = self.form.params[self.schedule.model_stages[stage]].leaves
         return () if self.schedule.forward_only else tuple(n for n, leaf in enumerate(leaves) if leaf.grad)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial, wraps
 from typing import Any
@@ -22,11 +22,11 @@ from .control import Control
 from .errors import Failure, LinkError, PipelineError, gone
 from .grid import Axes, grid_of
 from .opening import open_group
-from .pair_groups import PairGroups, lost
+from .pair_groups import CARRIES, PairGroups, lost
 from .rendezvous import Rendezvous
 from .socket_links import SocketLinks
 from .suspects import Answer
-from .transport import Call, LossPart, Route, Transfer
+from .transport import Call, Route, Transfer
 from .tree_messages import TreeMessages
 
 # Modules whose frames hold connections.
@@ -104,7 +104,6 @@ class P2P(Control):
         group = _group_of(group, mesh, axes)
         axes = axes or Axes()
         grid = None if mesh is None else grid_of(mesh, axes, dist.get_rank())
-        self._user_group = group if mesh is None else mesh.get_group(axes.pipe)
         try:
             self._rendezvous = Rendezvous(group, timeout, None if mesh is None else mesh.mesh.flatten().tolist())
             links = SocketLinks(self._rendezvous, partial(gone, reporter=self._rendezvous.rank))
@@ -113,26 +112,18 @@ class P2P(Control):
         super().__init__(links, grid)
         self.links: SocketLinks
         self.backend = self._rendezvous.backend
-        if self.backend == "nccl":
-            self.sum_on_device = self._sum
         self._pair_groups = PairGroups(self._rendezvous, links, self.line)
         self._collectives: dict[Among, Collective] = {}
-        self._aborts, self._finishing = _torch.Aborts(), False
+        self._aborts, self._synchronizing = _torch.Aborts(), False
         self.mesh, self.axes = mesh, axes
         links.status, links.on_failure = self._status, self._unblock
         weakref.finalize(self, links.close)
 
     # -- control ---------------------------------------------------------------------------
 
-    def _sum(self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart]) -> torch.Tensor:
-        """The sum of the losses of all ranks, on the device."""
-        device, shared = torch.device("cuda", torch.cuda.current_device()), []
-        for stage, part in sorted(parts.items()):
-            here = part.rank == self.rank
-            part_losses = losses[stage].contiguous() if here else torch.empty(part.leaf.shape, dtype=part.leaf.dtype, device=device)
-            dist.broadcast(part_losses, self._rendezvous.ranks[self.line[part.rank]], group=self._user_group)
-            shared.append(part_losses)
-        return torch.cat(shared).sum(0)
+    @property
+    def device(self) -> torch.device:
+        return torch.device(CARRIES[self.backend])
 
     def fail(self, failure: Failure) -> BaseException:
         with self.hold_interrupts():
@@ -173,26 +164,26 @@ class P2P(Control):
         Called by the thread that watches. A step that was committed before is finished: its last collectives have begun on all
         ranks, or will.
         """
-        if self.backend == "nccl" and (self._executing or self._finishing) and committed <= self.ended:
+        if self.backend == "nccl" and (self._executing or self._synchronizing) and committed <= self.ended:
             self._begin_aborts()
 
-    def finish(self) -> None:
+    def synchronize(self) -> None:
         """Wait for the GPU, on which a step may fail that has ended on the host, and which has what the peers have sent."""
         if self.backend != "nccl" or self.links.size == 1:
             return
         peer = (self.links.rank + 1) % self.links.size
-        self._finishing, self.links.waiting_on = True, peer
+        self._synchronizing, self.links.waiting_on = True, peer
         try:
-            if not _torch.finish(self._rendezvous.timeout, self._look):
+            if not _torch.synchronize_stream(self._rendezvous.timeout, self._raise_if_failed):
                 raise LinkError(
                     peer, "late", f"rank {self.links.rank} waited for what it has given its GPU, which has not ended in "
                     f"{self._rendezvous.timeout:g} s"
                 )  # fmt: skip
         finally:
-            self._finishing = False
+            self._synchronizing = False
         self.links.waiting_on = None
 
-    def _look(self) -> None:
+    def _raise_if_failed(self) -> None:
         """Raise if a rank has failed meanwhile, or an interrupt has come."""
         with let_interrupts():
             self.links.check()
@@ -268,14 +259,14 @@ class P2P(Control):
         """Let go of every communicator, which ends with its last reference: peers that wait on one raise at once. The next step makes
         new ones.
 
-        Of a step that has ended, nothing is under way, see :meth:`finish`.
+        Of a step that has ended, nothing is under way, see :meth:`synchronize`.
         """
         ended = [*self._pair_groups.groups, *_connected(self._collectives.values())]
         if self.backend == "nccl":
             self._begin_aborts()
             self._aborts.wait()
             with suppress(RuntimeError):  # the GPU has failed
-                _torch.finish(_DRAIN)  # what it runs may use the memory that is let go here
+                _torch.synchronize_stream(_DRAIN)  # what it runs may use the memory that is let go here
         self._pair_groups.let_go()
         for collective in self._collectives.values():
             collective.let_go()

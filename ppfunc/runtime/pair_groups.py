@@ -18,7 +18,7 @@ from .transport import Call, Route, Transfer
 
 # Dtypes that every backend can carry; anything else travels as its bytes.
 _PLAIN = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
-_CARRIES = {"gloo": "cpu", "nccl": "cuda"}  # the kind of device whose tensors a backend carries
+CARRIES = {"gloo": "cpu", "nccl": "cuda"}  # the kind of device whose tensors a backend carries
 _LOST = ("Connection closed", "Connection reset", "Broken pipe", "Connection refused", "aborted")  # in messages of backends
 
 
@@ -99,10 +99,10 @@ class PairGroups:
 
     def _require_carried(self, transfer: Transfer) -> None:
         """Raise ValueError for tensors that the backend does not carry."""
-        device, carried = transfer.device, _CARRIES[self._backend]
+        device, carried = transfer.device, CARRIES[self._backend]
         place = f"a stage of rank {self._rank} computes on the device {device}"
         if device.type != carried:
-            other = next((backend for backend, kind in _CARRIES.items() if kind == device.type), "another backend")
+            other = next((backend for backend, kind in CARRIES.items() if kind == device.type), "another backend")
             raise ValueError(
                 f"{place}, whose tensors the backend {self._backend!r} of its process group does not carry; move its parameters to a "
                 f"device of type {carried!r}, or give P2P a group of {other!r}, such as torch.distributed.new_group(backend={other!r})"

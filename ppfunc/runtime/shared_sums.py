@@ -16,7 +16,7 @@ from ppfunc.schedule import Instruction, Op
 from ppfunc.stage import LeafSignature
 
 from .buffers import Buffers, Leaves, Tag
-from .calls import Origin, PlacedCall, exchange
+from .calls import Origin, PlacedCall, post_and_collect
 from .errors import AgreementError
 from .functorch import transformed
 from .lowered import LoweredStep
@@ -78,7 +78,7 @@ def sum_over_places(lowered: LoweredStep, data: DataTransport, summed: Callable[
         yield _publish(lowered, stage, outgoing), _last_place(lowered, stage)
     if here:
         collect = _collect(lowered, leaves, here, [message for message in messages if not message.transfer.outgoing])
-        yield from exchange(_last_place(lowered, here[0]), data, [message.transfer for message in messages], collect)
+        yield from post_and_collect(_last_place(lowered, here[0]), data, [message.transfer for message in messages], collect)
 
 
 def _messages(
@@ -133,12 +133,12 @@ def _compare(leaf: SharedLeaf, places: Sequence[tuple[int, int]]) -> Call:
 
 def _publish(lowered: LoweredStep, stage: int, outgoing: Sequence[_Message]) -> Call:
     """Take the gradients of a stage out of its sum, for itself and for stages of other processes that share some."""
-    model, training, wanted = lowered.schedule.model_stages[stage], not lowered.schedule.forward_only, lowered.wanted(stage)
+    model, training, numbers = lowered.schedule.model_stages[stage], not lowered.schedule.forward_only, lowered.differentiated(stage)
 
     def publish(buffers: Buffers) -> None:
         params = buffers.params[model]
-        total = buffers.gradients[stage].take(tuple(params[n] for n in wanted), torch.clone) if training else ()
-        gradients = dict(zip(wanted, total, strict=True))
+        total = buffers.gradients[stage].take(tuple(params[n] for n in numbers), torch.clone) if training else ()
+        gradients = dict(zip(numbers, total, strict=True))
         buffers.values[Tag("R", stage, stage, -1)] = total
         for message in outgoing:
             sent = tuple(gradients[part.number] for part in message.carried)
@@ -150,12 +150,12 @@ def _publish(lowered: LoweredStep, stage: int, outgoing: Sequence[_Message]) -> 
 
 def _collect(lowered: LoweredStep, leaves: Sequence[SharedLeaf], here: Sequence[int], incoming: Sequence[_Message]) -> Call:
     """Sum what the places of every leaf have published, and give the first stage of each part of the model the sums."""
-    model, wanted = lowered.schedule.model_stages, {stage: lowered.wanted(stage) for stage in here}
+    model, numbers = lowered.schedule.model_stages, {stage: lowered.differentiated(stage) for stage in here}
     firsts = set({model[stage]: stage for stage in reversed(here)}.values())
 
     def collect(buffers: Buffers) -> None:
         placed = {key: gradient for message in incoming for key, gradient in _received(lowered, buffers, message)}
-        own = {s: dict(zip(wanted[s], buffers.values.pop(Tag("R", s, s, -1)), strict=True)) for s in here}
+        own = {s: dict(zip(numbers[s], buffers.values.pop(Tag("R", s, s, -1)), strict=True)) for s in here}
         for leaf in leaves:
             held = [(place, s, n) for place, (s, n) in enumerate(leaf.holders) if s in own and n in own[s]]
             placed.update(((leaf.name, place), own[s][n]) for place, s, n in held)
@@ -164,7 +164,7 @@ def _collect(lowered: LoweredStep, leaves: Sequence[SharedLeaf], here: Sequence[
                 for s, n in ((s, n) for _, s, n in held if s in firsts):
                     own[s][n] = total
         for stage in firsts if not lowered.schedule.forward_only else ():
-            buffers.gradients[stage].merge(tuple(own[stage].values()))
+            buffers.gradients[stage].replace(tuple(own[stage].values()))
 
     return collect
 

@@ -42,8 +42,8 @@ def update_call(lowered: LoweredStep, instruction: Instruction) -> Call | None:
         return None
     if instruction.op is Op.STEP:
         return lambda buffers: update.step(buffers, model)
-    wanted = lowered.wanted(first)
-    return lambda buffers: update.reduce(buffers, model, buffers.gradients[first], wanted)
+    numbers = lowered.differentiated(first)
+    return lambda buffers: update.reduce(buffers, model, buffers.gradients[first], numbers)
 
 
 def sharding_call(lowered: LoweredStep, instruction: Instruction) -> Call:

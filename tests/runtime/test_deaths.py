@@ -490,7 +490,7 @@ def test_the_communicators_of_a_step_that_has_failed_are_ended_while_it_runs_tho
     aborted = []
     one, other = (SimpleNamespace(abort=lambda name=name: aborted.append(name)) for name in ("a pair", "the data ranks"))
     owned = {"_pair_groups": SimpleNamespace(groups=[one]), "_collectives": {"data": SimpleNamespace(group=other)}, "_in_stages": list}
-    transport = SimpleNamespace(backend="nccl", ended=3, _executing=True, _finishing=False, _aborts=_torch.Aborts(), **owned)
+    transport = SimpleNamespace(backend="nccl", ended=3, _executing=True, _synchronizing=False, _aborts=_torch.Aborts(), **owned)
     transport._begin_aborts = partial(pp.P2P._begin_aborts, transport)
     unblock = partial(pp.P2P._unblock, transport)
     unblock(4)  # step 3 was committed: its last collectives finish
@@ -498,7 +498,7 @@ def test_the_communicators_of_a_step_that_has_failed_are_ended_while_it_runs_tho
     unblock(3)  # between steps
     transport._aborts.wait()
     assert aborted == []
-    for state in ("_executing", "_finishing"):
+    for state in ("_executing", "_synchronizing"):
         setattr(transport, state, True)
         unblock(3)  # before step 3 was committed
         unblock(3)

@@ -350,14 +350,6 @@ class Work:
         self.done.result(30)
 
 
-class LossOnTheHost(pp.P2P):
-    """Adds up losses as under gloo: there is no GPU to do it on."""
-
-    def end(self, *args):
-        self.sum_on_device = None
-        return super().end(*args)
-
-
 @contextmanager
 def as_nccl():
     """A transport on a torch that says that its group is one of NCCL."""
@@ -366,8 +358,8 @@ def as_nccl():
         patch.object(dist, "ProcessGroupNCCL", FakeNCCL, create=True),
         patch.object(opening, "open_nccl", lambda meeting, links, name, members, _: meeting.open_nccl(name, members.index(links.rank), 2)),
         patch.object(dist, "get_backend_config", lambda group: "cpu:nccl"),
-        patch.dict(pair_groups._CARRIES, nccl="cpu"),
-        LossOnTheHost(timeout=30) as transport,
+        patch.dict(pair_groups.CARRIES, nccl="cpu"),
+        pp.P2P(timeout=30) as transport,
     ):
         assert transport.backend == "nccl"
         yield transport
@@ -420,12 +412,12 @@ def on_a_gpu_that_fails(rank, ranks):
     held = held_by(schedule, rank, params)
     found, fails = [], [False]
 
-    def finish(seconds, look=None):
+    def synchronize_stream(seconds, look=None):
         if fails[0] and rank == ranks - 1:
             raise RuntimeError("CUDA error: device-side assert triggered")
         return True
 
-    with as_nccl() as transport, patch.object(_torch, "finish", finish):
+    with as_nccl() as transport, patch.object(_torch, "synchronize_stream", synchronize_stream):
         step = pp.value_and_grad([stage] * ranks, loss_fn, schedule, transport)
         for fails[0] in (False, True, False):
             try:

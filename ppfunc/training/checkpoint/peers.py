@@ -69,7 +69,7 @@ class Peers:
             for peer in range(self.size):
                 self._await(store, peer)
             self._group = self._connect(store)
-            self.exchange(None)
+            self.all_gather(None)
             for key in (f"here/{self.rank}", f"0/{self.rank}"):  # the second one is gloo's; all have read both
                 store.delete_key(key)
 
@@ -149,7 +149,7 @@ class Peers:
             told = f"rank {', '.join(gone)} is gone" if gone else "a rank is gone, or has given up"
             raise RankError(f"{told} ({str(error).splitlines()[0][:300]})") from error
 
-    def exchange(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """Gather the values of all ranks, in their order; JSON."""
         if self.size == 1:
             return [value]
@@ -182,7 +182,7 @@ class Peers:
             found = work()
         except BaseException as error:
             failure = error
-        told = self.exchange([found, failure and [type(failure).__name__, str(failure)[:2000]]])
+        told = self.all_gather([found, failure and [type(failure).__name__, str(failure)[:2000]]])
         failures = [(rank, *raised) for rank, (_, raised) in enumerate(told) if raised]
         for rank, name, text in sorted(failures, key=lambda raised: raised[1] == CheckpointError.__name__):
             if failure is not None and (name == CheckpointError.__name__ or type(failure) is not CheckpointError):
