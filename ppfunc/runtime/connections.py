@@ -90,9 +90,12 @@ class Connections:
     def wait(self, seconds: float, stream: Connection | None = None) -> None:
         """Wait until something has come on a stream, if one is given, or :meth:`wake` is called. Interrupts act meanwhile."""
         poll = select.poll()
-        poll.register(self._woken, select.POLLIN)
-        if stream is not None and stream.socket is not None:
-            poll.register(stream.socket, select.POLLIN)
+        try:
+            poll.register(self._woken, select.POLLIN)
+            if stream is not None and stream.socket is not None:
+                poll.register(stream.socket, select.POLLIN)
+        except ValueError:  # closed by another thread
+            return
         with let_interrupts():
             poll.poll(1000 * seconds)
         self._woken.silence()

@@ -66,6 +66,7 @@ class AgreementError(RuntimeError):
     """The ranks of a pipeline were given different programs; raised on every rank before a step begins."""
 
 
+CLOSED = "got a call on a P2P() that has been closed; make a new one, on every rank"
 GONE = "its process is gone or out of reach, or it has closed its transport"
 
 

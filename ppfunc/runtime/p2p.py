@@ -19,7 +19,7 @@ from . import _torch
 from .collective import Among, Collective
 from .connections import Connections
 from .control import Control
-from .errors import Failure, LinkError, PipelineError, gone
+from .errors import CLOSED, Failure, LinkError, PipelineError, gone
 from .grid import Axes, grid_of
 from .opening import open_group
 from .pair_groups import CARRIES, PairGroups, lost
@@ -139,6 +139,8 @@ class P2P(Control):
         read = lost(peers[(here + 1) % len(peers)], cause)
         if not isinstance(read, LinkError) or read.kind == "failed":
             return cause
+        if self.links.closed:  # while the step runs: peers have let go of what they shared with this rank
+            return RuntimeError(CLOSED)
         if read.kind == "gone":
             self.links.await_failure(read.peer)
         elif read is not cause and len(peers) > 1:  # in a collective of a stage: which rank is late, its answers tell
@@ -212,9 +214,17 @@ class P2P(Control):
         _torch.drop_aside(self._disconnect())
 
     def close(self) -> None:
+        """End all connections: peers that still use this transport raise. A step that runs here, in another thread, fails, and
+        lets go of what it uses itself. Idempotent."""
         with self.hold_interrupts():
             super().close()
-            self._disconnect()
+            if self._running.acquire(blocking=False):
+                try:
+                    self._disconnect()
+                finally:
+                    self._running.release()
+            elif self.backend == "nccl":  # which would not hear of it from peers
+                self._begin_aborts()
 
     # -- data ------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from .connections import TREE, WATCH, Connections
-from .errors import GONE, LinkError
+from .errors import CLOSED, GONE, LinkError
 from .failure_tree import FailureTree, Verdict
 from .meeting import Meeting
 from .rank_tree import RankTree
@@ -91,7 +91,9 @@ class SocketLinks:
                 if not stream.ended:  # since it was looked at
                     self._connections.wait(left, stream)
 
-    def _problem(self, stream: Connection) -> LinkError | None:
+    def _problem(self, stream: Connection) -> Exception | None:
+        if self.closed:
+            return RuntimeError(CLOSED)
         if self._failures.stopped:
             return LinkError(stream.peer, "failed", "a rank has failed")
         if stream.ended or self._failures.lost(stream.peer):
@@ -129,7 +131,7 @@ class SocketLinks:
 
     def check(self) -> None:
         if self.closed:
-            raise RuntimeError("got a call on a P2P() that has been closed; make a new one, on every rank")
+            raise RuntimeError(CLOSED)
         if self._failures.stopped:
             raise LinkError(-1, "failed", "a rank has failed")
         for neighbour in self._failures.gone:

@@ -435,6 +435,43 @@ def test_a_closed_transport_is_told(two, soon):
     assert seconds < soon
 
 
+def is_closed_by_a_thread(rank, ranks, who, moment):
+    """A second thread of one rank closes its transport while a step runs there. What each rank has heard of this step and the next."""
+    params, inputs, targets = problem(ranks, 4)
+    armed = [False]
+
+    def close():
+        closing = threading.Thread(target=transport.close)
+        closing.start()
+        closing.join()
+
+    def closes(p, x):
+        if armed[0] and moment == "in a stage":
+            armed[0] = False
+            close()
+        return stage(p, x)
+
+    with pp.P2P(timeout=20) as transport:
+        step = pp.value_and_grad([closes] * ranks, squared, pp.one_f_one_b(ranks, 4), transport, engine=pp.functional)
+        step({rank: params[rank]}, inputs, targets)
+        armed[0] = rank == who
+        timer = threading.Timer(0.3, close)
+        if moment == "while it waits":
+            timer.start() if armed[0] else time.sleep(1.0)
+        return [caught(step, {rank: params[rank]}, inputs, targets) for _ in range(2)]
+
+
+@pytest.mark.parametrize("moment", ["in a stage", "while it waits"])
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_transport_that_another_thread_closes_during_a_step_is_told(two, who, moment):
+    """The step used communicators that were gone, descriptors that were closed, or named the peer that had heard of it."""
+    answers = two(is_closed_by_a_thread, who, moment)
+    for name, text, _ in answers[who]:
+        assert name in ("RuntimeError", "PipelineError") and "P2P() that has been closed" in text, answers
+    for name, text, seconds in answers[1 - who]:
+        assert name == "PipelineError" and f"rank {who} failed" in text and seconds < 10, answers
+
+
 def come_to_what_was_given_up(rank, ranks):
     """Rank 0 waits for rank 1 to open a connection, and gives up as rank 2 fails; then rank 1 comes."""
     with pp.P2P(timeout=20) as transport:
