@@ -202,16 +202,14 @@ class P2P(Control):
         return []
 
     def tear_down(self) -> None:
-        if self._executing and self.mesh is not None and self.axes.model is not None and len(self.grid.model) > 1:
-            if self.backend == "nccl":
-                self._begin_aborts()
-                self._aborts.wait()
+        ended = self._disconnect()
+        if self._in_stages():
             self._unusable = (
                 f"an earlier step has failed in the middle of a stage, whose collectives may hang: the process group of the axis "
                 f"{self.axes.model!r} has been ended; make a new mesh and a new P2P() on every rank"
             )
-            _torch.drop_aside([_torch.forget_group(self.mesh, self.axes.model)])
-        _torch.drop_aside(self._disconnect())
+            ended.append(_torch.forget_group(self.mesh, self.axes.model))
+        _torch.drop_aside(ended)
 
     def close(self) -> None:
         """End all connections: peers that still use this transport raise. A step that runs here, in another thread, fails, and

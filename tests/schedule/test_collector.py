@@ -29,12 +29,28 @@ def test_a_collector_that_is_off_stays_off():
         gc.enable()
 
 
-def test_what_is_alive_in_the_end_is_old():
+@pytest.mark.parametrize(("count", "old"), [(1000, False), (200_000, True)])
+def test_what_is_alive_in_the_end_is_old_where_many_were_made(count, old):
     gc.collect()
     with collector_paused():
-        kept = [[] for _ in range(1000)]
+        kept = [[] for _ in range(count)]
     young = {id(thing) for generation in (0, 1) for thing in gc.get_objects(generation)}
-    assert not young & set(map(id, kept))
+    assert young.isdisjoint(map(id, kept)) is old
+
+
+def test_cycles_that_end_between_pauses_are_collected():
+    class Node: ...
+
+    def make():
+        node = Node()
+        node.itself = node
+
+    gc.collect()
+    for _ in range(2000):
+        for _ in range(100):
+            make()
+        check(one_f_one_b(1, 1))
+    assert sum(isinstance(thing, Node) for thing in gc.get_objects()) < 50_000
 
 
 def test_what_the_caller_has_frozen_stays_frozen():
