@@ -4,25 +4,17 @@ from functools import lru_cache
 
 import torch
 
-from ppfunc.schedule import Op, parts_of
+from ppfunc.schedule import Instruction, Op, parts_of
 from ppfunc.schedule.instruction import TAIL
 from ppfunc.stage.errors import line_of
 
 from .arguments import StepArguments
 from .buffers import Buffers, Tag
 from .compile import CompiledStep, gradients_of
-from .errors import Failure
+from .errors import Failure, StepFailed
 from .functorch import values
 from .losses import loss_dtype, losses_of
 from .lowered import BATCH, LoweredStep
-
-
-class StepFailed(Exception):
-    """Carries where a program failed to the caller, who tells the peers."""
-
-    def __init__(self, failure: Failure) -> None:
-        self.failure = failure
-        super().__init__(failure)
 
 
 def execute(compiled: CompiledStep, buffers: Buffers) -> Buffers:
@@ -42,7 +34,8 @@ def execute(compiled: CompiledStep, buffers: Buffers) -> Buffers:
                 call(buffers)
     except BaseException as cause:
         place = compiled.places[index]
-        raise StepFailed(Failure(place.rank, place.position, place.instruction, cause)) from cause
+        context = context_of(place.instruction, cause, compiled.lowered)
+        raise StepFailed(Failure(place.rank, place.position, place.instruction, cause, context)) from cause
     return buffers
 
 
@@ -129,12 +122,12 @@ def _require_representable(weights: tuple[float, ...], dtype: torch.dtype) -> No
         )
 
 
-def describe_inputs(failure: Failure, lowered: LoweredStep) -> str:
+def context_of(instruction: Instruction, cause: BaseException, lowered: LoweredStep) -> str:
     """The line of the user's code that failed, and the shapes that the stage of a failed forward was given."""
-    if failure.instruction is None or not isinstance(failure.cause, Exception):
+    if not isinstance(cause, Exception):
         return ""
-    line = line_of(failure.cause)
-    for part in parts_of(failure.instruction):
+    line = line_of(cause)
+    for part in parts_of(instruction):
         if part.op is Op.F and part.microbatch is not None:
             low = lowered.stages[part.stage, part.microbatch]
             return f"{line}; its input was {', '.join(str(edge.signature) for edge in low.sources)}, its parameters {low.params}"
