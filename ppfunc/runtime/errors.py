@@ -95,11 +95,15 @@ class Failure(NamedTuple):
 
 
 class StepFailed(Exception):
-    """Carries where a program failed to the caller, who tells the peers."""
+    """Carries where a program failed to the caller, who tells the peers; ``context()`` gives that of the failure."""
 
-    def __init__(self, failure: Failure) -> None:
-        self.failure = failure
+    def __init__(self, failure: Failure, context: Callable[[], str]) -> None:
+        self.failure, self._context = failure, context
         super().__init__(failure)
+
+    def described(self) -> Failure:
+        """The failure with its context."""
+        return self.failure._replace(context=self._context())
 
 
 class Refrozen(ValueError):

@@ -1,10 +1,10 @@
 """Execute the calls of a compiled step, with buffers made for this step alone."""
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
-from ppfunc.schedule import Instruction, Op, parts_of
+from ppfunc.schedule import Op, parts_of
 from ppfunc.schedule.instruction import TAIL
 from ppfunc.stage.errors import line_of
 
@@ -34,8 +34,8 @@ def execute(compiled: CompiledStep, buffers: Buffers) -> Buffers:
                 call(buffers)
     except BaseException as cause:
         place = compiled.places[index]
-        context = context_of(place.instruction, cause, compiled.lowered)
-        raise StepFailed(Failure(place.rank, place.position, place.instruction, cause, context)) from cause
+        failure = Failure(place.rank, place.position, place.instruction, cause)
+        raise StepFailed(failure, partial(context_of, failure, compiled.lowered)) from cause
     return buffers
 
 
@@ -122,12 +122,12 @@ def _require_representable(weights: tuple[float, ...], dtype: torch.dtype) -> No
         )
 
 
-def context_of(instruction: Instruction, cause: BaseException, lowered: LoweredStep) -> str:
+def context_of(failure: Failure, lowered: LoweredStep) -> str:
     """The line of the user's code that failed, and the shapes that the stage of a failed forward was given."""
-    if not isinstance(cause, Exception):
+    if failure.instruction is None or not isinstance(failure.cause, Exception):
         return ""
-    line = line_of(cause)
-    for part in parts_of(instruction):
+    line = line_of(failure.cause)
+    for part in parts_of(failure.instruction):
         if part.op is Op.F and part.microbatch is not None:
             low = lowered.stages[part.stage, part.microbatch]
             return f"{line}; its input was {', '.join(str(edge.signature) for edge in low.sources)}, its parameters {low.params}"

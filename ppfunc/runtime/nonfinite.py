@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,8 +63,8 @@ def located(
         assert found is not None
         place, text = found
         error = FloatingPointError(f"{cause}; first not finite: {text}")
-        context = context_of(place.instruction, error, compiled.lowered)
-        return StepFailed(Failure(place.rank, place.position, place.instruction, error, context))
+        failure = Failure(place.rank, place.position, place.instruction, error)
+        return StepFailed(failure, partial(context_of, failure, compiled.lowered))
     if -int(least) == _NOWHERE and world.index == 0:
         what = "every microbatch is finite by itself; what is not is their sum, over microbatches or ranks, or its norm"
         return FloatingPointError(f"{cause}; {what}")

@@ -177,7 +177,7 @@ class StepFunction(Generic[P, R]):
 
     def _fail(self, raised: BaseException) -> NoReturn:
         """Tell the peers of a failure, and raise."""
-        failure = raised.failure if isinstance(raised, StepFailed) else Failure(self._ranks[0], None, None, raised)
+        failure = raised.described() if isinstance(raised, StepFailed) else Failure(self._ranks[0], None, None, raised)
         cause = error = failure.cause
         try:
             error = self.transport.fail(failure)
