@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
 
 import torch
@@ -24,6 +25,7 @@ from .compiled_steps import CompiledSteps
 from .errors import Failure, PipelineError
 from .exchange import Refrozen, is_of_refrozen
 from .execute import StepFailed, describe_inputs
+from .form import StepForm
 from .functorch import transforming
 from .losses import losses_of
 from .nonfinite import require_finite
@@ -72,6 +74,7 @@ class StepFunction(Generic[P, R]):
         self.__signature__ = inspect.signature(prepare)  # for help() and editors
         if spec.finite:
             transport.collective("world")  # to be had before the transport connects
+        self._memory: tuple[StepForm, list[int]] | None = None  # where parameters lay, in the last call in which they were looked at
         self._compiled = CompiledSteps(stages, loss_fn, schedule, transport, engine, spec, self._ranks, repr(self))
 
     def __repr__(self) -> str:
@@ -222,8 +225,16 @@ class StepFunction(Generic[P, R]):
             if other.form is not first.form:
                 raise ValueError(f"inputs: pass {n} of the schedule has a batch of another form than pass 0; pad them to one form")
         if "grads" in self.spec.wants or (self.spec.update is not None and self.spec.update.unshard is None):
-            require_declared(first.params, first.form, self.spec.tied, self.spec.primal)
+            self._require_declared(first)
         return passes
+
+    def _require_declared(self, arguments: StepArguments) -> None:
+        """Raise ValueError where parameters share memory and are not tied; where they lie as in the last call, that is known."""
+        form, leaves = arguments.form, chain.from_iterable(arguments.params[stage] for stage in arguments.form.params)
+        memory = None if transforming() else (form, list(map(torch.Tensor.data_ptr, leaves)))
+        if memory is None or memory != self._memory:
+            require_declared(arguments.params, form, self.spec.tied, self.spec.primal)
+            self._memory = memory
 
     def _fail(self, failure: Failure) -> NoReturn:
         """Tell the peers of a failure, and raise."""
