@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
+
+import torch
 
 from ppfunc.schedule import Op, Schedule
 from ppfunc.stage import Signature
@@ -30,14 +33,29 @@ def require_servable_under_transforms(schedule: Schedule, spec: StepSpec, ranks:
         )
 
 
-def require_passes(passes: Sequence[StepArguments], spec: StepSpec) -> None:
-    """Raise ValueError where the arguments of the passes of a step have several forms, or stages share a tensor that is not declared."""
-    first = passes[0]
-    for n, other in enumerate(passes):
-        if other.form is not first.form:
-            raise ValueError(f"inputs: pass {n} of the schedule has a batch of another form than pass 0; pad them to one form")
-    if "grads" in spec.wants or (spec.update is not None and spec.update.unshard is None):
-        require_declared(first.params, first.form, spec.tied, spec.primal)
+class PassRefusals:
+    """Refuses arguments that a step would not honour; of parameters it remembers where they lay.
+
+    Args:
+        spec: of the step.
+    """
+
+    def __init__(self, spec: StepSpec) -> None:
+        self._spec = spec
+        self._memory: tuple[StepForm, list[int]] | None = None  # of the last call in which parameters were looked at
+
+    def require(self, passes: Sequence[StepArguments]) -> None:
+        """Raise ValueError where the passes of a step have batches of several forms, or stages share memory that is not tied."""
+        first, spec = passes[0], self._spec
+        for n, other in enumerate(passes):
+            if other.form is not first.form:
+                raise ValueError(f"inputs: pass {n} of the schedule has a batch of another form than pass 0; pad them to one form")
+        if "grads" in spec.wants or (spec.update is not None and spec.update.unshard is None):
+            leaves = chain.from_iterable(first.params[stage] for stage in first.form.params)
+            memory = None if transforming() else (first.form, list(map(torch.Tensor.data_ptr, leaves)))
+            if memory is None or memory != self._memory:
+                require_declared(first.params, first.form, spec.tied, spec.primal)
+                self._memory = memory
 
 
 def require_honoured(schedule: Schedule, spec: StepSpec) -> None:

@@ -18,7 +18,7 @@ from .cache import CacheInfo
 from .compiled_steps import CompiledSteps, Ready
 from .errors import Failure, PipelineError, Refrozen, StepFailed, is_of_refrozen
 from .record import Recorder
-from .refusals import require_passes, require_servable_under_transforms
+from .refusals import PassRefusals, require_servable_under_transforms
 from .results import StepResult
 from .run import run_step
 from .spec import StepSpec
@@ -60,6 +60,7 @@ class StepFunction(Generic[P, R]):
         self.__signature__ = inspect.signature(prepare)  # for help() and editors
         if spec.finite:
             transport.collective("world")  # to be had before the transport connects
+        self._refusals = PassRefusals(spec)
         self._compiled = CompiledSteps(stages, loss_fn, schedule, transport, engine, spec, self._ranks, repr(self))
 
     def __repr__(self) -> str:
@@ -168,7 +169,7 @@ class StepFunction(Generic[P, R]):
         """The arguments of every pass of the schedule, all of one form."""
         first = self._read(raw[0], self._compiled.last_arguments)
         passes = [first, *(self._read(other, first) for other in raw[1:])]
-        require_passes(passes, self.spec)
+        self._refusals.require(passes)
         return passes
 
     def _running(self, ready: Ready) -> Callable[P, R]:
