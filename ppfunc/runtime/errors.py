@@ -95,15 +95,15 @@ class Failure(NamedTuple):
 
 
 class StepFailed(Exception):
-    """Carries where a program failed to the caller, who tells the peers; ``context()`` gives that of the failure."""
+    """Carries where a program failed to the caller, who tells the peers; ``context`` gives that of a failure."""
 
-    def __init__(self, failure: Failure, context: Callable[[], str]) -> None:
+    def __init__(self, failure: Failure, context: Callable[[Failure], str]) -> None:
         self.failure, self._context = failure, context
         super().__init__(failure)
 
     def described(self) -> Failure:
         """The failure with its context."""
-        return self.failure._replace(context=self._context())
+        return self.failure._replace(context=self._context(self.failure))
 
 
 class Refrozen(ValueError):

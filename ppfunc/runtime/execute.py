@@ -34,8 +34,8 @@ def execute(compiled: CompiledStep, buffers: Buffers) -> Buffers:
                 call(buffers)
     except BaseException as cause:
         place = compiled.places[index]
-        failure = Failure(place.rank, place.position, place.instruction, cause)
-        raise StepFailed(failure, partial(context_of, failure, compiled.lowered)) from cause
+        # Without a name for the failure: its cause keeps this frame, and so the buffers.
+        raise StepFailed(Failure(place.rank, place.position, place.instruction, cause), partial(context_of, compiled.lowered)) from cause
     return buffers
 
 
@@ -122,7 +122,7 @@ def _require_representable(weights: tuple[float, ...], dtype: torch.dtype) -> No
         )
 
 
-def context_of(failure: Failure, lowered: LoweredStep) -> str:
+def context_of(lowered: LoweredStep, failure: Failure) -> str:
     """The line of the user's code that failed, and the shapes that the stage of a failed forward was given."""
     if failure.instruction is None or not isinstance(failure.cause, Exception):
         return ""

@@ -63,8 +63,7 @@ def located(
         assert found is not None
         place, text = found
         error = FloatingPointError(f"{cause}; first not finite: {text}")
-        failure = Failure(place.rank, place.position, place.instruction, error)
-        return StepFailed(failure, partial(context_of, failure, compiled.lowered))
+        return StepFailed(Failure(place.rank, place.position, place.instruction, error), partial(context_of, compiled.lowered))
     if -int(least) == _NOWHERE and world.index == 0:
         what = "every microbatch is finite by itself; what is not is their sum, over microbatches or ranks, or its norm"
         return FloatingPointError(f"{cause}; {what}")

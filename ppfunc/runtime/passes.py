@@ -42,8 +42,9 @@ def execute_passes(compiled: CompiledStep, passes: Sequence[StepArguments], tran
         try:
             buffers = execute(compiled, fill(compiled.lowered, part, buffers))
         except StepFailed as failed:
-            if isinstance(cause := failed.failure.cause, NotFinite):
-                raise located(compiled, passes[start.first : n + 1], start.before, transport, cause) from cause
-            raise
+            if not isinstance(failed.failure.cause, NotFinite):
+                raise
+            again = passes[start.first : n + 1]
+            raise located(compiled, again, start.before, transport, failed.failure.cause) from failed.failure.cause
     assert buffers is not None
     return buffers

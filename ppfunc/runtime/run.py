@@ -12,7 +12,6 @@ from ppfunc.stage.interrupts import let_interrupts
 from ppfunc.stage.tree import tree_leaves
 
 from .arguments import StepArguments
-from .buffers import Buffers
 from .cache import Entry
 from .functorch import transforming
 from .losses import losses_of
@@ -38,27 +37,23 @@ def run_step(
     spec, parts = entry.compiled.lowered.spec, entry.guards.agreed.parts
     compiled = entry.compiled if recorder is None else recorder.attach(entry.compiled)
     lowered = compiled.lowered
-    buffers: Buffers | None = None
     transport.ready(entry.laid)
-    try:
-        # Under a torch.func transform from outside, that transform decides what is recorded.
-        with torch.set_grad_enabled(torch.is_grad_enabled() and transforming()), _generators(passes[0]):
-            with let_interrupts():
-                if spec.update is not None:
-                    passes, parts = spec.update.begin(passes), {}  # it has the losses, and sums them over all pipelines
-                buffers = execute_passes(compiled, passes, transport)
-                if spec.update is not None:
-                    spec.update.finish(buffers)
-                losses = losses_of(lowered, buffers) if parts else {}
-                result = collect(lowered, passes, buffers)
-                buffers = None
-                if spec.finite and spec.update is None:
-                    made = [*losses.values(), *tree_leaves((result.grads, result.input_grads))]
-                    require_finite(made, entry.compiled, passes, transport)
-                timeline = None if recorder is None else gather(entry.compiled, recorder.intervals(), transport)
-            return result._replace(loss=transport.end(losses, parts, entry.guards.mode())), timeline
-    finally:
-        buffers = None  # an error that is kept keeps this frame, and must not keep what it held
+    # Under a torch.func transform from outside, that transform decides what is recorded.
+    with torch.set_grad_enabled(torch.is_grad_enabled() and transforming()), _generators(passes[0]):
+        with let_interrupts():
+            if spec.update is not None:
+                passes, parts = spec.update.begin(passes), {}  # it has the losses, and sums them over all pipelines
+            buffers = execute_passes(compiled, passes, transport)
+            if spec.update is not None:
+                spec.update.finish(buffers)
+            losses = losses_of(lowered, buffers) if parts else {}
+            result = collect(lowered, passes, buffers)
+            del buffers  # the passes may run again
+            if spec.finite and spec.update is None:
+                made = [*losses.values(), *tree_leaves((result.grads, result.input_grads))]
+                require_finite(made, entry.compiled, passes, transport)
+            timeline = None if recorder is None else gather(entry.compiled, recorder.intervals(), transport)
+        return result._replace(loss=transport.end(losses, parts, entry.guards.mode())), timeline
 
 
 def _generators(arguments: StepArguments) -> AbstractContextManager[None]:

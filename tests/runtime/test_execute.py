@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import weakref
@@ -130,6 +131,30 @@ def test_a_step_function_keeps_no_tensor_of_its_calls(calls):
     del given, result
     gc.collect()
     assert not [ref for ref in seen if ref() is not None]
+
+
+def test_a_step_that_failed_lets_go_of_its_tensors_with_its_error():
+    """At once, not when cycles are collected: whoever runs out of memory tries again with a smaller batch."""
+    broken = []
+
+    def breaking(params, x):
+        if broken:
+            raise MemoryError
+        return stage(params, x)
+
+    step = pp.value_and_grad([stage, breaking], squared, pp.gpipe(2, M), engine=pp.functional)
+    step(*problem(2))
+    broken.append(True)
+    gc.disable()
+    try:
+        given = problem(2)
+        seen = [weakref.ref(t) for t in optree.tree_leaves(given)]
+        with contextlib.suppress(pp.PipelineError):
+            step(*given)
+        del given
+        assert not [ref for ref in seen if ref() is not None]
+    finally:
+        gc.enable()
 
 
 def test_a_microbatch_is_brought_to_the_device_alone():
