@@ -8,6 +8,7 @@ long as the user's function lives, and keeps nothing of the user's alive.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary, ref
 
@@ -133,7 +134,8 @@ def program_of(
 
 def forget(fn: Stage) -> None:
     """Drop everything that is kept of a user's function."""
-    _KEPT.pop(fn, None)
+    with suppress(TypeError):  # a function of which nothing can be kept
+        _KEPT.pop(fn, None)
 
 
 def _shared(function: StageFunction, engine: Engine | None, key: tuple[Hashable, ...], make: Callable[[], tuple[Outline, Any]]) -> _Kept:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
+from dataclasses import dataclass
 
 import optree
 import pytest
@@ -335,6 +336,24 @@ def test_cleared_it_compiles_anew():
     assert same_bits(step(*problem(1)), want)
     assert engine.built == 2
     assert step.cache_info() == (0, 1, CACHE_SIZE, 1)
+
+
+def test_stages_of_which_nothing_is_kept_are_cleared_too():
+    """A dataclass cannot be hashed; the table of what is kept of functions asked for its hash once it had an entry of another."""
+
+    @dataclass
+    class Scaled:
+        by: float
+
+        def __call__(self, params, x):
+            return x * params * self.by
+
+    kept, scaled = (lambda params, x: x * params), Scaled(2.0)
+    for fn in (kept, scaled):
+        step = pp.value_and_grad([fn] * 2, squared, pp.gpipe(2, 2))
+        step({0: torch.tensor(2.0), 1: torch.tensor(3.0)}, normal(B, D), normal(B, D))
+    step.cache_clear()
+    assert step.cache_info() == (0, 0, CACHE_SIZE, 0)
 
 
 @pytest.mark.filterwarnings("ignore:value_and_grad has been traced")
