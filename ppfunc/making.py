@@ -108,8 +108,8 @@ def make_step(
     read_loss_weights(loss_weights, schedule.microbatches)
     if spec.overlapped is not None and Op.OVERLAP_F_B not in schedule.ops:
         raise ValueError(f"overlapped: got a function, and the schedule {schedule.name!r} overlaps nothing; use dualpipe or dualpipev")
-    ready = prove(schedule if training or schedule.forward_only else forward_only(schedule), spec)
-    return StepFunction(list(stages), loss_fn, ready, InProcess() if transport is None else transport, engine, spec, prepare, finish)
+    proved = prove(schedule if training or schedule.forward_only else forward_only(schedule), spec)
+    return StepFunction(list(stages), loss_fn, proved, InProcess() if transport is None else transport, engine, spec, prepare, finish)
 
 
 def prove(schedule: Schedule, spec: StepSpec) -> Schedule:

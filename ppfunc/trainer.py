@@ -98,7 +98,8 @@ class Trainer:
         self._require_frozen_told(params)
         rule, taken = self._rule, set[int]()
         masters = {s: rule.precision.to_master(tree_map(partial(_own, taken), tree)) for s, tree in params.items()}
-        device = next((local(t).device for tree in masters.values() for t in tree_leaves(tree)), self._device())
+        device = self.transport.device if isinstance(self.transport, P2P) else torch.device("cpu")  # of a rank without parameters
+        device = next((local(t).device for tree in masters.values() for t in tree_leaves(tree)), device)
         kept = {s: self._ranks.init(tree, rule.optimizer, f"params[{s}]") for s, tree in masters.items()}
         masters, optimizer = ({s: pair[n] for s, pair in kept.items()} for n in (0, 1))
         step = torch.zeros((), dtype=torch.int64, device=device)
@@ -166,11 +167,6 @@ class Trainer:
         """The loss of a batch, of which this data rank has a part, on every rank; float64[]. Arguments as of :meth:`step`."""
         self._require_connected()
         return self._evaluate(state, inputs, targets, loss_weights, seed, extras)
-
-    def _device(self) -> torch.device:
-        """Where a rank without parameters keeps its numbers."""
-        cuda = isinstance(self.transport, P2P) and self.transport.backend == "nccl"
-        return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
     def close(self) -> None:
         """Close the transport, if it was made for the trainer. The trainer takes no steps afterwards."""

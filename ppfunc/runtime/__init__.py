@@ -18,10 +18,10 @@ A step function is called, and the data flows in one direction::
 `spec.py` says what the caller wants of a step; `refusals.py` refuses what nothing would honour, `detached.py` warns of what would not
 train. `calls.py` makes the calls of stage programs, `residual_calls.py` those that take residuals out of the way; `shared_sums.py`,
 `input_gradients.py` and `update_calls.py` make those that end a program; `record.py` measures them; `nonfinite.py` runs passes again, to
-find where a number was first not finite. What lasts from call to call belongs to two: `CompiledSteps` has what is compiled, `Agreement`
-what the ranks agreed on. A transport is two protocols (`transport.py`), data and control, with three implementations: `InProcess`, `P2P`
-and `Simulated`. Where several pipelines train together, `grid.py` says which rank belongs where, `layouts.py` compares how tensors lie
-over them, and `collective.py` sums among them.
+find where a number was first not finite. What lasts from call to call belongs to three: `CompiledSteps` has what is compiled, `Agreement`
+what the ranks agreed on, `PassRefusals` where the parameters lay. A transport is two protocols (`transport.py`), data and control, with
+three implementations: `InProcess`, `P2P` and `Simulated`. Where several pipelines train together, `grid.py` says which rank belongs
+where, `layouts.py` compares how tensors lie over them, and `collective.py` sums among them.
 
 Between processes, from what a step sees down to sockets::
 

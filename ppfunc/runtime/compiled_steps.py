@@ -23,8 +23,8 @@ from .stage_programs import autocast, forget
 from .terms import BatchShapes
 from .transport import Transport
 
-Ready = Callable[[Sequence[StepArguments]], Entry]
-"""Gives the compiled step for the arguments of every pass."""
+Finder = Callable[[Sequence[StepArguments]], Entry]
+"""Finds the compiled step for the arguments of every pass."""
 
 
 class _Last(NamedTuple):
@@ -84,8 +84,8 @@ class CompiledSteps:
         agreed = self._agreement.keep(began.shapes, negotiation.conclude(lowered))
         return lowered, Guards.now(lowered, agreed)
 
-    def reuse(self, compiled: CompiledStep, guards: Guards) -> Ready:
-        """Gives a step that was lowered and compiled by itself, where it holds for the arguments.
+    def reuse(self, compiled: CompiledStep, guards: Guards) -> Finder:
+        """Finds a step that was lowered and compiled by itself, where it holds for the arguments.
 
         Raises:
             ValueError: the guards no longer hold.

@@ -39,6 +39,7 @@ class Links(Protocol):
         Raises:
             LinkError: there is none, and the peer is gone or late, or a failure has been published; after ``vote(step)``
                 a failure that was published when rank 0 had committed that step is no reason.
+            RuntimeError: the links have been closed.
         """
         ...
 

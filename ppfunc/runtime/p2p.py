@@ -120,9 +120,8 @@ class P2P(Control):
 
     def fail(self, failure: Failure) -> BaseException:
         with self.hold_interrupts():
-            failure = failure._replace(cause=self._explained(failure.cause))
             try:
-                return super().fail(failure)
+                return super().fail(failure._replace(cause=self._explained(failure.cause)))
             finally:
                 _let_go(failure.cause)
 

@@ -15,7 +15,7 @@ from ppfunc.stage import Engine, Loss, Stage
 from .analysis import Lowered
 from .arguments import RawArguments, StepArguments, read_arguments
 from .cache import CacheInfo
-from .compiled_steps import CompiledSteps, Ready
+from .compiled_steps import CompiledSteps, Finder
 from .errors import Failure, PipelineError, Refrozen, StepFailed, is_of_refrozen
 from .record import Recorder
 from .refusals import PassRefusals, require_servable_under_transforms
@@ -94,8 +94,8 @@ class StepFunction(Generic[P, R]):
         assert timeline is not None
         return result, timeline
 
-    def _run(self, args: Any, kwargs: Any, recorder: Recorder | None = None, ready: Ready | None = None) -> tuple[R, Timeline | None]:
-        """Run one step, measured where there is a recorder; ``ready`` gives the compiled step, by default that of the cache.
+    def _run(self, args: Any, kwargs: Any, recorder: Recorder | None = None, find: Finder | None = None) -> tuple[R, Timeline | None]:
+        """Run one step, measured where there is a recorder; ``find`` gives the compiled step, by default that of the cache.
 
         Over a transport between processes, interrupts act while stages run, are compiled or traced, and while this rank waits for
         peers that have not come to the end. With :class:`InProcess` they act anywhere. While a stage is traced, they act in its own
@@ -108,12 +108,12 @@ class StepFunction(Generic[P, R]):
         try:
             with self.transport.hold_interrupts(later=True), _outside_inference_mode():
                 try:
-                    result, timeline, raw = self._attempt(args, kwargs, recorder, ready)
+                    result, timeline, raw = self._attempt(args, kwargs, recorder, find)
                 except (Refrozen, PipelineError) as error:
                     if self.transport.compares_layouts or not is_of_refrozen(error):  # peers may be in a collective of a stage
                         raise
                     again = None if recorder is None else Recorder()
-                    result, timeline, raw = self._attempt(args, kwargs, again, ready, ", once more")
+                    result, timeline, raw = self._attempt(args, kwargs, again, find, ", once more")
                 ended = True
                 return self._finish(result, raw), timeline
         except BaseException:
@@ -122,7 +122,7 @@ class StepFunction(Generic[P, R]):
             raise
 
     def _attempt(
-        self, args: Any, kwargs: Any, recorder: Recorder | None, ready: Ready | None, which: str = "",
+        self, args: Any, kwargs: Any, recorder: Recorder | None, find: Finder | None, which: str = "",
     ) -> tuple[StepResult, Timeline | None, Any]:  # fmt: skip
         """Run one step to its end on all ranks, or tell them that it has failed; returns what was prepared, too.
 
@@ -133,7 +133,7 @@ class StepFunction(Generic[P, R]):
             require_servable_under_transforms(self.schedule, self.spec, self._ranks)
             raw = self._prepare(*args, **kwargs)
             passes = self._read_passes(raw if isinstance(raw, list) else [raw])
-            entry = ready(passes) if ready else self._compiled.find(passes, ("recorded" if recorder else "run") + which)
+            entry = find(passes) if find else self._compiled.find(passes, ("recorded" if recorder else "run") + which)
             return *run_step(entry, passes, self.transport, recorder), raw
         except BaseException as raised:
             self._fail(raised)
@@ -172,9 +172,9 @@ class StepFunction(Generic[P, R]):
         self._refusals.require(passes)
         return passes
 
-    def _running(self, ready: Ready) -> Callable[P, R]:
+    def _running(self, find: Finder) -> Callable[P, R]:
         """Runs a step that was compiled by itself."""
-        return lambda *args, **kwargs: self._run(args, kwargs, ready=ready)[0]
+        return lambda *args, **kwargs: self._run(args, kwargs, find=find)[0]
 
     def _fail(self, raised: BaseException) -> NoReturn:
         """Tell the peers of a failure, and raise."""
