@@ -214,17 +214,16 @@ class Control:
         if kind == END:  # from here on interrupts are held back: the step may have ended on some ranks already
             keep_holding()
         if tree.parent is None:
-            total, data = summed(gathered, parts, self.device)
+            data = summed(gathered, parts, self.device)
         else:
             if kind == END:
                 self.links.vote(self.ended)
             tree.send(tree.parent, kind, head + b"".join(part for _, part in sorted(gathered.items())))
             _, data = self._counted(tree, tree.parent, kind)
-            total = sum_from(data, parts, self.device)
         if kind == END:
             self.links.commit(self.ended)
-        tree.send_down(kind, head + data)
-        return total
+        tree.send_down(kind, head + data)  # before anything that may fail here
+        return sum_from(data, parts, self.device)
 
     def _gather(
         self, tree: TreeMessages, kind: bytes, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart], mode: Mode

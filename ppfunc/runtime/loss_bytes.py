@@ -19,15 +19,14 @@ def bytes_of(tensor: torch.Tensor, leaf: LeafSignature) -> bytes:
     return _bytes(tensor)
 
 
-def summed(gathered: Mapping[int, bytes], parts: Mapping[int, LossPart], device: torch.device) -> tuple[torch.Tensor | None, bytes]:
-    """The sum over the microbatches of all stages, made on a device, and its bytes; None where there is no loss."""
+def summed(gathered: Mapping[int, bytes], parts: Mapping[int, LossPart], device: torch.device) -> bytes:
+    """The bytes of the sum over the microbatches of all stages, made on a device; none where there is no loss."""
     losses = [_tensor(gathered[stage], part.leaf.shape, part.leaf.dtype) for stage, part in sorted(parts.items())]
-    total = torch.cat(losses).to(device).sum(0) if losses else None
-    return total, b"" if total is None else _bytes(total)
+    return _bytes(torch.cat(losses).to(device).sum(0)) if losses else b""
 
 
 def sum_from(data: bytes, parts: Mapping[int, LossPart], device: torch.device) -> torch.Tensor | None:
-    """The sum whose bytes another rank has made by :func:`summed`."""
+    """The sum whose bytes a rank has made by :func:`summed`, on a device; None where there is no loss."""
     leaves = [part.leaf for part in parts.values()]
     return _tensor(data, leaves[0].shape[1:], reduce(torch.promote_types, (leaf.dtype for leaf in leaves))).to(device) if leaves else None
 

@@ -256,6 +256,27 @@ def test_a_failure_is_told_to_every_rank_and_the_next_step_works(kind, who):
         assert (generation, ended) == (1, 2)
 
 
+class WithoutDevice(Control):
+    @property
+    def device(self):
+        raise ArithmeticError("the device is gone")
+
+
+@KINDS
+def test_a_rank_that_cannot_take_the_loss_has_told_those_below_that_the_step_has_ended(kind):
+    """They have left it to rank 0 whether the step fails, and waited for the rank between that had failed."""
+    parts = {0: LossPart(0, leaf(2))}
+
+    def work(rank, control):
+        control.__class__ = WithoutDevice if rank == 1 else Control
+        control.begin("f", "k", 0)
+        return control.end({0: torch.ones(2)} if rank == 0 else {}, parts)
+
+    answers = in_threads(kind, 7, work)
+    assert isinstance(answers.pop(1), ArithmeticError)
+    assert all(isinstance(total, torch.Tensor) and total == 2 for total in answers), answers
+
+
 def test_ranks_that_have_not_ended_the_same_steps_are_told():
     def work(rank, control):
         control.ended = int(rank == 2)
