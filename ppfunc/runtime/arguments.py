@@ -109,7 +109,7 @@ class StepArguments(NamedTuple):
 
     def without_tensors(self) -> StepArguments:
         """The same, which keeps no tensor of a call alive."""
-        return self._replace(params={}, state={}, inputs=(), targets=(), extras={}, scale=None, update_state=None)
+        return self._replace(params={}, state={}, inputs=(), targets=(), extras={}, loss_weights=None, scale=None, update_state=None)
 
     def example(self, stage: int) -> Any:
         """The parameters of a stage of the model, to evaluate it abstractly; their signature under a transform."""

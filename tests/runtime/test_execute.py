@@ -123,12 +123,12 @@ def test_a_step_function_keeps_no_tensor_of_its_calls(calls):
     """Not of the arguments, not of the results; a step that failed neither."""
     step = pp.value_and_grad([stage] * 2, squared, pp.gpipe(2, M))
     for _ in range(calls):
-        given = problem(2)
-        result = step(*given)
-    seen = [weakref.ref(t) for t in optree.tree_leaves((given, result))]
+        given, weights = problem(2), torch.ones(M, dtype=torch.float64)
+        result = step(*given, loss_weights=weights)
+    seen = [weakref.ref(t) for t in optree.tree_leaves((given, weights, result))]
     with pytest.raises(ValueError, match="inputs: got 5 rows"):
         step(given[0], torch.zeros(5, D), given[2])
-    del given, result
+    del given, weights, result
     gc.collect()
     assert not [ref for ref in seen if ref() is not None]
 
