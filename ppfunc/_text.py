@@ -18,12 +18,12 @@ def suggestion(name: str, names: Iterable[str]) -> str:
 
 
 def shown(thing: Any) -> str:
-    """A value, abridged, and its type.
+    """A value, abridged and in one line, and its type.
 
     >>> shown(2.5)
     '2.5 of type float'
     """
-    return f"{reprlib.repr(thing)} of type {type(thing).__name__}"
+    return f"{' '.join(reprlib.repr(thing).splitlines())} of type {type(thing).__name__}"
 
 
 def limited(text: str, most: int = 2000) -> str:

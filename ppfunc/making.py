@@ -72,7 +72,7 @@ def unpacked(
         raise TypeError(f"loss_fn: got {shown(loss_fn)}, expected a function loss(y, target) -> scalar")
     if not isinstance(stages, Split):
         if not isinstance(stages, Sequence) or isinstance(stages, str):
-            raise TypeError(f"stages: got {shown(stages)}, expected a list of functions, one per stage")
+            raise TypeError(f"stages: got {shown(stages)}, expected a list of functions, one per stage, or what ppfunc.split returns")
         return stages, schedule, read_tied(tied, schedule, parts)
     _require_count(stages.stages, schedule)
     schedule = with_skips(schedule, stages.skips) if stages.skips else schedule

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
@@ -28,6 +27,7 @@ from ppfunc.stage.tree import tree_leaves, tree_map
 from .training.parameter_update import parameter_update
 from .training.progress import Progress
 from .training.ranks import TrainingRanks
+from .training.state_checks import require_state, require_trees
 from .training.train_state import Metrics as Metrics, TrainState as TrainState, give_up, is_known, mark_known, require_not_given_up
 from .training.update_rule import UpdateRule, require_frozen_alike, require_frozen_told, require_state_of
 
@@ -86,8 +86,8 @@ class Trainer:
         """
         self._require_connected()
         stages, state = self._ranks.stages, {} if state is None else state
-        _require_trees("params", params, stages)
-        _require_trees("state", state, stages, some=True)
+        require_trees("params", params, stages)
+        require_trees("state", state, stages, some=True)
         if missing := [s for s in self._stateful if s in stages and s not in state]:
             raise ValueError(
                 f"state: got none of the stages {missing}, whose buffers the model writes into; expected trainer.init(params, split.state)"
@@ -271,23 +271,7 @@ class Trainer:
     def _require_fit(self, state: TrainState) -> None:
         """Raise for something else than a state of this trainer."""
         self._require_open()
-        if not isinstance(state, TrainState):
-            pair = isinstance(state, tuple) and bool(state) and isinstance(state[0], TrainState)
-            mend = "; a step returns a pair: state, metrics = trainer.step(state, ...)" if pair else ""
-            raise TypeError(f"state: got an object of type {type(state).__name__}, expected a TrainState, as init or step returns it{mend}")
-        _require_trees("state.params", state.params, self._ranks.stages)
-        _require_trees("state.optimizer", state.optimizer, self._ranks.stages)
-        if not isinstance(state.scale, Mapping) or state.scale.keys() != self._scale_keys:
-            got, expected = (", ".join(map(repr, keys)) or "none" for keys in (state.scale, sorted(self._scale_keys)))
-            raise ValueError(f"state.scale: got {got}, the scale of this trainer has {expected}; go on with the same scale=, or init anew")
-        if not isinstance(state.step, torch.Tensor) or state.step.shape or state.step.dtype != torch.int64:
-            raise TypeError(f"state.step: got {reprlib.repr(state.step)}, expected an int64 tensor of one number")
-        if self._ranks.data.size > 1 and tree_leaves(state.stage_state):
-            raise ValueError(
-                f"state: got that of the stages {sorted(state.stage_state)}, of which each of the {self._ranks.data.size} data ranks would "
-                "have another; put batch norms into evaluation mode before they are split or made stages by "
-                "stage_from_module(module, constants=True), which have no state then, or take norms without running statistics: GroupNorm"
-            )
+        require_state(state, self._ranks.stages, self._scale_keys, self._ranks.data.size)
         require_not_given_up(state)
         if not is_known(state, self._name):
             for s in self._ranks.stages:
@@ -304,14 +288,6 @@ class Trainer:
 
     def _loss(self, result: StepResult, raw: list[RawArguments]) -> torch.Tensor:
         return result.update_state.metrics[0].loss
-
-
-def _require_trees(name: str, trees: Any, stages: Sequence[int], *, some: bool = False) -> None:
-    """Raise for something else than trees of these stages of the model, or of some of them."""
-    if not isinstance(trees, Mapping):
-        raise TypeError(f"{name}: got {shown(trees)}, expected {{stage: tree}} of the stages {list(stages)}, which this process runs")
-    if not set(trees) <= set(stages) or (len(trees) < len(stages) and not some):
-        raise ValueError(f"{name}: got the stages {list(trees)}, this process runs {list(stages)}; give those, as {{stage: tree}}")
 
 
 def _read_weights(given: LossWeights, microbatches: int) -> torch.Tensor:

@@ -544,7 +544,6 @@ def test_a_stage_may_end_in_a_functional_collective(alone, engine):
     torch.testing.assert_close(got, pp.value_and_grad([dense, dense], squared, pp.gpipe(2, 2))(*given))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # by torch, as it loads forward derivatives
 @pytest.mark.parametrize("kind", ["batch_norm", "instance_norm"])
 def test_a_norm_over_one_value_per_channel_raises_as_in_torch(kind):
     """With forward derivatives it gave 0, and a division by zero in the derivative."""

@@ -74,6 +74,24 @@ def test_no_two_packages_need_each_other():
     assert ("schedule", "parallel") in pairs
 
 
+def siblings(path: Path) -> set[str]:
+    """The modules beside a file that it imports."""
+    beside = {other.stem for other in path.parent.iterdir() if other.suffix == ".py" or other.is_dir()}
+    package = ".".join(("ppfunc", *path.relative_to(ROOT).parts[:-1]))
+    within = (name.removeprefix(f"{package}.").split(".")[0] for name in imported(path) if name.startswith(f"{package}."))
+    return beside & set(within)
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.stem != "__init__"], ids=lambda p: str(p.relative_to(ROOT)))
+def test_no_module_needs_a_dozen_siblings(path):
+    assert len(siblings(path)) < 12
+
+
+def test_siblings_are_counted():
+    assert {"lower", "cache", "agreement", "guards"} < siblings(ROOT / "runtime" / "compiled_steps.py")
+    assert {"making", "stage", "runtime"} < siblings(ROOT / "pipeline.py")
+
+
 def test_a_fault_would_be_seen(tmp_path, monkeypatch):
     (tmp_path / "schedule").mkdir()
     file = tmp_path / "schedule" / "bad.py"

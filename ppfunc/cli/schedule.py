@@ -116,7 +116,7 @@ def _list(arguments: argparse.Namespace) -> int:
     lines = []
     for name, build in BUILDERS.items():
         text = (inspect.getdoc(build) or "").replace("``", "")
-        lines.append(f"{name}\n    {text.splitlines()[0]}")
+        lines.append(f"{name}\n    {text.splitlines()[0]}\n    in Python: ppfunc.{build.__name__}")
         meanings = dict(entry.split(": ", 1) for entry in _section(text, "Args:"))
         for parameter in inspect.signature(build).parameters.values():
             lines.append(f"    {_usage(parameter):<20}  {meanings.get(parameter.name, '')}".rstrip())

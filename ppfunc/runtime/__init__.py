@@ -9,10 +9,11 @@ A step function is called, and the data flows in one direction::
         lower.py       lower             stages, schedule, form -> LoweredStep (lowered.py): every edge        } once
         compile.py     compile_step      LoweredStep -> CompiledStep: stage programs, one flat list of calls   } per
         exchange.py    conclude          all ranks agree on the forms of losses and of shared parameters       } form
-      passes.py        execute_passes    every pass in turn, each from the buffers of the one before:
-        execute.py     fill, execute     leaves -> buffers of this pass alone; every call in turn
-      results.py       collect           buffers -> losses, gradients, outputs, metrics, state
-      transport        end               the sum of the losses; a step fails on every rank or on none
+      run.py           run_step          the compiled step, run to its end on all ranks:
+        passes.py      execute_passes    every pass in turn, each from the buffers of the one before:
+          execute.py   fill, execute     leaves -> buffers of this pass alone; every call in turn
+        results.py     collect           buffers -> losses, gradients, outputs, metrics, state
+        transport      end               the sum of the losses; a step fails on every rank or on none
 
 `spec.py` says what the caller wants of a step; `refusals.py` refuses what nothing would honour, `detached.py` warns of what would not
 train. `calls.py` makes the calls of stage programs, `residual_calls.py` those that take residuals out of the way; `shared_sums.py`,

@@ -203,16 +203,18 @@ def _backends(group: dist.ProcessGroup) -> dict[str, str]:
     return dict(entry.split(":") for entry in str(dist.get_backend_config(group)).split(","))
 
 
-def alive(group: dist.ProcessGroup, peer: int) -> bool:
-    """Whether the process of a rank of a group may still live. Known for gloo, which has a connection to each rank.
+def gloo_of(group: dist.ProcessGroup) -> Any:
+    """The part of a group that is gloo, with a connection to each rank; None where there is none."""
+    return group._get_backend(torch.device("cpu")) if _backends(group).get("cpu") == "gloo" else None
 
-    gloo refuses to receive over a connection that has ended. Nothing is ever sent with this tag.
+
+def alive(gloo: Any, peer: int) -> bool:
+    """Whether the process of a rank of a group may still live: gloo refuses to receive over a connection that has ended.
+
+    Nothing is ever sent with this tag.
     """
-    if _backends(group).get("cpu") != "gloo":
-        return True
     try:
-        backend: Any = group._get_backend(torch.device("cpu"))
-        backend.recv([torch.empty(1, device="cpu")], peer, _PROBE)
+        gloo.recv([torch.empty(1, device="cpu")], peer, _PROBE)
     except RuntimeError:
         return False
     return True

@@ -103,6 +103,14 @@ class StepArguments(NamedTuple):
         """Hashable, equal for arguments that run the same program."""
         return tuple((name, form.key) for name, form in sorted(self.trees.items()))
 
+    def form_of(self, rows: int | None) -> StepForm:
+        """The form of the arguments; a process that was not given the batch is told its rows, None where it is not a whole one."""
+        return self.form._replace(rows=rows) if self.form.inputs is None else self.form
+
+    def without_tensors(self) -> StepArguments:
+        """The same, which keeps no tensor of a call alive."""
+        return self._replace(params={}, state={}, inputs=(), targets=(), extras={}, scale=None, update_state=None)
+
     def example(self, stage: int) -> Any:
         """The parameters of a stage of the model, to evaluate it abstractly; their signature under a transform."""
         leaves, signature = self.params[stage], self.form.params[stage]

@@ -1,5 +1,6 @@
 """The cache of a step function: compiled steps by the form of the arguments, bounded."""
 
+import threading
 from collections import OrderedDict
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -12,11 +13,12 @@ from .guards import Guards
 from .layouts import LaidOut, laid_out
 
 V = TypeVar("V")
+Key = tuple[Any, ...]
 
 CACHE_SIZE = 32
 """Most forms of arguments for which one step function keeps compiled programs."""
-RETRACES = 8
-"""So many forms are unusual enough for a warning."""
+_RETRACES = 8  # so many forms are unusual enough for a warning
+_MODES = 3  # entries of one key that are kept for other modes of the modules
 
 
 class CacheInfo(NamedTuple):
@@ -50,7 +52,54 @@ class Entry(NamedTuple):
         return self.guards.agreed is agreed and self.guards.hold()
 
 
-def keep(cache: OrderedDict[tuple[Any, ...], V], key: tuple[Any, ...], value: V) -> None:
+class Entries:
+    """Keeps the compiled steps of a step function, for a bounded number of keys; safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[Key, list[Entry]] = OrderedDict()
+        self._hits = self._misses = 0
+
+    def find(self, key: Key, agreed: Agreed | None) -> Entry | None:
+        """An entry of this key that holds, if there is one."""
+        with self._lock:
+            return self._found(key, agreed)
+
+    def add(self, key: Key, entry: Entry) -> Entry:
+        """Keep a new entry, and return it; or that which another thread has built meanwhile."""
+        with self._lock:
+            if (built := self._found(key, entry.guards.agreed)) is not None:
+                return built
+            self._misses += 1
+            others = [other for other in self._entries.get(key, ()) if other.guards.agreed is entry.guards.agreed]
+            keep(self._entries, key, [*others[-_MODES:], entry])
+            return entry
+
+    def hit(self) -> None:
+        """Count a call that needed no look."""
+        self._hits += 1
+
+    def info(self) -> CacheInfo:
+        return CacheInfo(self._hits, self._misses, CACHE_SIZE, len(self._entries))
+
+    def forget(self) -> None:
+        """Drop every entry; what is counted goes on."""
+        with self._lock:
+            self._entries.clear()
+
+    def clear(self) -> None:
+        self.forget()
+        self._hits = self._misses = 0
+
+    def _found(self, key: Key, agreed: Agreed | None) -> Entry | None:
+        entry = next((entry for entry in self._entries.get(key, ()) if entry.holds(agreed)), None)
+        if entry is not None:
+            self._hits += 1
+            self._entries.move_to_end(key)
+        return entry
+
+
+def keep(cache: OrderedDict[Key, V], key: Key, value: V) -> None:
     """Add to a bounded cache; the least recently used entry goes."""
     cache[key] = value
     cache.move_to_end(key)
@@ -59,7 +108,9 @@ def keep(cache: OrderedDict[tuple[Any, ...], V], key: tuple[Any, ...], value: V)
 
 
 def warn_of_retraces(name: str, misses: int, arguments: StepArguments, last: StepArguments | None) -> None:
-    """Warn that a step function traces again and again, and say what changed."""
+    """Warn once that a step function traces again and again, and say what changed."""
+    if misses != _RETRACES:
+        return
     before = {} if last is None else last.trees
     changed = [n for n, form in arguments.trees.items() if n not in before or before[n].key != form.key]
     what = "modules or autocast have another mode, or fewer arguments are given"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from ppfunc.schedule import Schedule
@@ -13,19 +13,18 @@ from ppfunc.stage.interrupts import let_interrupts
 
 from .agreement import Agreement, Began
 from .arguments import StepArguments
-from .cache import CACHE_SIZE, RETRACES, CacheInfo, Entry, keep, warn_of_retraces
-from .compile import compile_step
-from .exchange import Agreed
-from .form import StepForm
+from .cache import CacheInfo, Entries, Entry, warn_of_retraces
+from .compile import CompiledStep, compile_step
 from .guards import Guards
 from .lower import SignatureExchange, lower
 from .lowered import LoweredStep
 from .spec import StepSpec
-from .stage_programs import autocast
+from .stage_programs import autocast, forget
 from .terms import BatchShapes
 from .transport import Transport
 
-_MODES = 3  # programs that are kept for other modes of the modules
+Ready = Callable[[Sequence[StepArguments]], Entry]
+"""Gives the compiled step for the arguments of every pass."""
 
 
 class _Last(NamedTuple):
@@ -52,11 +51,9 @@ class CompiledSteps:
         self._stages, self._loss_fn, self._schedule, self._transport = stages, loss_fn, schedule, transport
         self._engine, self._spec, self._ranks, self._owner = engine, spec, ranks, owner
         self._agreement = Agreement(schedule, spec, transport, ranks)
-        self._lock = threading.Lock()
+        self._entries = Entries()
         self._building = threading.local()
         self._last: _Last | None = None
-        self._entries: OrderedDict[tuple[Any, ...], list[Entry]] = OrderedDict()
-        self._hits = self._misses = 0
 
     @property
     def last_arguments(self) -> StepArguments | None:
@@ -71,14 +68,11 @@ class CompiledSteps:
             last = None  # another form than that of the last call
         began = self._begin(passes, purpose, last and last.shapes)
         if last is not None and last.shapes == began.shapes and last.entry.holds(began.agreed):
-            self._hits += 1
+            self._entries.hit()
             return last.entry
         key = (began.shapes, arguments.key, autocast())
-        with self._lock:
-            entry = self._found(key, began.agreed)
-        entry = entry or self._build(arguments, began, key)
-        bare = arguments._replace(params={}, state={}, inputs=(), targets=(), extras={}, scale=None, update_state=None)
-        self._last = _Last(bare, began.shapes, entry)
+        entry = self._entries.find(key, began.agreed) or self._build(arguments, began, key)
+        self._last = _Last(arguments.without_tensors(), began.shapes, entry)
         return entry
 
     def lower(self, arguments: StepArguments) -> tuple[LoweredStep, Guards]:
@@ -90,13 +84,21 @@ class CompiledSteps:
         agreed = self._agreement.keep(began.shapes, negotiation.conclude(lowered))
         return lowered, Guards.now(lowered, agreed)
 
-    def reuse(self, entry: Entry, passes: Sequence[StepArguments]) -> Entry:
-        """The step that was lowered and compiled by itself, where it holds for these arguments."""
+    def reuse(self, compiled: CompiledStep, guards: Guards) -> Ready:
+        """Gives a step that was lowered and compiled by itself, where it holds for the arguments.
+
+        Raises:
+            ValueError: the guards no longer hold.
+        """
+        guards.require()
+        return partial(self._reuse, Entry.of(compiled, guards))
+
+    def _reuse(self, entry: Entry, passes: Sequence[StepArguments]) -> Entry:
         began = self._begin(passes, "run as it was compiled")
         entry.guards.require()
         if entry.guards.agreed.generation != self._transport.generation:
             raise RuntimeError("a step has failed since this one was lowered, and the ranks agree anew; lower and compile it again")
-        now, then = _form(passes[0], began.shapes), entry.compiled.lowered.form
+        now, then = passes[0].form_of(began.shapes.rows), entry.compiled.lowered.form
         for field, got, expected in zip(now._fields, now, then, strict=True):
             if got != expected:
                 raise ValueError(
@@ -106,16 +108,14 @@ class CompiledSteps:
         return entry
 
     def info(self) -> CacheInfo:
-        return CacheInfo(self._hits, self._misses, CACHE_SIZE, len(self._entries))
+        return self._entries.info()
 
     def clear(self) -> None:
-        self._forget()
-        self._hits = self._misses = 0
-
-    def _forget(self) -> None:
-        with self._lock:
-            self._entries.clear()
-            self._last = None
+        """Drop every compiled step, and what is kept of the stages' functions for other step functions."""
+        self._entries.clear()
+        self._last = None
+        for fn in filter(None, self._stages):
+            forget(fn)
 
     def _begin(self, passes: Sequence[StepArguments], purpose: str, shapes: BatchShapes | None = None) -> Began:
         """Begin a step with the peers.
@@ -127,16 +127,9 @@ class CompiledSteps:
         shapes = None if form.inputs is None else shapes or BatchShapes.of(form)  # a process that was given no batch is told
         began = self._agreement.begin(passes, shapes, purpose)
         if last is not None and last.entry.guards.agreed.generation != self._transport.generation:
-            self._forget()  # what was compiled before a failure is of no use after it
+            self._entries.forget()  # what was compiled before a failure is of no use after it
+            self._last = None
         return began
-
-    def _found(self, key: tuple[Any, ...], agreed: Agreed | None) -> Entry | None:
-        """A compiled step of this key that holds, if there is one; under the lock."""
-        entry = next((entry for entry in self._entries.get(key, ()) if entry.holds(agreed)), None)
-        if entry is not None:
-            self._hits += 1
-            self._entries.move_to_end(key)
-        return entry
 
     def _build(self, arguments: StepArguments, began: Began, key: tuple[Any, ...]) -> Entry:
         """Lower and compile."""
@@ -153,28 +146,17 @@ class CompiledSteps:
             agreed = self._agreement.keep(began.shapes, negotiation.conclude(lowered))
         finally:
             self._building.active = False
-        entry = Entry.of(compiled, Guards.now(lowered, agreed))
-        with self._lock:
-            if (built := self._found(key, agreed)) is not None:  # by another thread meanwhile
-                return built
-            self._misses += 1
-            others = [other for other in self._entries.get(key, ()) if other.guards.agreed is agreed]
-            keep(self._entries, key, [*others[-_MODES:], entry])
-        if self._misses == RETRACES:
-            warn_of_retraces(self._spec.name, self._misses, arguments, self.last_arguments)
+        new = Entry.of(compiled, Guards.now(lowered, agreed))
+        entry = self._entries.add(key, new)
+        if entry is new:
+            warn_of_retraces(self._spec.name, self._entries.info().misses, arguments, self.last_arguments)
         return entry
 
     def _lower(self, arguments: StepArguments, began: Began, negotiation: SignatureExchange) -> LoweredStep:
         return lower(
-            self._stages, self._loss_fn, self._schedule, _form(arguments, began.shapes), self._spec,
+            self._stages, self._loss_fn, self._schedule, arguments.form_of(began.shapes.rows), self._spec,
             ranks=self._ranks, exchange=negotiation, example=arguments.example,
         )  # fmt: skip
-
-
-def _form(arguments: StepArguments, shapes: BatchShapes) -> StepForm:
-    """The form of the arguments; a process that was not given the batch is told whether it is a whole one."""
-    form = arguments.form
-    return form._replace(rows=shapes.rows) if form.inputs is None else form
 
 
 def _described(part: Any) -> str:

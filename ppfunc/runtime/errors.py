@@ -94,6 +94,27 @@ class Failure(NamedTuple):
         return f"{type(self.cause).__name__}{said}{limited(self.context)}"
 
 
+class StepFailed(Exception):
+    """Carries where a program failed to the caller, who tells the peers; ``context()`` gives that of the failure."""
+
+    def __init__(self, failure: Failure, context: Callable[[], str]) -> None:
+        self.failure, self._context = failure, context
+        super().__init__(failure)
+
+    def described(self) -> Failure:
+        """The failure with its context."""
+        return self.failure._replace(context=self._context())
+
+
+class Refrozen(ValueError):
+    """Modules of a process have frozen parameters, or set them free, since the ranks agreed: all run the step again, and agree anew."""
+
+
+def is_of_refrozen(error: Exception) -> bool:
+    """Whether a step has failed for :class:`Refrozen`, on this rank or on another, and so on all. What is donated may have been updated."""
+    return isinstance(error, Refrozen) or (isinstance(error, PipelineError) and error.reason.startswith(f"{Refrozen.__name__}: "))
+
+
 class LinkError(ConnectionError):
     """A message cannot be had.
 

@@ -11,7 +11,7 @@ from ppfunc.stage import LeafSignature, Signature
 from ppfunc.stage.module import frozen_below
 from ppfunc.stage.tree import tree_structure
 
-from .errors import AgreementError, PipelineError
+from .errors import AgreementError, Refrozen
 from .lowered import LoweredStep
 from .ties import leaf_names, require_same_forms, shared_forms, shared_leaves
 from .transport import ControlTransport, LossPart
@@ -20,15 +20,6 @@ Edges = dict[tuple[int, int], tuple[Signature, ...]]  # by (source, destination)
 
 _MEND = "make a new step function, or trainer, for parameters or targets of other dtypes or shapes"
 _LEAF = tree_structure(0)
-
-
-class Refrozen(ValueError):
-    """Modules of a process have frozen parameters, or set them free, since the ranks agreed: all run the step again, and agree anew."""
-
-
-def is_of_refrozen(error: Exception) -> bool:
-    """Whether a step has failed for :class:`Refrozen`, on this rank or on another, and so on all. What is donated may have been updated."""
-    return isinstance(error, Refrozen) or (isinstance(error, PipelineError) and error.reason.startswith(f"{Refrozen.__name__}: "))
 
 
 class Agreed(NamedTuple):

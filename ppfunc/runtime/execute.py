@@ -1,6 +1,6 @@
 """Execute the calls of a compiled step, with buffers made for this step alone."""
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
@@ -11,18 +11,10 @@ from ppfunc.stage.errors import line_of
 from .arguments import StepArguments
 from .buffers import Buffers, Tag
 from .compile import CompiledStep, gradients_of
-from .errors import Failure
+from .errors import Failure, StepFailed
 from .functorch import values
 from .losses import loss_dtype, losses_of
 from .lowered import BATCH, LoweredStep
-
-
-class StepFailed(Exception):
-    """Carries where a program failed to the caller, who tells the peers."""
-
-    def __init__(self, failure: Failure) -> None:
-        self.failure = failure
-        super().__init__(failure)
 
 
 def execute(compiled: CompiledStep, buffers: Buffers) -> Buffers:
@@ -42,7 +34,8 @@ def execute(compiled: CompiledStep, buffers: Buffers) -> Buffers:
                 call(buffers)
     except BaseException as cause:
         place = compiled.places[index]
-        raise StepFailed(Failure(place.rank, place.position, place.instruction, cause)) from cause
+        failure = Failure(place.rank, place.position, place.instruction, cause)
+        raise StepFailed(failure, partial(context_of, failure, compiled.lowered)) from cause
     return buffers
 
 
@@ -129,7 +122,7 @@ def _require_representable(weights: tuple[float, ...], dtype: torch.dtype) -> No
         )
 
 
-def describe_inputs(failure: Failure, lowered: LoweredStep) -> str:
+def context_of(failure: Failure, lowered: LoweredStep) -> str:
     """The line of the user's code that failed, and the shapes that the stage of a failed forward was given."""
     if failure.instruction is None or not isinstance(failure.cause, Exception):
         return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from .arguments import StepArguments
 from .buffers import Buffers, Leaves
 from .calls import Origin
 from .compile import CompiledStep, bind
-from .errors import Failure
-from .execute import StepFailed, fill
+from .errors import Failure, StepFailed
+from .execute import context_of, fill
 from .gradients import LeafGradients
 from .lowered import LoweredStage
 from .ties import leaf_names
@@ -61,7 +62,9 @@ def located(
     if -int(least) == mine and mine != _NOWHERE:
         assert found is not None
         place, text = found
-        return StepFailed(Failure(place.rank, place.position, place.instruction, FloatingPointError(f"{cause}; first not finite: {text}")))
+        error = FloatingPointError(f"{cause}; first not finite: {text}")
+        failure = Failure(place.rank, place.position, place.instruction, error)
+        return StepFailed(failure, partial(context_of, failure, compiled.lowered))
     if -int(least) == _NOWHERE and world.index == 0:
         what = "every microbatch is finite by itself; what is not is their sum, over microbatches or ranks, or its norm"
         return FloatingPointError(f"{cause}; {what}")

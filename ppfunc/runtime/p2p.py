@@ -17,7 +17,6 @@ from ppfunc.stage.interrupts import hold_interrupts, let_interrupts
 
 from . import _torch
 from .collective import Among, Collective
-from .connections import Connections
 from .control import Control
 from .errors import CLOSED, Failure, LinkError, PipelineError, gone
 from .grid import Axes, grid_of
@@ -27,13 +26,7 @@ from .rendezvous import Rendezvous
 from .socket_links import SocketLinks
 from .suspects import Answer
 from .transport import Call, Route, Transfer
-from .tree_messages import TreeMessages
 
-# Modules whose frames hold connections.
-_OWN = {
-    __name__,
-    *(own.__module__ for own in (Collective, Control, TreeMessages, SocketLinks, Connections, Rendezvous, PairGroups, open_group)),
-}
 _DRAIN = 1.0  # seconds for what a step that has failed has given the GPU
 
 
@@ -204,6 +197,7 @@ class P2P(Control):
     def tear_down(self) -> None:
         ended = self._disconnect()
         if self._in_stages():
+            assert self.axes.model is not None
             self._unusable = (
                 f"an earlier step has failed in the middle of a stage, whose collectives may hang: the process group of the axis "
                 f"{self.axes.model!r} has been ended; make a new mesh and a new P2P() on every rank"
@@ -314,7 +308,7 @@ def _let_go(error: BaseException | None) -> None:
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         for frame, _ in traceback.walk_tb(error.__traceback__):
-            if frame.f_globals.get("__name__") in _OWN:
+            if frame.f_globals.get("__package__") == __package__:
                 with suppress(RuntimeError):
                     frame.clear()
         error = error.__cause__ or error.__context__

@@ -8,7 +8,8 @@ from typing import NamedTuple
 from .arguments import StepArguments
 from .buffers import Buffers
 from .compile import CompiledStep
-from .execute import StepFailed, execute, fill
+from .errors import StepFailed
+from .execute import execute, fill
 from .nonfinite import NotFinite, located
 from .transport import Transport
 

@@ -1,17 +1,61 @@
-"""Refuse what a step would not honour: instructions, rows, layouts, losses and outputs of stages."""
+"""Refuse what a step would not honour: calls, instructions, rows, layouts, losses and outputs of stages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import chain
+
+import torch
 
 from ppfunc.schedule import Op, Schedule
 from ppfunc.stage import Signature
 from ppfunc.stage.layout import Boundary, same_placement
 
+from .arguments import StepArguments
 from .form import StepForm
+from .functorch import transforming
 from .lowered import BATCH, LoweredStage
 from .spec import StepSpec
-from .ties import leaf_names
+from .ties import leaf_names, require_declared
+
+
+def require_servable_under_transforms(schedule: Schedule, spec: StepSpec, ranks: Sequence[int]) -> None:
+    """Raise ValueError where a step of these ranks cannot be called under a ``torch.func`` transform, and is."""
+    if transforming() and spec.finite:
+        raise ValueError(
+            "got a step that raises where numbers are not finite, under a torch.func transform, which has none to read; "
+            "make one with on_nonfinite='ignore'"
+        )
+    if transforming() and len(ranks) < schedule.ranks:
+        raise ValueError(
+            "got a step under a torch.func transform, whose ranks are in several processes, where the transform "
+            "would end at each message; run it with InProcess(), or use ppfunc.jvp, hvp, gnvp, ensemble or per_sample_grad"
+        )
+
+
+class PassRefusals:
+    """Refuses arguments that a step would not honour; of parameters it remembers where they lay.
+
+    Args:
+        spec: of the step.
+    """
+
+    def __init__(self, spec: StepSpec) -> None:
+        self._spec = spec
+        self._memory: tuple[StepForm, list[int]] | None = None  # of the last call in which parameters were looked at
+
+    def require(self, passes: Sequence[StepArguments]) -> None:
+        """Raise ValueError where the passes of a step have batches of several forms, or stages share memory that is not tied."""
+        first, spec = passes[0], self._spec
+        for n, other in enumerate(passes):
+            if other.form is not first.form:
+                raise ValueError(f"inputs: pass {n} of the schedule has a batch of another form than pass 0; pad them to one form")
+        if "grads" in spec.wants or (spec.update is not None and spec.update.unshard is None):
+            leaves = chain.from_iterable(first.params[stage] for stage in first.form.params)
+            memory = None if transforming() else (first.form, list(map(torch.Tensor.data_ptr, leaves)))
+            if memory is None or memory != self._memory:
+                require_declared(first.params, first.form, spec.tied, spec.primal)
+                self._memory = memory
 
 
 def require_honoured(schedule: Schedule, spec: StepSpec) -> None:

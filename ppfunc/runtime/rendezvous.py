@@ -38,7 +38,6 @@ class Rendezvous:
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: float | None, ranks: Sequence[int] | None = None) -> None:
-        self._group = group
         self.ranks = dist.get_process_group_ranks(group) if ranks is None else list(ranks)
         self.rank, self.size = self.ranks.index(dist.get_rank()), len(self.ranks)
         backend = _torch.backend_of(group)
@@ -48,6 +47,8 @@ class Rendezvous:
                 f"make one with torch.distributed.new_group(backend='gloo') and give it as P2P(group)"
             )
         self.backend = str(backend)
+        # The group may be destroyed while its store is still asked.
+        self._gloo, self._places = _torch.gloo_of(group), [dist.get_group_rank(group, rank) for rank in self.ranks]
         self.timeout = _torch.timeout_of(group).total_seconds() if timeout is None else timeout
         self._server = self.ranks.index(0) if 0 in self.ranks else self.rank  # the world's rank 0 serves the store
         name = "ppfunc" if ranks is None else f"ppfunc/{sha256(repr(self.ranks).encode()).hexdigest()[:16]}"
@@ -67,7 +68,7 @@ class Rendezvous:
 
     def alive(self, peer: int) -> bool:
         """Whether the process of a peer may still live, as far as that is known."""
-        return _torch.alive(self._group, dist.get_group_rank(self._group, self.ranks[peer]))
+        return self._gloo is None or _torch.alive(self._gloo, self._places[peer])
 
     def open_nccl(self, name: str, place: int, size: int) -> Any:
         """An NCCL communicator, which connects in its first operation. Its operations may take longer than peers do: who is late is

@@ -5,35 +5,23 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
 from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
 
 import torch
 
 from ppfunc.schedule import Schedule, Timeline
 from ppfunc.stage import Engine, Loss, Stage
-from ppfunc.stage.interrupts import let_interrupts
-from ppfunc.stage.tree import tree_leaves
 
 from .analysis import Lowered
 from .arguments import RawArguments, StepArguments, read_arguments
-from .buffers import Buffers
-from .cache import CacheInfo, Entry
-from .compile import CompiledStep
-from .compiled_steps import CompiledSteps
-from .errors import Failure, PipelineError
-from .exchange import Refrozen, is_of_refrozen
-from .execute import StepFailed, describe_inputs
-from .functorch import transforming
-from .losses import losses_of
-from .nonfinite import require_finite
-from .passes import execute_passes
-from .record import Recorder, gather
-from .results import StepResult, collect
-from .rng import preserve_rng
+from .cache import CacheInfo
+from .compiled_steps import CompiledSteps, Ready
+from .errors import Failure, PipelineError, Refrozen, StepFailed, is_of_refrozen
+from .record import Recorder
+from .refusals import PassRefusals, require_servable_under_transforms
+from .results import StepResult
+from .run import run_step
 from .spec import StepSpec
-from .stage_programs import forget
-from .ties import require_declared
 from .transport import Transport
 
 P = ParamSpec("P")
@@ -72,6 +60,7 @@ class StepFunction(Generic[P, R]):
         self.__signature__ = inspect.signature(prepare)  # for help() and editors
         if spec.finite:
             transport.collective("world")  # to be had before the transport connects
+        self._refusals = PassRefusals(spec)
         self._compiled = CompiledSteps(stages, loss_fn, schedule, transport, engine, spec, self._ranks, repr(self))
 
     def __repr__(self) -> str:
@@ -105,9 +94,7 @@ class StepFunction(Generic[P, R]):
         assert timeline is not None
         return result, timeline
 
-    def _run(
-        self, args: Any, kwargs: Any, recorder: Recorder | None = None, ready: Callable[[Sequence[StepArguments]], Entry] | None = None
-    ) -> tuple[R, Timeline | None]:
+    def _run(self, args: Any, kwargs: Any, recorder: Recorder | None = None, ready: Ready | None = None) -> tuple[R, Timeline | None]:
         """Run one step, measured where there is a recorder; ``ready`` gives the compiled step, by default that of the cache.
 
         Over a transport between processes, interrupts act while stages run, are compiled or traced, and while this rank waits for
@@ -135,49 +122,21 @@ class StepFunction(Generic[P, R]):
             raise
 
     def _attempt(
-        self, args: Any, kwargs: Any, recorder: Recorder | None, ready: Callable[[Sequence[StepArguments]], Entry] | None, which: str = "",
+        self, args: Any, kwargs: Any, recorder: Recorder | None, ready: Ready | None, which: str = "",
     ) -> tuple[StepResult, Timeline | None, Any]:  # fmt: skip
         """Run one step to its end on all ranks, or tell them that it has failed; returns what was prepared, too.
 
         Args:
             which: of several runs with the same arguments, as ranks compare it.
         """
-        entry: Entry | None = None
         try:
-            self._require_servable_under_transforms()
+            require_servable_under_transforms(self.schedule, self.spec, self._ranks)
             raw = self._prepare(*args, **kwargs)
             passes = self._read_passes(raw if isinstance(raw, list) else [raw])
             entry = ready(passes) if ready else self._compiled.find(passes, ("recorded" if recorder else "run") + which)
-            return *self._execute(entry, passes, recorder), raw
+            return *run_step(entry, passes, self.transport, recorder), raw
         except BaseException as raised:
-            self._fail(self._failure(raised, entry))
-
-    def _execute(self, entry: Entry, passes: Sequence[StepArguments], recorder: Recorder | None) -> tuple[StepResult, Timeline | None]:
-        """Run a compiled step, and end it on all ranks."""
-        update, parts = self.spec.update, entry.guards.agreed.parts
-        compiled = entry.compiled if recorder is None else recorder.attach(entry.compiled)
-        lowered = compiled.lowered
-        buffers: Buffers | None = None
-        self.transport.ready(entry.laid)
-        try:
-            # Under a torch.func transform from outside, that transform decides what is recorded.
-            with torch.set_grad_enabled(torch.is_grad_enabled() and transforming()), _generators(passes[0]):
-                with let_interrupts():
-                    if update is not None:
-                        passes, parts = update.begin(passes), {}  # it has the losses, and sums them over all pipelines
-                    buffers = execute_passes(compiled, passes, self.transport)
-                    if update is not None:
-                        update.finish(buffers)
-                    losses = losses_of(lowered, buffers) if parts else {}
-                    result = collect(lowered, passes, buffers)
-                    buffers = None
-                    if self.spec.finite and update is None:
-                        made = [*losses.values(), *tree_leaves((result.grads, result.input_grads))]
-                        require_finite(made, entry.compiled, passes, self.transport)
-                    timeline = None if recorder is None else gather(entry.compiled, recorder.intervals(), self.transport)
-                return result._replace(loss=self.transport.end(losses, parts, entry.guards.mode())), timeline
-        finally:
-            buffers = None  # an error that is kept keeps this frame, and must not keep what it held
+            self._fail(raised)
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> Lowered:
         """Lower the step for these arguments, and run nothing; where ranks are processes, every one calls it.
@@ -190,14 +149,8 @@ class StepFunction(Generic[P, R]):
                 lowered, guards = self._compiled.lower(self._read(self._prepare(*args, **kwargs), None, abstract=True))
                 self.transport.end({}, {})
             except BaseException as raised:
-                self._fail(self._failure(raised, None))
-
-        def runs(compiled: CompiledStep) -> Callable[P, R]:
-            guards.require()
-            ready = partial(self._compiled.reuse, Entry.of(compiled, guards))
-            return lambda *args, **kwargs: self._run(args, kwargs, ready=ready)[0]
-
-        return Lowered(lowered, self._engine, self.transport, runs)
+                self._fail(raised)
+        return Lowered(lowered, self._engine, self.transport, lambda compiled: self._running(self._compiled.reuse(compiled, guards)))
 
     def cache_info(self) -> CacheInfo:
         """Count the calls that found their program compiled, and those that did not."""
@@ -206,8 +159,6 @@ class StepFunction(Generic[P, R]):
     def cache_clear(self) -> None:
         """Drop every compiled program, and what is kept of the stages' functions for other step functions."""
         self._compiled.clear()
-        for fn in filter(None, self._stages):
-            forget(fn)
 
     # -- one call --------------------------------------------------------------------------
 
@@ -218,15 +169,16 @@ class StepFunction(Generic[P, R]):
         """The arguments of every pass of the schedule, all of one form."""
         first = self._read(raw[0], self._compiled.last_arguments)
         passes = [first, *(self._read(other, first) for other in raw[1:])]
-        for n, other in enumerate(passes):
-            if other.form is not first.form:
-                raise ValueError(f"inputs: pass {n} of the schedule has a batch of another form than pass 0; pad them to one form")
-        if "grads" in self.spec.wants or (self.spec.update is not None and self.spec.update.unshard is None):
-            require_declared(first.params, first.form, self.spec.tied, self.spec.primal)
+        self._refusals.require(passes)
         return passes
 
-    def _fail(self, failure: Failure) -> NoReturn:
+    def _running(self, ready: Ready) -> Callable[P, R]:
+        """Runs a step that was compiled by itself."""
+        return lambda *args, **kwargs: self._run(args, kwargs, ready=ready)[0]
+
+    def _fail(self, raised: BaseException) -> NoReturn:
         """Tell the peers of a failure, and raise."""
+        failure = raised.described() if isinstance(raised, StepFailed) else Failure(self._ranks[0], None, None, raised)
         cause = error = failure.cause
         try:
             error = self.transport.fail(failure)
@@ -234,24 +186,7 @@ class StepFunction(Generic[P, R]):
                 raise cause from cause.__cause__  # an interrupt stays what it is
             raise error from cause
         finally:
-            del failure, cause, error  # an error that is kept keeps this frame
-
-    def _failure(self, raised: BaseException, entry: Entry | None) -> Failure:
-        if not isinstance(raised, StepFailed) or entry is None:
-            return Failure(self._ranks[0], None, None, raised)
-        return raised.failure._replace(context=describe_inputs(raised.failure, entry.compiled.lowered))
-
-    def _require_servable_under_transforms(self) -> None:
-        if transforming() and self.spec.finite:
-            raise ValueError(
-                "got a step that raises where numbers are not finite, under a torch.func transform, which has none to read; "
-                "make one with on_nonfinite='ignore'"
-            )
-        if transforming() and len(self._ranks) < self.schedule.ranks:
-            raise ValueError(
-                "got a step under a torch.func transform, whose ranks are in several processes, where the transform "
-                "would end at each message; run it with InProcess(), or use ppfunc.jvp, hvp, gnvp, ensemble or per_sample_grad"
-            )
+            del raised, failure, cause, error  # an error that is kept keeps this frame
 
 
 def _outside_inference_mode() -> AbstractContextManager[object]:
@@ -261,10 +196,3 @@ def _outside_inference_mode() -> AbstractContextManager[object]:
     modes.enter_context(torch.inference_mode(False))
     modes.enter_context(torch.no_grad())
     return modes
-
-
-def _generators(arguments: StepArguments) -> AbstractContextManager[None]:
-    """Restores the generators after a step that seeds them."""
-    if arguments.seed is None:
-        return nullcontext()
-    return preserve_rng(device for device in arguments.form.devices.values() if device.type == "cuda")

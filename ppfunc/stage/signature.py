@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ._torch import guards
 from .layout import MeshLayout, cut_by, distributed, is_partial, layout_of, local, same_layout, same_placement
 from .structure import structure_from_json, structure_to_json
-from .tree import NAMESPACE, tree_flatten, tree_paths, tree_unflatten
+from .tree import NAMESPACE, NestedDicts, tree_flatten, tree_paths, tree_unflatten
 
 _SHORT = reprlib.Repr()
 _SHORT.maxother = 80
@@ -265,7 +265,7 @@ class Form(NamedTuple):
     """All that a program depends on in a tree beside the values, in the form in which it is compared fastest; see :func:`form_of`."""
 
     treedef: PyTreeSpec
-    keys: list[Any] | None  # of a dictionary of tensors alone, whose leaves are its values
+    dicts: NestedDicts | None  # of a tree that is made of dictionaries alone
     classes: frozenset[type]  # kept alive, since guards know them by their addresses
     guards: Callable[..., bool]
     layouts: tuple[MeshLayout | None, ...] | None  # of the leaves, where there are DTensors
@@ -273,14 +273,12 @@ class Form(NamedTuple):
 
 def form_of(leaves: Sequence[torch.Tensor], treedef: PyTreeSpec) -> Form:
     """The form of a tree that :func:`flatten` took apart. No tensor is kept alive."""
-    flat = treedef.type is dict and treedef.num_nodes == treedef.num_leaves + 1
-    keys = treedef.entries() if flat else None
     layouts = tuple(map(layout_of, leaves))
-    return Form(treedef, keys, frozenset(map(type, leaves)), guards(leaves), layouts if any(layouts) else None)
+    return Form(treedef, NestedDicts.of(treedef), frozenset(map(type, leaves)), guards(leaves), layouts if any(layouts) else None)
 
 
 def same_form(tree: Any, form: Form) -> tuple[torch.Tensor, ...] | None:
-    """The leaves of ``tree`` if it is like the one that ``form`` is of, else None: 0.1 us per leaf of a flat dictionary, 0.5 of others.
+    """The leaves of ``tree`` if it is like the one that ``form`` is of, else None: 0.1 us per leaf of dictionaries, 0.3 of others.
 
     Of DTensors, the parts of this rank.
 
@@ -288,8 +286,9 @@ def same_form(tree: Any, form: Form) -> tuple[torch.Tensor, ...] | None:
     requires a gradient, and dispatch keys, which tell inference mode, transforms and autocast; of a DTensor the layout and
     the mesh. A tree with one tensor in two places is like no other.
     """
-    if form.keys is not None and type(tree) is dict:
-        leaves, same = list(tree.values()), list(tree) == form.keys
+    leaves: list[Any] = []
+    if form.dicts is not None:
+        same = form.dicts.read(tree, leaves)
     else:
         leaves, treedef = tree_flatten(tree)
         same = treedef == form.treedef

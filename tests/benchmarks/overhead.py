@@ -7,12 +7,13 @@ Run by torchrun on one rank (no messages) or more::
 Both run interleaved 1F1B in turn. On one rank, with four stages, all values are handed over locally, so what is
 measured is the runtime and nothing else. With leaves, a stage adds all its parameters to its input. The time per
 leaf and step, in CPU seconds, is that of the step, without its programs and the sums of their gradients in the order of the
-schedule, less the same with one leaf: without any there are no gradients.
+schedule, less the same with one leaf: without any there are no gradients. Each of the four runs in turn, as often as a round has
+steps, after one that does not count: a step that follows another program finds its caches cold.
 """
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
@@ -27,6 +28,7 @@ from ppfunc.runtime.compile import CompiledStep, new_gradients
 from ppfunc.schedule import Op
 
 WIDTH = 4
+Sides = tuple[Callable[[], object], Callable[[], object], Callable[[], object]]
 
 
 class Sum(torch.nn.Module):
@@ -62,16 +64,14 @@ def main() -> None:
     schedule = pp.interleaved_one_f_one_b(ranks, options.microbatches, options.chunks)
     held = schedule.stages_of(rank)
     count = sum(1 for _ in schedule.instructions(rank))
-    base = 0.0
+    one_leaf = sides(schedule, held, 1, rank)
     for leaves in options.leaves:
-        params = {s: {f"p{i}": torch.randn(WIDTH) for i in range(leaves)} for s in held}
-        step_ours, step_theirs, programs = sides(schedule, params, rank)
+        step_ours, step_theirs, programs = many = sides(schedule, held, leaves, rank)
         rounds = [tuple(measure(step, options.steps) for step in (step_ours, step_theirs, programs)) for _ in range(options.rounds)]
         mine, other, bare = (median(column) for column in zip(*rounds, strict=True))
         ratio = median(a / b for a, b, _ in rounds)
-        runtime = median(cpu_seconds(step_ours) - cpu_seconds(programs) for _ in range(options.rounds * options.steps))
-        base = runtime if leaves == 1 else base
-        per_leaf = f", {(runtime - base) / (leaves - 1) / len(held) * 1e6:.2f} us per leaf and step" if leaves > 1 else ""
+        more = runtime_seconds(many, one_leaf, options)
+        per_leaf = f", {more / (leaves - 1) / len(held) * 1e6:.2f} us per leaf and step" if leaves > 1 else ""
         if rank == 0:
             print(
                 f"{ranks} ranks, {schedule.stages} stages, {options.microbatches} microbatches, {leaves} leaves: "
@@ -82,9 +82,10 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def sides(schedule: pp.Schedule, params: dict[int, Any], rank: int) -> tuple[Callable[[], object], ...]:
+def sides(schedule: pp.Schedule, held: Sequence[int], leaves: int, rank: int) -> Sides:
     """A step of ours, one of torch's, and what of ours are programs and sums of gradients."""
-    microbatches, held = schedule.microbatches, tuple(params)
+    params = {s: {f"p{i}": torch.randn(WIDTH) for i in range(leaves)} for s in held}
+    microbatches = schedule.microbatches
     # Every input requires a gradient in torch's runtime; ours finds that nothing needs one at the first stage.
     inputs, targets = torch.randn(microbatches, WIDTH, requires_grad=True), torch.zeros(microbatches, WIDTH)
     step = pp.value_and_grad([stage] * schedule.stages, total, schedule, pp.P2P())
@@ -102,6 +103,18 @@ def sides(schedule: pp.Schedule, params: dict[int, Any], rank: int) -> tuple[Cal
 
     compiled = lowered.compile()
     return lambda: step(*given), step_theirs, lambda: run_programs(compiled, params, rank)
+
+
+def runtime_seconds(many: Sides, one_leaf: Sides, options: argparse.Namespace) -> float:
+    """CPU seconds of one step of ours without its programs and sums, less those with one leaf."""
+    programs = many[0], many[2], one_leaf[0], one_leaf[2]
+    seconds: list[list[float]] = [[] for _ in programs]
+    for _ in range(options.rounds):
+        for found, program in zip(seconds, programs, strict=True):
+            program()
+            found += [cpu_seconds(program) for _ in range(options.steps)]
+    step, bare, step_of_one, bare_of_one = map(median, seconds)
+    return (step - bare) - (step_of_one - bare_of_one)
 
 
 def cpu_seconds(step: Callable[[], object]) -> float:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import ppfunc
 from ppfunc.schedule import (
     BUILDERS,
     Costs,
@@ -43,6 +44,8 @@ def test_list_names_every_schedule_with_its_options_and_constraints(run):
     assert code == 0
     schedules, _, words = out.partition("\nwords\n")
     assert [line for line in schedules.splitlines() if not line.startswith(" ")] == NAMES
+    functions = re.findall(r"^    in Python: ppfunc\.(\w+)$", schedules, re.MULTILINE)
+    assert [getattr(ppfunc, name) for name in functions] == list(BUILDERS.values())
     assert "zero_bubble\n" in out and "[--costs FILE, --forward X, ...]  times of F, I, W" in schedules.partition("zero_bubble")[2]
     for word in "chunk group cap chain warm-up activation source microbatch rank stage 1F1B refused step".split():
         assert re.search(rf"\b{word}", schedules) and re.search(rf"^{word}\b", words, re.MULTILINE), word

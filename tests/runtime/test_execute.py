@@ -14,7 +14,8 @@ import ppfunc as pp
 from ppfunc.runtime.arguments import RawArguments, read_arguments
 from ppfunc.runtime.buffers import Buffers, Tag
 from ppfunc.runtime.calls import load
-from ppfunc.runtime.execute import StepFailed, execute, fill
+from ppfunc.runtime.errors import StepFailed
+from ppfunc.runtime.execute import execute, fill
 from ppfunc.runtime.lower import BATCH
 from ppfunc.stage import FlatProgram
 

@@ -103,6 +103,8 @@ def test_what_is_no_schedule_stage_transport_or_engine_is_refused():
     for maker in (pp.value_and_grad, pp.evaluate):
         refused("schedule: got <function .*ranks=4", maker, [stage] * 2, squared, pp.gpipe, error=TypeError)
         refused("stages: got <function .*expected a list", maker, stage, squared, schedule, error=TypeError)
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+        refused(r"stages: got Sequential\(.* of type Sequential, .*ppfunc.split", maker, model, squared, schedule, error=TypeError)
         refused(r"stages\[1\]: got 3 of type int", maker, [stage, 3], squared, schedule, error=TypeError)
         refused("stage_from_module", maker, [torch.nn.Linear(D, D)] * 2, squared, schedule, error=TypeError)
         refused("loss_fn: got 'mse'", maker, [stage] * 2, "mse", schedule, error=TypeError)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 import ppfunc as pp
 from ppfunc.runtime import _torch, opening, pair_groups
+from ppfunc.runtime.rendezvous import Rendezvous
 from ppfunc.schedule import BUILDERS, chimera, remove_tail
 
 D = 4
@@ -569,3 +570,18 @@ def test_an_interrupt_while_connecting_is_heard_by_the_peer(two):
     names, seconds = zip(*two(interrupted_while_connecting), strict=True)
     assert names == ("KeyboardInterrupt", "PipelineError")
     assert max(seconds) < 15
+
+
+def destroy_the_group(rank, size):
+    """Whether the peer lives, asked by a thread that has not seen yet that all has ended."""
+    group = dist.new_group(backend="gloo")
+    rendezvous = Rendezvous(group, 20.0)
+    dist.destroy_process_group(group)
+    lives = rendezvous.alive(1 - rank)
+    dist.barrier()
+    return lives
+
+
+def test_ranks_that_still_meet_do_without_the_group(two):
+    """The thread that looks after those that have not come printed a traceback where the group ended after a failed first step."""
+    assert two(destroy_the_group) == [True, True]

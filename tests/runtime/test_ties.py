@@ -158,6 +158,16 @@ def test_memory_that_is_shared_in_a_later_step_only_is_seen_as_well():
         step({0: complex_w[0], 1: complex_w[0]}, x.to(torch.complex128), x)
 
 
+def test_memory_that_is_shared_by_parameters_that_have_grown_is_seen_as_well():
+    memory, x = normal(8), normal(3 * M, D)
+    step = pp.value_and_grad([lambda p, x: torch.tanh(x * p.sum())] * 2, squared, pp.gpipe(2, M))
+    before = step({0: memory[:4], 1: memory[4:]}, x, x)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="share memory; give each a copy of its own"):
+            step({0: memory[:5], 1: memory[4:]}, x, x)
+    assert all(map(torch.equal, leaves(step({0: memory[:4], 1: memory[4:]}, x, x)), leaves(before)))
+
+
 def test_two_leaves_of_one_name_are_not_confused():
     def first_of(p, x):
         return x @ p["a.b"] + x @ p["a"]["b"]

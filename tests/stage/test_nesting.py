@@ -50,7 +50,6 @@ def test_vmap_over_an_ensemble(engine, args):
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # by torch itself, at the first jvp
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
 def test_hessian_vector_product_by_jvp(engine, args):
     w, x = args

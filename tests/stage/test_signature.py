@@ -6,6 +6,7 @@ import json
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, NamedTuple
 
 import optree
@@ -174,7 +175,9 @@ def test_require_names_the_leaf():
 
 FORMED = {
     "a dictionary": lambda a, b: {"a": a, "b": b},
+    "dictionaries": lambda a, b: {"a": {"c": a, "d": {}}, "b": {"d": {"c": b}}},
     "nested": lambda a, b: {"a": [a], "b": {"c": (b,)}},
+    "deep": lambda a, b: reduce(lambda tree, _: {"a": tree}, range(100), {"a": a, "b": b}),
     "a tuple": lambda a, b: (a, b),
 }
 
@@ -225,6 +228,23 @@ def test_a_tree_of_another_structure_is_of_another_form():
         assert same_form(kind({"a": ones(), "b": ones()}), form) is None
     with torch.inference_mode():
         assert same_form({"a": ones(), "b": ones()}, form) is None
+
+
+def test_nested_dictionaries_of_another_structure_are_of_another_form():
+    a, b, c = (ones() for _ in range(3))
+    form = form_of(*flatten({"x": {"a": a, "b": b}, "y": c, "z": {}}))
+    assert form.dicts is not None
+    for tree in (
+        {"x": {"b": b, "a": a}, "y": c, "z": {}},
+        {"y": c, "x": {"a": a, "b": b}, "z": {}},
+        {"x": {"a": a, "b": b}, "y": {"a": c}, "z": {}},
+        {"x": {"a": a}, "y": b, "z": {"c": c}},
+        {"x": {"a": a, "b": b}, "y": c, "z": None},
+        {"x": (a, b), "y": c, "z": {}},
+        {"x": OrderedDict(a=a, b=b), "y": c, "z": {}},
+        {"x": {"a": a, "b": b}, "y": c},
+    ):
+        assert same_form(tree, form) is None
 
 
 def test_one_tensor_in_two_places_is_of_no_form_and_no_tensor_is_kept_alive():

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import ppfunc as pp
 from ppfunc.stage.tree import tree_leaves, tree_map
-from ppfunc.training.checkpoint import manifest, tensor_file
+from ppfunc.training.checkpoint import manifest, tensor_file, threads
 from ppfunc.training.checkpoint.boxes import Box, require_tiled
 from ppfunc.training.checkpoint.folders import clean
 from ppfunc.training.checkpoint.naming import named_leaves
@@ -272,6 +272,21 @@ def test_any_bit_that_flips_is_refused(runs):
     assert equal(pp.load(runs, like=zeros(tree())), tree(2))
 
 
+def test_damage_in_any_chunk_of_a_tensor_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(tensor_file, "_CHUNK", 16)
+    monkeypatch.setattr(tensor_file, "_PIECE", 8)
+    saved = {"w": torch.arange(1.0, 10.0)}  # chunks of 16, 16 and 4 bytes
+    path = pp.save(tmp_path, saved, step=2) / FILE
+    assert equal(pp.load(tmp_path, like=zeros(saved)), saved)
+    good = path.read_bytes()
+    header, a, b, c = good[:-36], good[-36:-20], good[-20:-4], good[-4:]
+    for data in (b + a + c, a + c + b, a + a + c, *(bytes(byte ^ (at == n) for n, byte in enumerate(a + b + c)) for at in range(36))):
+        path.write_bytes(header + data)
+        refused(tmp_path / "step-2", f"tensor 'w' in 'step-2/{FILE}' has other bytes", zeros(saved))
+        with pytest.raises(pp.CheckpointError, match="tensor 'w' in .* has other bytes"):
+            pp.latest(tmp_path)
+
+
 def test_files_that_systems_leave_behind_are_ignored(runs, tmp_path):
     """Nothing reads them, so they can do no harm."""
     for folder in (runs, runs / "step-2"):
@@ -387,8 +402,8 @@ PART = ("tensors", "w", "parts", 0)
         (path_of("tensors", "w", "parts"), [], "has parts for 0 of 15 elements"),
         (path_of("tensors", "w", "dtype"), "os.system", "is damaged or foreign"),
         (path_of("tensors", "w", "shape"), [True, 3], "is no list of sizes"),
-        (path_of(*PART, "sha256"), "0", "is no digest"),
-        (path_of(*PART, "sha256"), "0" * 64, "tensor 'w' in .* has other bytes"),
+        (path_of(*PART, "digest"), "0", "is no digest"),
+        (path_of(*PART, "digest"), "0" * 64, "tensor 'w' in .* has other bytes"),
         (path_of("version"), 2, "got the format 'ppfunc checkpoint', version '2'"),
         (path_of("step"), 10**30, "is no size"),
         (path_of("values"), {"rest.1.0": {"pickle": "x"}}, "damaged or foreign"),
@@ -639,8 +654,26 @@ def test_a_second_interrupt_waits_until_no_thread_uses_a_file(monkeypatch, struc
         time.sleep(20)
 
     with pytest.raises(KeyboardInterrupt):
-        tensor_file.in_threads(work, [1, 2])
+        threads.in_threads(work, [1, 2])
     assert len(ended) == 1
+
+
+def test_a_large_task_gets_the_threads_that_others_leave(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    both, before, helpers = threading.Barrier(2), threading.active_count(), []
+
+    def piece(n):
+        helpers.append(threading.active_count() - before)
+        both.wait(20)
+        return -n
+
+    assert threads.in_threads(lambda pieces: threads.in_threads(piece, range(pieces)), [0, 0, 40, 2]) == [
+        [],
+        [],
+        [*range(0, -40, -1)],
+        [0, -1],
+    ]
+    assert max(helpers) <= 3  # where two threads hire at the same time, there is one more
 
 
 def test_errors_of_asynchronous_saves_surface_once(tmp_path, monkeypatch):

@@ -19,7 +19,8 @@ from .manifest import MANIFEST, Contents, NamedPart
 from .model_files import holds_model_files, open_model_files
 from .naming import Leaf, Names, named_leaves
 from .peers import Peers
-from .tensor_file import TensorFile, dtype_name, in_threads
+from .tensor_file import TensorFile, dtype_name
+from .threads import in_threads
 from .verify import open_checkpoint, open_part, require_digest, require_some, tell_refused
 
 

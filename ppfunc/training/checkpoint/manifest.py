@@ -25,7 +25,7 @@ Value = bool | int | float | str
 
 
 class StoredPart(NamedTuple):
-    """A part of a tensor in a file; ``digest`` is the SHA-256 of its bytes, None where nobody has noted it."""
+    """A part of a tensor in a file; ``digest`` is that of its bytes (``tensor_file.py``), None where nobody has noted it."""
 
     box: Box
     file: str
@@ -99,7 +99,7 @@ def manifest_text(contents: Contents, save: str, grid: Mapping[str, int]) -> byt
         name: {
             "dtype": dtype_name(t.dtype),
             "shape": list(t.shape),
-            "parts": [{"offset": list(p.box.offset), "shape": list(p.box.shape), "file": p.file, "sha256": p.digest} for p in t.parts],
+            "parts": [{"offset": list(p.box.offset), "shape": list(p.box.shape), "file": p.file, "digest": p.digest} for p in t.parts],
         }
         for name, t in contents.tensors.items()
     }
@@ -150,7 +150,7 @@ def read_manifest(folder: Path) -> Contents:
 
 def _stored(name: str, entry: Any, files: Mapping[str, Any]) -> Stored:
     shape = _sizes(entry["shape"])
-    parts = tuple(StoredPart(Box(_sizes(p["offset"]), _sizes(p["shape"])), _file(p["file"]), _digest(p["sha256"])) for p in entry["parts"])
+    parts = tuple(StoredPart(Box(_sizes(p["offset"]), _sizes(p["shape"])), _file(p["file"]), _digest(p["digest"])) for p in entry["parts"])
     if lost := [part.file for part in parts if part.file not in files]:
         raise ValueError(f"tensor {escaped(name)} is in the file {lost[0]}, which is not among the files")
     if len({part.file for part in parts}) < len(parts):

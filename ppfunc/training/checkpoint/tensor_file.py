@@ -11,22 +11,17 @@ import json
 import math
 import os
 import stat
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from threading import Thread
 from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from ppfunc.stage.interrupts import hold_interrupts, let_interrupts
-
 from .errors import CheckpointError, escaped, reading
-
-T = TypeVar("T")
-R = TypeVar("R")
+from .threads import in_threads
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -47,7 +42,8 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 DTYPES_BY_NAME = {dtype_name(dtype): dtype for dtype in DTYPES.values()}
 
 _MOST_HEADER = 100_000_000  # bytes, as safetensors has it
-_PIECE = 2**22  # bytes that are hashed while they are in the cache
+_CHUNK = 2**22  # bytes of a tensor that have a digest of their own
+_PIECE = 2**18  # bytes that are hashed while they are in the cache
 
 
 class FileRecord(NamedTuple):
@@ -56,7 +52,7 @@ class FileRecord(NamedTuple):
     Args:
         size: in bytes.
         header: SHA-256 of what is before the tensors.
-        digests: SHA-256 of every tensor, by name.
+        digests: of every tensor, by name, as :func:`_digest` has them.
     """
 
     size: int
@@ -98,35 +94,20 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr() if tensor.numel() else 1)).cast("B")
 
 
-def in_threads(work: Callable[[T], R], tasks: Sequence[T]) -> list[R]:
-    """Do ``work`` for every task, several at a time: hashing and reading leave Python to others.
+def _digest(size: int, bring: Callable[[int, int], memoryview]) -> str:
+    """Digest a tensor of ``size`` bytes: the SHA-256 of the SHA-256 of its chunks, in order, so that several threads hash one tensor.
 
-    Threads are its own: those of ``concurrent.futures`` end before an asynchronous save that the process still waits for.
+    Args:
+        bring: reads or writes the bytes from a begin to an end, and returns them.
     """
-    found: dict[int, R] = {}
-    left = iter(list(enumerate(tasks)))
-    failures: list[BaseException] = []
 
-    def run() -> None:
-        try:
-            for n, task in left:
-                if failures:
-                    return
-                found[n] = work(task)
-        except BaseException as error:
-            failures.append(error)
+    def digest(chunk: int) -> bytes:
+        state = hashlib.sha256()
+        for begin in range(chunk, min(chunk + _CHUNK, size), _PIECE):
+            state.update(bring(begin, min(begin + _PIECE, size)))
+        return state.digest()
 
-    # A second interrupt waits, too, until all threads have ended: the caller closes the file, and another gets its descriptor.
-    with hold_interrupts(), ExitStack() as joined:
-        for _ in range(min(len(tasks), os.cpu_count() or 1, 8) - 1):
-            thread = Thread(target=run)
-            thread.start()
-            joined.callback(thread.join)
-        with let_interrupts():
-            run()
-    if failures:
-        raise failures[0]
-    return [found[n] for n in range(len(tasks))]
+    return hashlib.sha256(b"".join(in_threads(digest, range(0, size, _CHUNK)))).hexdigest()
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileRecord:
@@ -154,13 +135,14 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         _write(file, memoryview(header), 0)
 
         def put(name: str) -> str:
-            host, at, state = on_host(tensors[name]), len(header) + entries[name]["data_offsets"][0], hashlib.sha256()
+            host, at = on_host(tensors[name]), len(header) + entries[name]["data_offsets"][0]
             memory = bytes_of(host)
-            for start in range(0, len(memory), _PIECE):
-                piece = memory[start : start + _PIECE]
-                _write(file, piece, at + start)
-                state.update(piece)
-            return state.hexdigest()
+
+            def bring(begin: int, end: int) -> memoryview:
+                _write(file, memory[begin:end], at + begin)
+                return memory[begin:end]
+
+            return _digest(len(memory), bring)
 
         digests = dict(zip(order, in_threads(put, order), strict=True))
         os.fsync(file)
@@ -232,15 +214,16 @@ class TensorFile:
         return Span(dtype, tuple(shape), base + offsets[0], base + offsets[1])
 
     def read(self, name: str, into: Tensor | None = None) -> str:
-        """Read a tensor into a row-major one on the CPU, or nowhere; returns its SHA-256."""
-        span, state = self.spans[name], hashlib.sha256()
-        memory = memoryview(bytearray(min(_PIECE, span.end - span.begin))) if into is None else bytes_of(into)
-        for at in range(span.begin, span.end, _PIECE):
-            start = 0 if into is None else at - span.begin
-            piece = memory[start : start + min(_PIECE, span.end - at)]
-            self._read(piece, at)
-            state.update(piece)
-        return state.hexdigest()
+        """Read a tensor into a row-major one on the CPU, or nowhere; returns its digest."""
+        span = self.spans[name]
+        memory = None if into is None else bytes_of(into)
+
+        def bring(begin: int, end: int) -> memoryview:
+            piece = memoryview(bytearray(end - begin)) if memory is None else memory[begin:end]
+            self._read(piece, span.begin + begin)
+            return piece
+
+        return _digest(span.end - span.begin, bring)
 
     def _read(self, memory: memoryview, at: int) -> None:
         while len(memory):

@@ -11,7 +11,8 @@ from pathlib import Path
 from .errors import CheckpointError, escaped, reading
 from .folders import checkpoints, flush_folder, on_the_way, require_complete, step_of
 from .manifest import Contents, NamedPart, read_manifest
-from .tensor_file import TensorFile, in_threads
+from .tensor_file import TensorFile
+from .threads import in_threads
 
 
 def latest(folder: str | Path) -> Path | None:
