@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import ppfunc as pp
+from ppfunc.training.checkpoint.peers import Peers
 
 CALLS = ("open", "mkdir", "write", "pwrite", "fsync", "rename", "unlink", "rmdir", "close", "scandir", "listdir")
 
@@ -289,6 +290,15 @@ def test_a_rank_that_is_stopped_while_the_others_connect_is_named(fresh, tmp_pat
             text, seconds = processes._answer(end, 40)
             told = "serves the store of the process group" if last == 0 else "has not connected within 2 s"
             assert f"rank {last} {told}" in text and "does not answer" in text and seconds < 20
+
+
+def test_a_rank_that_is_about_to_end_is_named(monkeypatch):
+    """A process that ends closes the connection over which ranks save, and then the one that tells whether it lives."""
+    peers, looks = object.__new__(Peers), iter([True, True, True, False])
+    peers.rank, peers.size = 0, 2
+    monkeypatch.setattr(peers, "_alive", lambda peer: peer == 0 or next(looks))
+    with pytest.raises(pp.CheckpointError, match=r"^rank 1 is gone \(Connection closed by peer"), peers._within_reach():
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:49830")
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -33,6 +33,7 @@ T = TypeVar("T")
 _CONNECT = 30.0  # seconds: all are here
 _ANSWER = 2.0  # seconds for a rank to say that it waits, too
 _PAUSE = 0.1  # seconds between looks whether a rank has ended
+_ENDING = 1.0  # seconds for a process that ends to close all of its connections, more than a busy machine takes
 
 _KINDS = {kind.__name__: kind for kind in (CheckpointError, FileExistsError, FileNotFoundError, ValueError, TypeError)}
 
@@ -145,9 +146,16 @@ class Peers:
         except RankError:
             raise
         except RuntimeError as error:
-            gone = [str(peer) for peer in range(self.size) if not self._alive(peer)]
-            told = f"rank {', '.join(gone)} is gone" if gone else "a rank is gone, or has given up"
+            gone = ", ".join(map(str, self._gone()))
+            told = f"rank {gone} is gone" if gone else "a rank is gone, or has given up"
             raise RankError(f"{told} ({str(error).splitlines()[0][:300]})") from error
+
+    def _gone(self) -> list[int]:
+        """The ranks whose processes have ended. One that ends closes one connection after the other."""
+        end = time.monotonic() + _ENDING
+        while not (gone := [peer for peer in range(self.size) if not self._alive(peer)]) and time.monotonic() < end:
+            time.sleep(_PAUSE)
+        return gone
 
     def all_gather(self, value: Any) -> list[Any]:
         """Gather the values of all ranks, in their order; JSON."""
