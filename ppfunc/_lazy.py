@@ -60,6 +60,6 @@ def late(module: str, name: str) -> Callable[..., Any]:
 
 
 def _unknown(package: str, name: str, names: list[str]) -> AttributeError:
-    mend = suggestion(name, names) or f"; dir({package}) lists its names"
+    mend = suggestion(name.replace("1f1b", "one_f_one_b"), names) or f"; dir({package}) lists its names"
     # The name without the object: with both, Python's traceback would add a suggestion of its own.
     return AttributeError(f"module {package!r} has no attribute {name!r}{mend}", name=name)

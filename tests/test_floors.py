@@ -147,6 +147,8 @@ def test_an_unknown_name_is_answered_with_the_nearest():
 
     with pytest.raises(AttributeError, match="module 'ppfunc' has no attribute 'one_f1b'; did you mean 'one_f_one_b'"):
         ppfunc.one_f1b  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'interleaved_1f1b'; did you mean 'interleaved_one_f_one_b'"):
+        ppfunc.interleaved_1f1b  # noqa: B018
     with pytest.raises(AttributeError, match=r"no attribute 'xyz'; dir\(ppfunc.schedule\) lists its names"):
         ppfunc.schedule.xyz  # noqa: B018
 

@@ -53,9 +53,14 @@ class Entry(NamedTuple):
 
 
 class Entries:
-    """Keeps the compiled steps of a step function, for a bounded number of keys; safe to use from several threads."""
+    """Keeps the compiled steps of a step function, for a bounded number of keys; safe to use from several threads.
+
+    Attributes:
+        added: how many were added since all were forgotten.
+    """
 
     def __init__(self) -> None:
+        self.added = 0
         self._lock = threading.Lock()
         self._entries: OrderedDict[Key, list[Entry]] = OrderedDict()
         self._hits = self._misses = 0
@@ -71,6 +76,7 @@ class Entries:
             if (built := self._found(key, entry.guards.agreed)) is not None:
                 return built
             self._misses += 1
+            self.added += 1
             others = [other for other in self._entries.get(key, ()) if other.guards.agreed is entry.guards.agreed]
             keep(self._entries, key, [*others[-_MODES:], entry])
             return entry
@@ -86,6 +92,7 @@ class Entries:
         """Drop every entry; what is counted goes on."""
         with self._lock:
             self._entries.clear()
+            self.added = 0
 
     def clear(self) -> None:
         self.forget()
@@ -107,9 +114,9 @@ def keep(cache: OrderedDict[Key, V], key: Key, value: V) -> None:
         cache.popitem(last=False)
 
 
-def warn_of_retraces(name: str, misses: int, arguments: StepArguments, last: StepArguments | None) -> None:
+def warn_of_retraces(name: str, added: int, arguments: StepArguments, last: StepArguments | None) -> None:
     """Warn once that a step function traces again and again, and say what changed."""
-    if misses != _RETRACES:
+    if added != _RETRACES:
         return
     before = {} if last is None else last.trees
     changed = [n for n, form in arguments.trees.items() if n not in before or before[n].key != form.key]
@@ -120,6 +127,6 @@ def warn_of_retraces(name: str, misses: int, arguments: StepArguments, last: Ste
         what += "" if then is None else f", it was {then.signature}"
         what += ", in memory of another type, layout or device" if then is not None and then.signature == now.signature else ""
     warn(
-        f"{name} has been traced {misses} times, each for another form of its arguments: {what}; "
+        f"{name} has been traced {added} times, each for another form of its arguments: {what}; "
         f"pad batches to few shapes, or use the functional engine"
     )

@@ -149,7 +149,7 @@ class CompiledSteps:
         new = Entry.of(compiled, Guards.now(lowered, agreed))
         entry = self._entries.add(key, new)
         if entry is new:
-            warn_of_retraces(self._spec.name, self._entries.info().misses, arguments, self.last_arguments)
+            warn_of_retraces(self._spec.name, self._entries.added, arguments, self.last_arguments)
         return entry
 
     def _lower(self, arguments: StepArguments, began: Began, negotiation: SignatureExchange) -> LoweredStep:

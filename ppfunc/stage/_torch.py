@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache, lru_cache
 from operator import attrgetter
 from typing import Any
 
@@ -151,6 +152,19 @@ def inductor() -> Any:
     from torch._inductor.lowering import lowerings, make_fallback
 
     return compile_fx, decompositions, lowerings, make_fallback
+
+
+def jvp(*args: Any, **keywords: Any) -> Any:
+    """:func:`torch.func.jvp`, without what the first call says of torch's own scripts: from torch 2.14 on, that they are deprecated."""
+    _load_forward_derivatives()
+    return torch.func.jvp(*args, **keywords)
+
+
+@cache
+def _load_forward_derivatives() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch._decomp import decompositions_for_jvp  # noqa: F401
 
 
 def storage(tensor: torch.Tensor) -> int | None:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
+from types import FunctionType
 from typing import Any, ParamSpec, Protocol, Self, TypeVar
 
 from .errors import is_of_a_library
@@ -39,9 +40,17 @@ def _in_own_python(frame: Any) -> bool:
         frame = frame.f_back
     if frame is None or is_of_a_library(frame.f_code.co_filename):
         return False
-    while frame is not None and frame.f_code.co_name not in _DISPATCHES:
+    while frame is not None and not _dispatches(frame):
         frame = frame.f_back
     return frame is None
+
+
+def _dispatches(frame: Any) -> bool:
+    """Whether the frame is that of a function that operators call, or of a wrapper of torch around one, which has it as ``fn``."""
+    if frame.f_code.co_name in _DISPATCHES:
+        return True
+    wrapped = frame.f_locals.get("fn") if is_of_a_library(frame.f_code.co_filename) else None
+    return isinstance(wrapped, FunctionType) and wrapped.__name__ in _DISPATCHES
 
 
 def _is_of_python(path: str) -> bool:

@@ -393,6 +393,18 @@ def test_one_warning_names_what_changes_again_and_again():
     assert warning.filename == __file__
 
 
+def test_what_is_traced_anew_after_failures_is_of_no_other_form():
+    class Failing(pp.InProcess):
+        generation = 0
+
+    transport, (params, inputs, targets) = Failing(), problem()
+    step = pp.value_and_grad([dense] * 2, squared, pp.one_f_one_b(2, M), transport)
+    for _ in range(12):  # a warning would be an error
+        step(params, inputs, targets)
+        transport.generation += 1  # as after a failure
+    assert step.cache_info().misses == 12
+
+
 def test_the_warning_tells_a_layout_from_a_shape():
     _, step = counted()
     _, inputs, targets = problem(1)

@@ -235,8 +235,9 @@ def slowness():
 # -- wherever torch is -------------------------------------------------------------------------
 
 
-def struck_everywhere(rank, size, tries):
-    """A signal comes at the n-th function that is called while a stage is evaluated, traced and tried. What each has raised."""
+def struck_everywhere(rank, size, tries, within=""):
+    """A signal comes at the n-th function, of those in such files, that is called while a stage is evaluated, traced and tried.
+    What each has raised."""
 
     def interrupt(number, frame):
         raise KeyboardInterrupt
@@ -249,8 +250,9 @@ def struck_everywhere(rank, size, tries):
         calls = [0]
 
         def count(frame, event, argument):
-            calls[0] += event == "call"
-            if calls[0] == at and event == "call":
+            called = event == "call" and frame.f_code.co_filename.endswith(within)
+            calls[0] += called
+            if called and calls[0] == at:
                 signal.raise_signal(signal.SIGUSR1)
 
         sys.setprofile(count)
@@ -278,4 +280,10 @@ def struck_everywhere(rank, size, tries):
 def test_an_interrupt_anywhere_in_torch_aborts_no_process(fresh, request):
     tries = 1000 if request.config.getoption("--large") else 60
     (told,) = fresh(1)(struck_everywhere, tries, timeout=550)
+    assert set(told) == {"KeyboardInterrupt"}
+
+
+def test_an_interrupt_of_a_profiler_aborts_no_process(fresh):
+    """Python that torch calls on the way to ``__torch_dispatch__``, such as a profiler's, was taken for the stage's own."""
+    (told,) = fresh(1)(struck_everywhere, 40, "torch/_compile.py", timeout=300)
     assert set(told) == {"KeyboardInterrupt"}

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 import ppfunc as pp
+from ppfunc.training.checkpoint.peers import Peers
 
 CALLS = ("open", "mkdir", "write", "pwrite", "fsync", "rename", "unlink", "rmdir", "close", "scandir", "listdir")
 
@@ -245,7 +247,7 @@ def lose(root: Path, events: list[Any], lost: str) -> None:
 
 def save_again_and_again(rank, size, root, last):
     for step in range(2, last):
-        pp.save(root, {"step": step, "own": {rank: torch.full((20_000,), float(step))}, "all": torch.full((9,), float(step))}, keep=2)
+        pp.save(str(root), {"step": step, "own": {rank: torch.full((20_000,), float(step))}, "all": torch.full((9,), float(step))}, keep=2)
 
 
 def save_and_end_while_connecting(rank, size, root, last):
@@ -275,7 +277,7 @@ def save_and_stop_while_connecting(rank, size, root, last):
     peers._CONNECT, make, began = 2.0, peers.make_gloo, time.monotonic()
     peers.make_gloo = lambda *args: os.kill(os.getpid(), signal.SIGSTOP) if rank == last else make(*args)
     try:
-        pp.save(root, {"step": 1})
+        pp.save(str(root), {"step": 1})
     except pp.CheckpointError as error:
         return str(error), time.monotonic() - began
 
@@ -289,6 +291,48 @@ def test_a_rank_that_is_stopped_while_the_others_connect_is_named(fresh, tmp_pat
             text, seconds = processes._answer(end, 40)
             told = "serves the store of the process group" if last == 0 else "has not connected within 2 s"
             assert f"rank {last} {told}" in text and "does not answer" in text and seconds < 20
+
+
+def test_a_rank_that_is_about_to_end_is_named(monkeypatch):
+    """A process that ends closes the connection over which ranks save, and then the one that tells whether it lives."""
+    peers, looks = object.__new__(Peers), iter([True, True, True, False])
+    peers.rank, peers.size, peers._store = 0, 2, None
+    talk: Future[None] = Future()
+    talk.set_exception(RuntimeError("Connection closed by peer [127.0.0.1]:49830"))
+    monkeypatch.setattr(peers, "_alive", lambda peer: peer == 0 or next(looks))
+    with pytest.raises(pp.CheckpointError, match=r"^rank 1 is gone \(Connection closed by peer"), peers._within_reach():
+        talk.result()
+
+
+def save_and_give_up(rank, size, root):
+    """A handler of a signal raises on the last rank, while it waits for the others in a save; it lives on."""
+
+    def terminated(number, frame):
+        raise RuntimeError("terminated")
+
+    before = signal.signal(signal.SIGTERM, terminated)
+    try:
+        if rank == size - 1:
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        elif rank == 0:
+            peers = Peers(None)
+            time.sleep(2.0)
+            with peers:
+                peers.all_gather(None)
+        pp.save(str(root), {"a": torch.ones(3)}, step=1)
+    except (RuntimeError, pp.CheckpointError) as error:
+        return type(error).__name__, str(error)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return None
+
+
+def test_a_rank_that_gives_up_in_a_save_and_lives_on_is_named(fresh, tmp_path):
+    processes = fresh(3)
+    *others, last = processes(save_and_give_up, tmp_path)
+    assert last == ("RuntimeError", "terminated")
+    for name, text in others:
+        assert name == "RankError" and "rank 2 has given up: RuntimeError" in text
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .._torch import jvp
 from ..layout import Boundary, declaring
 from ..output import Output, Received
 from ..program import Loss, Stage
@@ -138,10 +139,10 @@ def gauss_newton_loss(loss_fn: Loss) -> Loss:
 
         gradient = torch.func.grad_and_value(of, tuple(range(len(moving))))
         at, along = tuple(leaves[i].detach() for i in moving), tuple(t.detach() for t in tangents if t is not None)
-        pushed: tuple[Any, ...] = torch.func.jvp(gradient, at, along)
+        pushed: tuple[Any, ...] = jvp(gradient, at, along)
         (_, value), (products, _) = pushed
         # The loss sums over ranks whose outputs are parts of one; an inner product of the parts would be that of one rank.
-        curvature: Any = torch.func.jvp(lambda *y: torch.func.jvp(of, y, along)[1], at, along)[1]
+        curvature: Any = jvp(lambda *y: jvp(of, y, along)[1], at, along)[1]
         parts = [_inner(leaves[i] - y0, product) for i, y0, product in zip(moving, at, products, strict=True)]
         return torch.stack([value, sum(parts, curvature.detach())]).to(value.dtype)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from .._torch import jvp
 from ..layout import layout_of
 from ..signature import differentiable, flatten
 from ..tree import tree_flatten, tree_paths, tree_structure
@@ -72,7 +73,7 @@ def push(fn: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, 
         structure.append(y_def)
         return tuple(t for t in y if differentiable(t.dtype)), y
 
-    pushed: tuple[Any, ...] = torch.func.jvp(run, tuple(leaves[i] for i in moving), tuple(given[i] for i in moving), has_aux=True)
+    pushed: tuple[Any, ...] = jvp(run, tuple(leaves[i] for i in moving), tuple(given[i] for i in moving), has_aux=True)
     _, slopes, y = pushed
     rest = iter(slopes)
     ty = [next(rest) if differentiable(t.dtype) else None for t in y]

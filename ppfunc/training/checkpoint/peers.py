@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import time
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from queue import Empty, SimpleQueue
 from types import TracebackType
@@ -20,6 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from ppfunc.runtime._torch import alive, store_of, timeout_of
 from ppfunc.runtime.opening import make_gloo
 from ppfunc.runtime.rendezvous import ask
+from ppfunc.stage.errors import is_of_a_library
 
 from .._torch import all_gather_within
 from .errors import CheckpointError, RankError
@@ -32,7 +34,9 @@ T = TypeVar("T")
 
 _CONNECT = 30.0  # seconds: all are here
 _ANSWER = 2.0  # seconds for a rank to say that it waits, too
+_LOOK = 0.01  # seconds between looks whether all have answered
 _PAUSE = 0.1  # seconds between looks whether a rank has ended
+_ENDING = 1.0  # seconds for a process that ends to close all of its connections, more than a busy machine takes
 
 _KINDS = {kind.__name__: kind for kind in (CheckpointError, FileExistsError, FileNotFoundError, ValueError, TypeError)}
 
@@ -48,6 +52,7 @@ class Peers:
 
     def __init__(self, group: Group) -> None:
         self._group: Any = None
+        self._store: Any = None
         ranks, own = _ranks(group)
         if own not in ranks:
             raise ValueError(f"group: got one of the ranks {ranks}, this process is rank {own}; call it on the ranks of the group only")
@@ -64,7 +69,7 @@ class Peers:
             # The n-th time that each rank comes here is the same.
             limit = self._timeout.total_seconds()
             number = self._ask(lambda: store_of(world).add(f"{name}/{self.rank}", 1), limit)
-            store = PrefixStore(f"{name}/{number}", store_of(world))
+            store = self._store = PrefixStore(f"{name}/{number}", store_of(world))
             self._ask(lambda: store.set(f"here/{self.rank}", ""), limit)
             for peer in range(self.size):
                 self._await(store, peer)
@@ -139,15 +144,43 @@ class Peers:
 
     @contextmanager
     def _within_reach(self) -> Iterator[None]:
-        """Raise RankError where another rank does not answer, with the rank where that is known."""
+        """Raise RankError where another rank does not answer, with the rank where that is known; tell the others of an interrupt."""
         try:
             yield
         except RankError:
             raise
-        except RuntimeError as error:
-            gone = [str(peer) for peer in range(self.size) if not self._alive(peer)]
-            told = f"rank {', '.join(gone)} is gone" if gone else "a rank is gone, or has given up"
-            raise RankError(f"{told} ({str(error).splitlines()[0][:300]})") from error
+        except BaseException as error:
+            if not isinstance(error, RuntimeError) or not is_of_a_library(_innermost_file(error)):  # that of a handler of signals
+                self._leave(error)
+                raise
+            raise RankError(f"{self._whereabouts()} ({str(error).splitlines()[0][:300]})") from error
+
+    def _leave(self, error: BaseException) -> None:
+        """Tell the others that this rank does not wait for them any more."""
+        if self._store is not None:
+            with suppress(Exception):  # the others are about to hear that a connection has ended
+                ask(lambda: self._store.set(f"left/{self.rank}", type(error).__name__), _ANSWER)
+
+    def _whereabouts(self) -> str:
+        """The ranks that have ended, or have given up, as far as that can be known."""
+        if gone := self._gone():
+            return f"rank {', '.join(map(str, gone))} is gone"
+
+        def told() -> list[str]:
+            left = [peer for peer in range(self.size) if self._store.check([f"left/{peer}"])]
+            return [f"rank {peer} has given up: {self._store.get(f'left/{peer}').decode()}" for peer in left]
+
+        with suppress(Exception):  # the store has ended
+            if self._store is not None and (left := ask(told, _ANSWER)):
+                return ", ".join(left)
+        return "a rank is gone, or has given up"
+
+    def _gone(self) -> list[int]:
+        """The ranks whose processes have ended. One that ends closes one connection after the other."""
+        end = time.monotonic() + _ENDING
+        while not (gone := [peer for peer in range(self.size) if not self._alive(peer)]) and time.monotonic() < end:
+            time.sleep(_PAUSE)
+        return gone
 
     def all_gather(self, value: Any) -> list[Any]:
         """Gather the values of all ranks, in their order; JSON."""
@@ -162,8 +195,12 @@ class Peers:
 
     def _gathered(self, own: torch.Tensor) -> torch.Tensor:
         """Gather the tensors of all ranks one after the other."""
-        every = own.new_empty(self.size * own.numel())
-        all_gather_within(self._timeout, self._group, every, own).wait()
+        every, pause = own.new_empty(self.size * own.numel()), 1e-4
+        work = all_gather_within(self._timeout, self._group, every, own)
+        while not work.is_completed():  # where it waits, no interrupt acts
+            time.sleep(pause)
+            pause = min(2 * pause, _LOOK)
+        work.wait()
         return every
 
     def together(self, work: Callable[[], Any]) -> list[Any]:
@@ -200,6 +237,12 @@ class Peers:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _innermost_file(error: BaseException) -> str:
+    """The file whose code has raised."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_code.co_filename
 
 
 def _ranks(group: Group) -> tuple[list[int], int]:
