@@ -211,8 +211,10 @@ def gloo_of(group: dist.ProcessGroup) -> Any:
 def alive(gloo: Any, peer: int) -> bool:
     """Whether the process of a rank of a group may still live: gloo refuses to receive over a connection that has ended.
 
-    Nothing is ever sent with this tag.
+    Nothing is ever sent with this tag. Where a group has no gloo, nothing is known.
     """
+    if gloo is None:
+        return True
     try:
         gloo.recv([torch.empty(1, device="cpu")], peer, _PROBE)
     except RuntimeError:

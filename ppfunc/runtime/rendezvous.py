@@ -68,7 +68,7 @@ class Rendezvous:
 
     def alive(self, peer: int) -> bool:
         """Whether the process of a peer may still live, as far as that is known."""
-        return self._gloo is None or _torch.alive(self._gloo, self._places[peer])
+        return _torch.alive(self._gloo, self._places[peer])
 
     def open_nccl(self, name: str, place: int, size: int) -> Any:
         """An NCCL communicator, which connects in its first operation. Its operations may take longer than peers do: who is late is

@@ -357,3 +357,14 @@ def test_a_rank_that_is_killed_leaves_a_whole_checkpoint(fresh, tmp_path, seed):
         assert all(bool((leaf == found["step"]).all()) for leaf in (*found["own"].values(), found["all"]))
     pp.save(tmp_path, {"step": 10**6})
     assert not [name for name in os.listdir(tmp_path) if "." in name]
+
+
+def test_where_the_group_of_the_world_has_no_gloo_no_rank_is_taken_for_gone():
+    """As under NCCL alone: it refuses a receive on the CPU, which told of a process that had ended."""
+    dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        peers = Peers.__new__(Peers)
+        peers.rank, peers._ranks = 1, [0]
+        assert peers._alive(0)
+    finally:
+        dist.destroy_process_group()

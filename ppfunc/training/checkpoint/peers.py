@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore
 
-from ppfunc.runtime._torch import alive, store_of, timeout_of
+from ppfunc.runtime._torch import alive, gloo_of, store_of, timeout_of
 from ppfunc.runtime.opening import make_gloo
 from ppfunc.runtime.rendezvous import ask
 from ppfunc.stage.errors import is_of_a_library
@@ -140,7 +140,7 @@ class Peers:
 
     def _alive(self, peer: int) -> bool:
         world: Any = dist.group.WORLD
-        return peer == self.rank or alive(world, dist.get_group_rank(world, self._ranks[peer]))
+        return peer == self.rank or alive(gloo_of(world), dist.get_group_rank(world, self._ranks[peer]))
 
     @contextmanager
     def _within_reach(self) -> Iterator[None]:
