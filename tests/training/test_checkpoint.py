@@ -404,7 +404,7 @@ PART = ("tensors", "w", "parts", 0)
         (path_of("tensors", "w", "shape"), [True, 3], "is no list of sizes"),
         (path_of(*PART, "digest"), "0", "is no digest"),
         (path_of(*PART, "digest"), "0" * 64, "tensor 'w' in .* has other bytes"),
-        (path_of("version"), 2, "got the format 'ppfunc checkpoint', version '2'"),
+        (path_of("version"), 1, "got the format 'ppfunc checkpoint', version '1'"),
         (path_of("step"), 10**30, "is no size"),
         (path_of("values"), {"rest.1.0": {"pickle": "x"}}, "damaged or foreign"),
         (path_of("files", FILE, "size"), -1, "is no size"),

@@ -16,7 +16,7 @@ from .errors import CheckpointError, escaped
 from .tensor_file import DTYPES_BY_NAME, dtype_name, is_sizes, read_json, read_plain
 
 MANIFEST = "manifest.json"
-_FORMAT, _VERSION = "ppfunc checkpoint", 1
+_FORMAT, _VERSION = "ppfunc checkpoint", 2
 _MOST = 2**28  # bytes
 _FILE = re.compile(r"\d{5}-of-\d{5}\.safetensors", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
