@@ -30,7 +30,7 @@ class Gradients(Protocol):
         """
         ...
 
-    def replace(self, gradients: Leaves) -> None:
+    def put_back(self, gradients: Leaves) -> None:
         """Put sums over all places of the parameters in the place of what ``take`` gave, one gradient per leaf."""
         ...
 
@@ -89,7 +89,7 @@ class Sum:
     def _dtype_of(self, dtype: torch.dtype) -> torch.dtype:
         return torch.promote_types(dtype, self._dtype) if self._dtype and differentiable(dtype) else dtype
 
-    def replace(self, gradients: Leaves) -> None:
+    def put_back(self, gradients: Leaves) -> None:
         self.add(gradients, range(len(gradients)), -1)
 
     def signature(self, leaf: LeafSignature) -> LeafSignature:
@@ -124,22 +124,22 @@ class Stack:
 
     def __init__(self, microbatches: int) -> None:
         self._rows: list[dict[int, torch.Tensor]] = [{} for _ in range(microbatches)]
-        self._replaced = Sum()
+        self._sums = Sum()
 
     def add(self, gradients: Leaves, numbers: Numbers, microbatch: int) -> None:
         self._rows[microbatch].update(zip(numbers, gradients, strict=True))
 
-    def replace(self, gradients: Leaves) -> None:
-        self._replaced.replace(gradients)
+    def put_back(self, gradients: Leaves) -> None:
+        self._sums.put_back(gradients)
 
     def signature(self, leaf: LeafSignature) -> LeafSignature:
         return leaf.stacked(len(self._rows))
 
     def take(self, like: Leaves, owned: Owner) -> Leaves:
         if any(self._rows):
-            self.replace(tuple(_stacked([row.get(n) for row in self._rows], leaf) for n, leaf in enumerate(like)))
+            self.put_back(tuple(_stacked([row.get(n) for row in self._rows], leaf) for n, leaf in enumerate(like)))
             self._rows = [{} for _ in self._rows]
-        return self._replaced.take(tuple(leaf.expand(len(self._rows), *leaf.shape) for leaf in like), owned)
+        return self._sums.take(tuple(leaf.expand(len(self._rows), *leaf.shape) for leaf in like), owned)
 
 
 def _stacked(column: Sequence[torch.Tensor | None], leaf: torch.Tensor) -> torch.Tensor:

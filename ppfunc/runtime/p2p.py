@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial, wraps
 from typing import Any
@@ -25,7 +25,7 @@ from .pair_groups import CARRIES, PairGroups, lost
 from .rendezvous import Rendezvous
 from .socket_links import SocketLinks
 from .suspects import Answer
-from .transport import Call, Route, Transfer
+from .transport import Call, LossPart, Mode, Route, Transfer
 
 _DRAIN = 1.0  # seconds for what a step that has failed has given the GPU
 
@@ -203,6 +203,12 @@ class P2P(Control):
             )
             ended.append(_torch.forget_group(self.mesh, self.axes.model))
         _torch.drop_aside(ended)
+
+    def end(self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart], mode: Mode = "mixed") -> torch.Tensor | None:
+        total = super().end(losses, parts, mode)
+        if self.links.closed:  # by another thread, which has left this to the step
+            self._disconnect()
+        return total
 
     def close(self) -> None:
         """End all connections: peers that still use this transport raise. A step that runs here, in another thread, fails, and

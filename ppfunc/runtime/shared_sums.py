@@ -164,7 +164,7 @@ def _collect(lowered: LoweredStep, leaves: Sequence[SharedLeaf], here: Sequence[
                 for s, n in ((s, n) for _, s, n in held if s in firsts):
                     own[s][n] = total
         for stage in firsts if not lowered.schedule.forward_only else ():
-            buffers.gradients[stage].replace(tuple(own[stage].values()))
+            buffers.gradients[stage].put_back(tuple(own[stage].values()))
 
     return collect
 

@@ -72,7 +72,7 @@ class Reducer:
         )
         self._dims, self._ranks = dims, ranks
         self._begun = set[Numbers]()  # the leaves of which the buckets hold gradients of this step, as they came together
-        self._replaced: Leaves = ()
+        self._sums: Leaves = ()
         self._waits: list[Wait] | None = None  # of the sum over ranks that is under way
         self._storages = [t.untyped_storage() for m in self._memory for t in (m.flat, m.sent, m.total)]
         self._users = list(map(users_of, self._storages))
@@ -105,12 +105,12 @@ class Reducer:
         (add_into_each if begun else copy_into_each)(into, given)
         self._begun.add(numbers)
 
-    def replace(self, gradients: Leaves) -> None:
+    def put_back(self, gradients: Leaves) -> None:
         """Replace the sums that ``take`` gave by those over all places of the leaves.
 
         ``launch`` copies them, not this: what ``take`` gave may still be on its way to other places.
         """
-        self._replaced = gradients
+        self._sums = gradients
 
     def signature(self, leaf: LeafSignature) -> LeafSignature:
         """Signature of a sum over microbatches."""
@@ -130,10 +130,10 @@ class Reducer:
         """
         if self._waits is not None:
             raise RuntimeError("a reduction is under way already: wait for it first")
-        if self._replaced:
-            replaced, self._replaced = self._replaced, ()
+        if self._sums:
+            sums, self._sums = self._sums, ()
             self._begun.clear()
-            self.add(replaced, tuple(range(len(replaced))), -1)
+            self.add(sums, tuple(range(len(sums))), -1)
         self._zero()
         self._waits = []
         for memory in self._memory:

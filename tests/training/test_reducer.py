@@ -106,7 +106,7 @@ def test_sums_over_places_are_taken_in_the_place_of_the_own():
         add(reducer, gradients(seed))
     taken = reducer.take((), torch.clone)
     assert same(taken, total((1, 2)))
-    reducer.replace((taken[0] + 1, *taken[1:]))
+    reducer.put_back((taken[0] + 1, *taken[1:]))
     assert same(taken, total((1, 2)))  # which other places may still be sent
     reducer.launch()
     first, *rest = total((1, 2))
@@ -156,7 +156,7 @@ def over_ranks(rank, size, dtype, most):
         merged = [reducer.take((), torch.clone) for reducer in (whole, cut)]  # nothing has come: zeros
         assert all(not leaf.any() for leaves in merged for leaf in leaves)
         for reducer in (whole, cut):
-            reducer.replace(tuple(total([rank], None)))
+            reducer.put_back(tuple(total([rank], None)))
             reducer.launch()
         expected = [a + b for a, b in zip(*(total([place], dtype) for place in range(size)), strict=True)]
         assert same(whole.wait(), expected)
