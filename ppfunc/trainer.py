@@ -263,7 +263,8 @@ class Trainer:
         """The passes of one step."""
         data, cast = self._ranks.data, self._rule.precision.to_compute
         microbatches = self._accumulate * self.schedule.microbatches
-        weights = [1 / (data.size * microbatches)] * microbatches if loss_weights is None else _read_weights(loss_weights, microbatches)
+        equal = [1 / (data.size * microbatches)] * microbatches
+        weights = read_loss_weights(equal if loss_weights is None else loss_weights, microbatches)
         raw = common._replace(
             inputs=inputs.map(cast) if isinstance(inputs, Microbatches) else cast(inputs), targets=targets, extras=extras,
             loss_weights=weights, seed=seed, first=data.index * microbatches,
@@ -290,14 +291,6 @@ class Trainer:
 
     def _loss(self, result: StepResult, raw: list[RawArguments]) -> torch.Tensor:
         return result.update_state.metrics[0].loss
-
-
-def _read_weights(given: LossWeights, microbatches: int) -> torch.Tensor:
-    weights = read_loss_weights(given, microbatches)
-    assert weights is not None
-    if weights.device.type == "cpu" and not all(map(math.isfinite, weights.tolist())):
-        raise ValueError(f"loss_weights: got {weights.tolist()}, expected finite numbers")
-    return weights
 
 
 def _part(tree: Any, n: int, parts: int) -> Any:
