@@ -17,7 +17,7 @@ from ppfunc.runtime import P2P, AgreementError, Microbatches, PipelineError, Ste
 from ppfunc.runtime.arguments import LossWeights, RawArguments, Seed, read_loss_weights, read_seed
 from ppfunc.runtime.errors import Failure
 from ppfunc.runtime.results import StepResult
-from ppfunc.runtime.ties import Tied
+from ppfunc.runtime.ties import Tied, require_declared_trees
 from ppfunc.schedule import Schedule, Timeline, forward_only, insert_unshards, remove_tail, remove_unshards
 from ppfunc.stage import Engine, Loss, Stage
 from ppfunc.stage.layout import local
@@ -56,7 +56,7 @@ class Trainer:
         self._ranks, self._rule, self._accumulate = TrainingRanks.of(rule.shard, schedule, tied, transport), rule, accumulate
         self._require_frozen_alike = partial(require_frozen_alike, stages, tied)
         self._require_frozen_told = partial(require_frozen_told, stages)
-        self._closed, self._name = False, uuid4().hex
+        self._closed, self._name, self._tied = False, uuid4().hex, tied
         self._scale_keys = set() if rule.scale is None else set(rule.scale.init("cpu"))
         reduce = rule.precision.reduce
         sum_dtype = reduce if reduce in (torch.float32, torch.float64) else None
@@ -81,8 +81,9 @@ class Trainer:
             state: likewise of the stages that have a state, such as running statistics. A skipped update leaves it as it is.
 
         Raises:
-            TypeError, ValueError: something else than the stages of this process, or than trees of tensors; a state where other
-                ranks run other batches, and would each have another.
+            TypeError, ValueError: something else than the stages of this process, or than trees of tensors; stages that share
+                memory and are not tied, which updates would drive apart; a state where other ranks run other batches, and would
+                each have another.
         """
         self._require_connected()
         stages, state = self._ranks.stages, {} if state is None else state
@@ -95,6 +96,7 @@ class Trainer:
         for name, trees in (("params", params), ("state", state)):
             for s, tree in trees.items():
                 flatten(tree, f"{name}[{s}]")  # raises for leaves that are no tensors
+        require_declared_trees(params, self._tied)
         self._require_frozen_told(params)
         rule, taken = self._rule, set[int]()
         masters = {s: rule.precision.to_master(tree_map(partial(_own, taken), tree)) for s, tree in params.items()}
@@ -257,7 +259,8 @@ class Trainer:
         """The passes of one step."""
         data, cast = self._ranks.data, self._rule.precision.to_compute
         microbatches = self._accumulate * self.schedule.microbatches
-        weights = [1 / (data.size * microbatches)] * microbatches if loss_weights is None else _read_weights(loss_weights, microbatches)
+        equal = [1 / (data.size * microbatches)] * microbatches
+        weights = read_loss_weights(equal if loss_weights is None else loss_weights, microbatches)
         raw = common._replace(
             inputs=inputs.map(cast) if isinstance(inputs, Microbatches) else cast(inputs), targets=targets, extras=extras,
             loss_weights=weights, seed=seed, first=data.index * microbatches,
@@ -284,14 +287,6 @@ class Trainer:
 
     def _loss(self, result: StepResult, raw: list[RawArguments]) -> torch.Tensor:
         return result.update_state.metrics[0].loss
-
-
-def _read_weights(given: LossWeights, microbatches: int) -> torch.Tensor:
-    weights = read_loss_weights(given, microbatches)
-    assert weights is not None
-    if weights.device.type == "cpu" and not all(map(math.isfinite, weights.tolist())):
-        raise ValueError(f"loss_weights: got {weights.tolist()}, expected finite numbers")
-    return weights
 
 
 def _part(tree: Any, n: int, parts: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import reprlib
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -216,7 +217,7 @@ def read_loss_weights(weights: LossWeights, microbatches: int) -> torch.Tensor |
     """Weights of the microbatches as float64[m]; None for ``1/m`` each.
 
     Raises:
-        ValueError: another number of weights.
+        ValueError: another number of weights, or some that are not finite, as far as they can be read.
         TypeError: something else than numbers.
     """
     if weights is None:
@@ -233,6 +234,8 @@ def read_loss_weights(weights: LossWeights, microbatches: int) -> torch.Tensor |
         ) from error
     if read.shape != (microbatches,):
         raise ValueError(f"loss_weights: got shape {tuple(read.shape)}, expected one weight for each of the {microbatches} microbatches")
+    if read.device.type == "cpu" and not transformed(read) and not all(map(math.isfinite, read.tolist())):
+        raise ValueError(f"loss_weights: got {reprlib.repr(read.tolist())}, expected finite numbers")
     return read
 
 

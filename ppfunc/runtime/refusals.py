@@ -54,7 +54,7 @@ class PassRefusals:
             leaves = chain.from_iterable(first.params[stage] for stage in first.form.params)
             memory = None if transforming() else (first.form, list(map(torch.Tensor.data_ptr, leaves)))
             if memory is None or memory != self._memory:
-                require_declared(first.params, first.form, spec.tied, spec.primal)
+                require_declared(first.params, first.form.params, first.form.extents, spec.tied, spec.primal)
                 self._memory = memory
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from optree import treespec_paths
+from torch import Tensor
 
 from ppfunc.schedule import Schedule
 from ppfunc.stage import LeafSignature, Signature
@@ -22,8 +23,7 @@ from ppfunc.stage.tree import tree_leaves
 
 from .buffers import Leaves
 from .errors import AgreementError
-from .form import StepForm
-from .ownership import sharing
+from .ownership import extent, sharing
 from .transport import ControlTransport, Route
 
 TiedPlaces = Mapping[str, Sequence[tuple[int, str]]] | None
@@ -67,28 +67,38 @@ def read_tied(tied: TiedPlaces, schedule: Schedule, parts: Sequence[str] = ("",)
     return tuple(found)
 
 
-def require_declared(params: Mapping[int, Leaves], form: StepForm, tied: Tied, primal: str) -> None:
+def require_declared(
+    params: Mapping[int, Leaves], forms: Mapping[int, Signature], extents: Sequence[int], tied: Tied, primal: str = ""
+) -> None:
     """Raise ValueError where parameters of two stages share memory and are not tied: each would get a part of the gradient.
 
     Leaves of one stage may, as under ``torch.func.grad``, unless one of them is tied, and so means a parameter.
 
     Args:
-        form: of the arguments.
+        forms: of the parameters.
+        extents: of all leaves, bytes from the first element to the last.
         primal: how the names of parameters proper begin.
     """
-    leaves = [leaf for stage in form.params for leaf in params[stage]]
+    leaves = [leaf for stage in forms for leaf in params[stage]]
     names: list[tuple[int, str]] = []
-    for one, other in sharing(leaves, form.extents):
-        names = names or [(stage, name) for stage, signature in form.params.items() for name in leaf_names(signature)]
+    for one, other in sharing(leaves, extents):
+        names = names or [(stage, name) for stage, signature in forms.items() for name in leaf_names(signature)]
         groups = [{name for name, group in tied if names[n] in group} for n in (one, other)]
         proper = all(names[n][1].startswith(primal) and differentiable(leaves[n].dtype) for n in (one, other))
         if proper and not groups[0] & groups[1] and (names[one][0] != names[other][0] or any(groups)):
             (a, first), (b, second) = sorted((names[one], names[other]))
             mend = "give each a copy of its own"
-            if leaves[one].shape == leaves[other].shape and leaves[one].data_ptr() == leaves[other].data_ptr():
+            if all(getter(leaves[one]) == getter(leaves[other]) for getter in (Tensor.size, Tensor.stride, Tensor.data_ptr)):
                 declared = f"tied={{'name': [({a}, {first!r}), ({b}, {second!r})]}}"
                 mend = f"declare it, {declared}, to get the sum of both gradients at each, or {mend}"
             raise ValueError(f"params[{a}] {first!r} and params[{b}] {second!r} share memory; {mend}")
+
+
+def require_declared_trees(params: Mapping[int, Any], tied: Tied) -> None:
+    """:func:`require_declared` of trees as a caller gives them, which may have no values yet."""
+    leaves = {stage: tuple(local(leaf) for leaf in tree_leaves(tree)) for stage, tree in params.items()}
+    extents = [0 if leaf.is_meta else extent(leaf) for own in leaves.values() for leaf in own]
+    require_declared(leaves, {stage: Signature.of(tree) for stage, tree in params.items()}, extents, tied)
 
 
 class SharedLeaf(NamedTuple):

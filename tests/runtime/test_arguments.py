@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import timeit
 from collections import OrderedDict
 from typing import NamedTuple
@@ -181,6 +182,12 @@ REFUSED = {
     "weights of another shape": ({"loss_weights": torch.ones(4, 1)}, ValueError, r"loss_weights: got shape \(4, 1\)"),
     "no weights": ({"loss_weights": "abcd"}, TypeError, r"loss_weights: got 'abcd', expected one number for each"),
     "complex weights": ({"loss_weights": torch.ones(4) * 1j}, TypeError, r"loss_weights: got .*, expected one number"),
+    "weights that are nan": (
+        {"loss_weights": [1, math.nan, 1, 1]},
+        ValueError,
+        r"loss_weights: got \[1.0, nan, 1.0, 1.0\], expected finite numbers",
+    ),
+    "weights that are infinite": ({"loss_weights": torch.ones(4) / 0}, ValueError, "loss_weights: got .*, expected finite numbers"),
     "a seed alone": ({"seed": 3}, TypeError, r"seed: got 3, expected \(seed, step\), two integers"),
     "a seed of floats": ({"seed": (1.0, 2)}, TypeError, r"seed: got \(1.0, 2\)"),
     "parameters without values": (

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import ppfunc as pp
+from ppfunc.stage.tree import tree_map
 from tests.models import mlp, mlp_params, normal, squared
 
 D, V, M = 4, 8, 4
@@ -135,6 +136,27 @@ def test_parameters_that_share_memory_are_declared():
     assert close(grads, whole(params, tokens, targets, M)[1])
 
 
+def test_a_trainer_is_given_parameters_that_share_memory_as_tied_too():
+    """Each place would be updated by itself, and what was one weight would be two."""
+    params, tokens, targets = problem()
+    params[3]["head"] = params[0]["table"]["weight"]
+    apart = pp.train_step(stages_of(4), squared, pp.one_f_one_b(4, M), pp.sgd(0.1))
+    with pytest.raises(ValueError, match=r"params\[0\] 'table.weight' and params\[3\] 'head' share memory; declare it"):
+        apart.init(params)
+    tied = pp.train_step(stages_of(4), squared, pp.one_f_one_b(4, M), pp.sgd(0.1), tied=TIED)
+    state, _ = tied.step(tied.init(params), tokens, targets)
+    assert torch.equal(state.params[0]["table"]["weight"], state.params[3]["head"])
+    empty = tree_map(lambda leaf: leaf.to("meta"), params)
+    assert apart.init(empty).params[3]["head"].is_meta
+
+
+def test_views_that_are_no_one_parameter_are_not_told_to_be_tied():
+    w, x = normal(D, D), normal(3 * M, D)
+    step = pp.value_and_grad([lambda p, x: torch.tanh(x @ p)] * 2, squared, pp.gpipe(2, M))
+    with pytest.raises(ValueError, match="share memory; give each a copy of its own"):
+        step({0: w, 1: w.t()}, x, x)
+
+
 def test_tangents_may_be_one_tensor_and_parameters_may_not():
     w, x = {s: normal(D, D, seed=s) for s in range(2)}, normal(3 * M, D)
     same, apart = torch.ones(D, D, dtype=torch.float64), {s: torch.ones(D, D, dtype=torch.float64) for s in range(2)}
@@ -224,7 +246,7 @@ def test_gradients_of_each_microbatch_are_summed_over_places():
 
 def test_second_derivatives():
     params, tokens, targets = problem()
-    direction = {s: pp.stage.tree.tree_map(torch.ones_like, tree) for s, tree in params.items()}
+    direction = {s: tree_map(torch.ones_like, tree) for s, tree in params.items()}
     step = pp.hvp(stages_of(4), squared, pp.one_f_one_b(4, M), tied=TIED)
     (loss, slope, grads), products = step(params, direction, tokens, targets)
     want, wanted = whole(params, tokens, targets, M)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -306,17 +307,35 @@ def test_what_was_not_committed_is_no_checkpoint(runs):
     (runs / "step-2").rename(runs / "step-2.writing-0a1b")
     assert pp.latest(runs) == runs / "step-1"
     refused(runs / "step-2.writing-0a1b", "'step-2.writing-0a1b' was not committed")
-    (runs / "step-7").symlink_to(runs / "step-1")
-    assert pp.latest(runs) == runs / "step-1"
-    refused(runs / "step-7", "is no folder, or a link")
     with pytest.raises(FileNotFoundError, match="is no folder"):
         pp.load(runs / "none", like={})
+    (runs / "link").symlink_to(runs / "step-1")
+    refused(runs / "link", "is no folder, or a link")
     (runs / "x").mkdir()
     with pytest.raises(FileNotFoundError, match="x has no checkpoint"):
         pp.load(runs / "x", like={})
     assert pp.latest(runs / "x") is None and pp.latest(runs / "none") is None
     (runs / "x" / "data.pkl").touch()
     refused(runs / "x", "has neither manifest.json")
+
+
+@pytest.mark.parametrize("make", (lambda p: p.symlink_to(p.parent / "step-1"), lambda p: p.symlink_to(p / "gone"), lambda p: p.touch()))
+def test_a_link_or_a_file_in_the_place_of_a_checkpoint_is_told(runs, make):
+    """Training would silently go on from an earlier step, or from the beginning."""
+    make(runs / "step-7")
+    with pytest.warns(UserWarning, match="step-2 is the latest good checkpoint; refused: '.*step-7' is no folder, or a link"):
+        assert pp.latest(runs) == runs / "step-2"
+    with pytest.warns(UserWarning, match="step-2 is the latest good checkpoint; refused: '.*step-7' is no folder, or a link"):
+        assert equal(pp.load(runs, like=zeros(tree())), tree(2))
+    pp.save(runs, tree(3), step=3, keep=1)
+    assert [re.sub("-[0-9a-f]{16}$", "", name) for name in sorted(os.listdir(runs))] == ["step-3", "step-7.damaged"]
+    make(runs / "step-1")
+    pp.save(runs, tree(4), step=4, keep=1)
+    assert sorted(os.listdir(runs))[:2] == ["step-1", "step-4"]
+    shutil.rmtree(runs / "step-4")
+    for find in (pp.latest, lambda folder: pp.load(folder, like={})):
+        with pytest.raises(pp.CheckpointError, match="has no good checkpoint; refused: '.*step-1' is no folder, or a link"):
+            find(runs)
 
 
 def failing(function, path, error):

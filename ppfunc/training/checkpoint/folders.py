@@ -56,9 +56,9 @@ def is_stray(name: str) -> bool:
 
 
 def checkpoints(root: Path) -> list[Path]:
-    """List the checkpoints in a folder, good or not, the latest first."""
+    """List the checkpoints in a folder, good or not, the latest first; a link or a file by such a name is one that is not good."""
     with reading(root):
-        found = [Path(entry.path) for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False)] if root.is_dir() else []
+        found = [Path(entry.path) for entry in os.scandir(root)] if root.is_dir() else []
     return sorted((path for path in found if step_of(path) is not None), key=lambda path: -(step_of(path) or 0))
 
 
@@ -192,6 +192,8 @@ def clean(written: Path, keep: int | None) -> None:
         return
     kept = 0
     for path in checkpoints(root):
+        if path.is_symlink() or not path.is_dir():  # somebody else's, to whom a load tells it
+            continue
         if path != written and kept >= keep:
             with suppress(FileNotFoundError):  # another save deletes it, too
                 _delete(path)

@@ -87,7 +87,7 @@ def _candidates(folder: Path) -> list[Path]:
 
 def _open(path: Path) -> Contents:
     with reading(path):
-        if not path.exists():
+        if not path.exists() and not path.is_symlink():
             raise CheckpointError(f"{escaped(path)}, which the first rank has found, is not there; give a folder that all ranks share")
         return open_model_files(path) if holds_model_files(path) and not (path / MANIFEST).exists() else open_checkpoint(path)
 

@@ -62,7 +62,7 @@ def open_checkpoint(folder: Path) -> Contents:
     """Read the manifest of a checkpoint, and check that its files are there."""
     with reading(folder):
         if not folder.is_dir() or folder.is_symlink():
-            raise CheckpointError(f"{escaped(folder)} is no folder, or a link")
+            raise CheckpointError(f"{escaped(folder)} is no folder, or a link; put the folder itself there")
     if on_the_way(folder):
         raise CheckpointError(f"{escaped(folder.name)} was not committed")
     contents = read_manifest(folder)
