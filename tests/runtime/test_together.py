@@ -435,6 +435,28 @@ def test_a_closed_transport_is_told(two, soon):
     assert seconds < soon
 
 
+def steps_while_it_closes(rank, ranks):
+    params, inputs, targets = problem(ranks, 4)
+    transport = pp.P2P(timeout=20)
+    step = pp.value_and_grad([stage] * ranks, squared, pp.gpipe(ranks, 4), transport, engine=pp.functional)
+    step({rank: params[rank]}, inputs, targets)
+    failures, disconnect = [], transport._disconnect
+
+    def slowly():
+        failures.append(caught(step, {rank: params[rank]}, inputs, targets))
+        return disconnect()
+
+    transport._disconnect = slowly
+    transport.close()
+    return failures
+
+
+def test_a_step_while_another_thread_closes_its_transport_is_told(two):
+    """It was told that another step runs."""
+    for ((name, text, _),) in two(steps_while_it_closes):
+        assert name == "StepRunning" and "P2P() that has been closed; make a new one" in text
+
+
 def is_closed_by_a_thread(rank, ranks, who, moment):
     """A second thread of one rank closes its transport while a step runs there. What each rank has heard of this step and the next."""
     params, inputs, targets = problem(ranks, 4)
