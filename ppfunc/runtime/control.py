@@ -15,7 +15,7 @@ import torch
 from ppfunc.stage.interrupts import hold_interrupts, keep_holding
 
 from .disagreement import require_same_facts, require_same_modes, require_same_step
-from .errors import Failure, FailureRecord, LinkError
+from .errors import CLOSED, Failure, FailureRecord, LinkError
 from .grid import Grid
 from .layouts import LaidOut, require_alike
 from .links import Links
@@ -26,6 +26,10 @@ from .tree_messages import BEGIN, END, LOSSES, SHAPES, TreeMessages
 
 _KEY, _TEXT = "key", "text"  # channels besides those of trees
 _HEAD = struct.Struct("<qii")  # of messages at the end of a step: steps ended; a rank in training mode, one in evaluation mode, or -1
+_OTHER = (
+    "got a step while another step runs on the same P2P(); the order of their messages would differ between "
+    "ranks: wait for the first, or make a P2P() for each thread, in the same order on every rank"
+)
 
 
 class StepRunning(RuntimeError):
@@ -58,7 +62,7 @@ class Control:
         self._model = TreeMessages(links, self.grid.model, "model") if len(self.grid.model) > 1 else None
         self._data = TreeMessages(links, self.grid.data, "data")
         self._line = self._replica if self.line == self.grid.replica else TreeMessages(links, self.line, "line")
-        self._running = threading.Lock()
+        self._running, self._closed = threading.Lock(), False
         self._made = 0  # step functions
         self._executing = False  # whether peers may wait for this rank in a collective of a stage
         self._unusable: str | None = None  # why, and what to do
@@ -112,10 +116,7 @@ class Control:
 
     def begin(self, call: str, key: str | None, source: int, common: str = "") -> str:
         if not self._running.acquire(blocking=False):
-            raise StepRunning(
-                "got a step while another step runs on the same P2P(); the order of their messages would differ between "
-                "ranks: wait for the first, or make a P2P() for each thread, in the same order on every rank"
-            )
+            raise StepRunning(CLOSED if self._closed else _OTHER)
         if self._unusable is not None:
             raise RuntimeError(self._unusable)
         if key is None and self.rank == source:
@@ -282,6 +283,7 @@ class Control:
     def close(self) -> None:
         """End all connections: peers that still use this transport raise. Idempotent."""
         with self.hold_interrupts():
+            self._closed = True
             self.links.close()
 
     def __enter__(self) -> Self:

@@ -203,8 +203,8 @@ class Signature:
     def __str__(self) -> str:
         try:
             return str(self.unflatten(_Plain(str(leaf)) for leaf in self.leaves))
-        except RecursionError:
-            return f"a deep tree of {', '.join(map(str, self.leaves[:8]))}{', ...' if len(self.leaves) > 8 else ''}"
+        except Exception:  # deep, or of classes that show themselves by what tensors alone have
+            return f"a tree of {', '.join(map(str, self.leaves[:8]))}{', ...' if len(self.leaves) > 8 else ''}"
 
 
 class _Plain(str):

@@ -435,6 +435,28 @@ def test_a_closed_transport_is_told(two, soon):
     assert seconds < soon
 
 
+def steps_while_it_closes(rank, ranks):
+    params, inputs, targets = problem(ranks, 4)
+    transport = pp.P2P(timeout=20)
+    step = pp.value_and_grad([stage] * ranks, squared, pp.gpipe(ranks, 4), transport, engine=pp.functional)
+    step({rank: params[rank]}, inputs, targets)
+    failures, disconnect = [], transport._disconnect
+
+    def slowly():
+        failures.append(caught(step, {rank: params[rank]}, inputs, targets))
+        return disconnect()
+
+    transport._disconnect = slowly
+    transport.close()
+    return failures
+
+
+def test_a_step_while_another_thread_closes_its_transport_is_told(two):
+    """It was told that another step runs."""
+    for ((name, text, _),) in two(steps_while_it_closes):
+        assert name == "StepRunning" and "P2P() that has been closed; make a new one" in text
+
+
 def is_closed_by_a_thread(rank, ranks, who, moment):
     """A second thread of one rank closes its transport while a step runs there. What each rank has heard of this step and the next."""
     params, inputs, targets = problem(ranks, 4)
@@ -470,6 +492,39 @@ def test_a_transport_that_another_thread_closes_during_a_step_is_told(two, who, 
         assert name in ("RuntimeError", "PipelineError") and "P2P() that has been closed" in text, answers
     for name, text, seconds in answers[1 - who]:
         assert name == "PipelineError" and f"rank {who} failed" in text and seconds < 10, answers
+
+
+class Shaped:
+    def __init__(self, value):
+        self.value = value
+
+    def __repr__(self):
+        return f"Shaped({self.value.shape})"
+
+
+def fails_on_what_cannot_be_shown(rank, size):
+    torch.utils._pytree.register_pytree_node(Shaped, lambda t: ([t.value], None), lambda c, _: Shaped(*c))
+    params, inputs, targets = problem(2, 4)
+    armed = [False]
+
+    def fails(params, x):
+        if armed[0] and rank == 1:
+            raise ValueError("armed")
+        return torch.tanh(x @ params.value)
+
+    with pp.P2P(timeout=20) as transport:
+        step = pp.value_and_grad([fails] * 2, squared, pp.gpipe(2, 4), transport, engine=pp.functional)
+        given = {rank: Shaped(params[rank]["w"])}, inputs, targets
+        step(*given)
+        armed[0] = True
+        return caught(step, *given)
+
+
+def test_a_failure_on_what_cannot_be_shown_is_told(two):
+    """The class of the parameters raised as the error was written: peers were told nothing, and waited."""
+    for name, text, _ in two(fails_on_what_cannot_be_shown):
+        assert name == "PipelineError" and "rank 1 failed at 1F0" in text
+        assert "ValueError: armed at" in text and "its parameters a tree of float32[4,4]" in text
 
 
 def come_to_what_was_given_up(rank, ranks):

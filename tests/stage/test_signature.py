@@ -24,6 +24,17 @@ class Point(NamedTuple):
     y: Any
 
 
+class Shaped:
+    def __init__(self, value):
+        self.value = value
+
+    def __repr__(self):
+        return f"Shaped({self.value.shape})"
+
+
+optree.register_pytree_node(Shaped, lambda t: ((t.value,), None), lambda _, c: Shaped(*c), namespace=optree.registry.__GLOBAL_NAMESPACE)
+
+
 class Tagged:
     def __init__(self, value, tag):
         self.value, self.tag = value, tag
@@ -163,6 +174,10 @@ def test_malformed_leaves_are_refused(leaf):
 def test_malformed_texts_are_refused(text):
     with pytest.raises(ValueError):
         Signature.from_json(text)
+
+
+def test_a_class_that_shows_itself_by_what_tensors_alone_have():
+    assert str(Signature.of({"a": Shaped(torch.zeros(2)), "b": torch.zeros(3)})) == "a tree of float32[2], float32[3]"
 
 
 def test_require_names_the_leaf():
