@@ -327,6 +327,22 @@ def test_a_stage_that_returns_nothing_is_refused_itself(first):
         pp.value_and_grad(stages, squared, pp.gpipe(2, 2))(*problem(2, 2))
 
 
+@pytest.mark.parametrize("engine", [pp.graph, pp.functional, pp.eager])
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        (lambda y: pp.Output(y, metrics={"acc": 0.5}), r"0\.5 of type float as metrics\['acc'\]"),
+        (lambda y: pp.Output(y, loss=3.0), "3.0 of type float as loss"),
+        (lambda y: pp.Output(y, state={"n": 3}), r"3 of type int as state\['n'\]"),
+        (lambda y: (y, "s"), r"'s' of type str as y\[1\]"),
+    ],
+)
+def test_what_is_no_tensor_in_an_output_is_named_as_it_was_returned(engine, made, told):
+    stages = [dense, lambda p, x: made(dense(p, x))]
+    with pytest.raises(pp.StageError, match=f"^stage 1: it raised TypeError: it returned {told}, expected a tensor"):
+        pp.value_and_grad(stages, squared, pp.gpipe(2, 2), engine=engine, has_aux=True)(*problem(2, 2))
+
+
 @pytest.mark.parametrize("engine", [pp.functional, pp.eager])
 def test_an_engine_without_options_says_how_it_is_used(engine):
     with pytest.raises(

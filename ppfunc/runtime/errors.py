@@ -95,15 +95,25 @@ class Failure(NamedTuple):
 
 
 class StepFailed(Exception):
-    """Carries where a program failed to the caller, who tells the peers; ``context`` gives that of a failure."""
+    """Carries where a program failed to the caller, who tells the peers.
 
-    def __init__(self, failure: Failure, context: Callable[[Failure], str]) -> None:
-        self.failure, self._context = failure, context
+    Args:
+        context: ``context(failure)`` says more about it.
+        which: of several passes over the schedule, see :func:`in_pass`.
+    """
+
+    def __init__(self, failure: Failure, context: Callable[[Failure], str], which: str = "") -> None:
+        self.failure, self.which, self._context = failure, which, context
         super().__init__(failure)
 
     def described(self) -> Failure:
         """The failure with its context."""
-        return self.failure._replace(context=self._context(self.failure))
+        return self.failure._replace(context=self._context(self.failure) + self.which)
+
+
+def in_pass(n: int, count: int) -> str:
+    """Which pass over the schedule it was, where a step has several: each numbers its microbatches from 0."""
+    return f"; in pass {n} of {count} over the schedule" if count > 1 else ""
 
 
 class Refrozen(ValueError):

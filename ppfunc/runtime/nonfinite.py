@@ -17,7 +17,7 @@ from .arguments import StepArguments
 from .buffers import Buffers, Leaves
 from .calls import Origin
 from .compile import CompiledStep, bind
-from .errors import Failure, StepFailed
+from .errors import Failure, StepFailed, in_pass
 from .execute import context_of, fill
 from .gradients import LeafGradients
 from .lowered import LoweredStage
@@ -39,18 +39,21 @@ def require_finite(made: Sequence[torch.Tensor], compiled: CompiledStep, passes:
     transport.collective("world").all_reduce(count)()
     if count > 0:
         cause = NotFinite("the loss or a gradient is not finite")
-        raise located(compiled, passes, None, transport, cause) from cause
+        raise located(compiled, passes, None, transport, cause, 0, len(passes)) from cause
 
 
 def located(
-    compiled: CompiledStep, passes: Sequence[StepArguments], before: Buffers | None, transport: Transport, cause: NotFinite
-) -> BaseException:
+    compiled: CompiledStep, passes: Sequence[StepArguments], before: Buffers | None, transport: Transport, cause: NotFinite,
+    first: int, count: int,
+) -> BaseException:  # fmt: skip
     """Run the passes of a step again, on all ranks; return the error to raise on this one.
 
     The rank that comes first in the schedule, of those with a number that is not finite, names the place; the others wait to hear of it.
 
     Args:
         before: the buffers of the pass before these, None for the first.
+        first: the number of the first of these passes.
+        count: of all passes of the step.
     """
     world = transport.collective("world")
     number, found = _first(compiled, passes, before, transport)
@@ -61,9 +64,10 @@ def located(
     transport.rest()
     if -int(least) == mine and mine != _NOWHERE:
         assert found is not None
-        place, text = found
+        n, place, text = found
         error = FloatingPointError(f"{cause}; first not finite: {text}")
-        return StepFailed(Failure(place.rank, place.position, place.instruction, error), partial(context_of, compiled.lowered))
+        failure = Failure(place.rank, place.position, place.instruction, error)
+        return StepFailed(failure, partial(context_of, compiled.lowered), in_pass(first + n, count))
     if -int(least) == _NOWHERE and world.index == 0:
         what = "every microbatch is finite by itself; what is not is their sum, over microbatches or ranks, or its norm"
         return FloatingPointError(f"{cause}; {what}")
@@ -71,7 +75,7 @@ def located(
     raise AssertionError("a step ended of which another rank was to say where it failed")
 
 
-Found = tuple[Origin, str]
+Found = tuple[int, Origin, str]  # the pass, the place, and what was not finite there
 
 
 def _first(
@@ -92,7 +96,7 @@ def _first(
             if place.instruction.microbatch in part.left_out:
                 notes.clear()
             if notes and found is None:
-                found, number = (place, notes[0]), n * (len(order) + 1) + order[place.rank, place.position]
+                found, number = (n, place, notes[0]), n * (len(order) + 1) + order[place.rank, place.position]
     return number, found
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from .arguments import StepArguments
 from .buffers import Buffers
 from .compile import CompiledStep
-from .errors import StepFailed
+from .errors import StepFailed, in_pass
 from .execute import execute, fill
 from .nonfinite import NotFinite, located
 from .transport import Transport
@@ -43,8 +43,9 @@ def execute_passes(compiled: CompiledStep, passes: Sequence[StepArguments], tran
             buffers = execute(compiled, fill(compiled.lowered, part, buffers))
         except StepFailed as failed:
             if not isinstance(failed.failure.cause, NotFinite):
+                failed.which = in_pass(n, len(passes))
                 raise
-            again = passes[start.first : n + 1]
-            raise located(compiled, again, start.before, transport, failed.failure.cause) from failed.failure.cause
+            again, cause = passes[start.first : n + 1], failed.failure.cause
+            raise located(compiled, again, start.before, transport, cause, start.first, len(passes)) from failed.failure.cause
     assert buffers is not None
     return buffers

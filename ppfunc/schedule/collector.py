@@ -34,7 +34,9 @@ def collector_paused() -> Iterator[None]:
         with _lock:
             _paused -= entered
             if not _paused and _enabled:
-                if gc.get_count()[0] > _MANY and not gc.get_freeze_count():  # what the caller has frozen stays so
-                    gc.freeze()
-                    gc.unfreeze()
-                gc.enable()
+                try:
+                    if gc.get_count()[0] > _MANY and not gc.get_freeze_count():  # what the caller has frozen stays so
+                        gc.freeze()
+                        gc.unfreeze()
+                finally:  # also where an interrupt comes
+                    gc.enable()

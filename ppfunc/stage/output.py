@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._text import shown
 from .abstract import DATA_DEPENDENT
 from .errors import StageError, raised
 from .layout import whole
 from .purity import NoValuesError
 from .signature import Signature
-from .tree import tree_flatten, tree_structure
+from .tree import tree_flatten, tree_leaves, tree_paths, tree_structure
 
 
 class Output(NamedTuple):
@@ -76,6 +77,7 @@ def canonical(
             raise TypeError("it returned None, expected its activation: end it with `return y`; where there is none, return ()")
         if not isinstance(out, Output):
             out = Output(out)
+        _require_tensors(out)
         given = out.skips or {}
         if set(given) != set(skips):
             raise ValueError(
@@ -93,6 +95,15 @@ def canonical(
         return (activation, tuple(given[s] for s in skips), loss), (outputs, out.metrics, state)
 
     return call
+
+
+def _require_tensors(out: Output) -> None:
+    """Raise TypeError for a leaf that is no tensor, by its place in what the stage has returned."""
+    for name, tree in out._asdict().items():
+        for n, leaf in enumerate(tree_leaves(tree)):
+            if not isinstance(leaf, torch.Tensor):
+                path = tree_paths(tree_structure(tree), name)[n]
+                raise TypeError(f"it returned {shown(leaf)} as {path}, expected a tensor")
 
 
 def _of_loss_function(loss_fn: Callable[[Any, Any], Any], y: Any, target: Any) -> Any:

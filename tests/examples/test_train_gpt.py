@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -194,7 +195,8 @@ def running(group):
 def test_interrupt_ends_all_processes(environment, tmp_path, soon):
     command = [sys.executable, EXAMPLES / "train_gpt.py", *SMALL, "--stages", "2", "--steps", "100000", "--out", tmp_path]
     command += ["--save", tmp_path / "runs", "--every", "1"]
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, start_new_session=True) as process:
+    hears = partial(signal.signal, signal.SIGINT, signal.default_int_handler)  # what runs in the background may ignore it
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, start_new_session=True, preexec_fn=hears) as process:
         seen = b""
         while b"loss" not in seen or not (tmp_path / "runs" / "step-2").exists():
             seen = process.stderr.read1()

@@ -164,6 +164,31 @@ def test_what_is_not_finite_raises_or_is_ignored_where_asked():
     assert state.params[0]["w"].isnan().any()
 
 
+def test_an_error_says_in_which_pass_it_arose():
+    """Each pass numbers its microbatches from 0."""
+    stages, params, x, y = problem()
+    bad = x.clone()
+    bad[ROWS - 1] = math.nan
+    with (
+        pp.train_step(stages, squared, pp.gpipe(4, 4), pp.sgd(1e-2), accumulate=2, on_nonfinite="raise") as trainer,
+        pytest.raises(pp.PipelineError, match=r"failed at 0F3.*in pass 1 of 2 over the schedule"),
+    ):
+        trainer.step(trainer.init(params), bad, y)
+    calls = []
+
+    def failing(p, h):
+        calls.append(h)
+        if len(calls) > 8:
+            raise ArithmeticError("armed")
+        return dense(p, h)
+
+    with (
+        pp.train_step([*stages[:3], failing], squared, pp.gpipe(4, 4), pp.sgd(1e-2), accumulate=3, engine=pp.functional) as trainer,
+        pytest.raises(pp.PipelineError, match=r"ArithmeticError: armed.*in pass [12] of 3 over the schedule"),
+    ):
+        trainer.step(trainer.init(params), x[:24], y[:24])
+
+
 def test_losses_weigh_as_their_weights_whatever_their_sum():
     stages, params, x, y = problem()
     weights = torch.tensor([3.0, 0.0, 1.0, 4.0])
