@@ -176,7 +176,7 @@ def _stateful(module: nn.Module, names: tuple[str, ...], call: _Call) -> Callabl
     """The function of a module with buffers of these names: given a state it returns the next one, else the buffers are only read."""
     mend = (
         f"the module has the buffers {', '.join(names)}, which are its state: give it to the step, state={{stage: state}}, "
-        "and has_aux=True to get the next one"
+        "and has_aux=True to get the next one; a trainer takes it in init(params, state)"
     )
 
     def reading(params: State, given: tuple[Any, ...]) -> Any:

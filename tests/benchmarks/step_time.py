@@ -31,7 +31,7 @@ from timing import measure
 from torch.distributed.pipelining import PipelineStage, schedules as theirs
 
 import ppfunc as pp
-from ppfunc.runtime import step as running
+from ppfunc.runtime import run as running
 from ppfunc.runtime.agreement import Began
 from ppfunc.runtime.compiled_steps import CompiledSteps
 from ppfunc.schedule import BUILDERS, Costs, Schedule

@@ -144,7 +144,9 @@ def read_manifest(folder: Path) -> Contents:
         tensors = {name: _stored(name, entry, files) for name, entry in content["tensors"].items()}
         values = {name: _value(name, value) for name, value in content["values"].items()}
         return Contents(folder, tensors, values, files, _number(content["step"]))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except KeyError as error:
+        raise CheckpointError(f"{where} is damaged or foreign: it has no {escaped(error.args[0])}") from None
+    except (ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{where} is damaged or foreign: {str(error)[:500]}") from None
 
 
