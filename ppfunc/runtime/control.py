@@ -19,7 +19,7 @@ from .errors import CLOSED, Failure, FailureRecord, LinkError
 from .grid import Grid
 from .layouts import LaidOut, require_alike
 from .links import Links
-from .loss_bytes import bytes_of, sum_from, summed
+from .loss_bytes import bytes_of, size_of, sum_from, summed
 from .rank_tree import is_below
 from .transport import LossPart, Mode
 from .tree_messages import BEGIN, END, LOSSES, SHAPES, TreeMessages
@@ -231,13 +231,14 @@ class Control:
     ) -> tuple[dict[int, bytes], tuple[int, int]]:
         """The losses of this rank and those below it, by stage, once all of these have sent theirs, and a rank in either mode."""
         training, evaluation = (self.links.rank if mode == name else -1 for name in ("training", "evaluation"))
-        gathered = {stage: bytes_of(losses[stage], part.leaf) for stage, part in parts.items() if part.rank == self.rank}
+        gathered = {stage: bytes_of(losses[stage], stage, parts) for stage, part in parts.items() if part.rank == self.rank}
         for place, child in tree.children.items():
             modes, data = self._counted(tree, child, kind)
             training, evaluation = max(training, modes[0]), max(evaluation, modes[1])
             for stage, part in sorted(parts.items()):
                 if is_below(place, part.rank):
-                    gathered[stage], data = bytes(data[: part.leaf.nbytes]), data[part.leaf.nbytes :]
+                    size = size_of(stage, parts)
+                    gathered[stage], data = bytes(data[:size]), data[size:]
         require_same_modes(training, evaluation)
         return gathered, (training, evaluation)
 

@@ -8,19 +8,26 @@ from functools import reduce
 
 import torch
 
-from ppfunc.stage import LeafSignature
-
 from .transport import LossPart
 
 
-def bytes_of(tensor: torch.Tensor, leaf: LeafSignature) -> bytes:
-    """The bytes of the losses of a stage, which have this form."""
-    assert (tensor.shape, tensor.dtype) == (leaf.shape, leaf.dtype), (tensor.shape, tensor.dtype, leaf)
-    return _bytes(tensor)
+def bytes_of(losses: torch.Tensor, stage: int, parts: Mapping[int, LossPart]) -> bytes:
+    """The bytes of the losses of a stage; of their sum where no other stage has any, for which the others need not wait."""
+    leaf = parts[stage].leaf
+    assert (losses.shape, losses.dtype) == (leaf.shape, leaf.dtype), (losses.shape, losses.dtype, leaf)
+    return _bytes(losses.sum(0) if len(parts) == 1 else losses)
+
+
+def size_of(stage: int, parts: Mapping[int, LossPart]) -> int:
+    """How many bytes :func:`bytes_of` gives for a stage."""
+    leaf = parts[stage].leaf
+    return leaf.nbytes // leaf.shape[0] if len(parts) == 1 else leaf.nbytes
 
 
 def summed(gathered: Mapping[int, bytes], parts: Mapping[int, LossPart], device: torch.device) -> bytes:
     """The bytes of the sum over the microbatches of all stages, made on a device; none where there is no loss."""
+    if len(parts) == 1:
+        return gathered[min(parts)]
     losses = [_tensor(gathered[stage], part.leaf.shape, part.leaf.dtype) for stage, part in sorted(parts.items())]
     return _bytes(torch.cat(losses).to(device).sum(0)) if losses else b""
 

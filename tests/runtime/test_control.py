@@ -156,11 +156,12 @@ def leaf(*shape, dtype=torch.float32):
 
 
 @KINDS
+@pytest.mark.parametrize("stages", [(2, 0, 1), (1,)], ids=["three stages", "one stage"])
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
-def test_a_step_begins_with_the_key_and_ends_with_the_loss_of_any_rank(kind, size):
+def test_a_step_begins_with_the_key_and_ends_with_the_loss_of_any_rank(kind, size, stages):
     generator = torch.Generator().manual_seed(0)
-    values = {stage: torch.randn(5, 3, generator=generator) for stage in range(3)}
-    parts = {stage: LossPart((stage * 5 + 1) % size, leaf(5, 3)) for stage in (2, 0, 1)}
+    values = {stage: torch.randn(50, 3, generator=generator) for stage in stages}
+    parts = {stage: LossPart((stage * 5 + 1) % size, leaf(50, 3)) for stage in stages}
     want = InProcess().end(values, parts)
 
     def work(rank, control):
