@@ -100,7 +100,11 @@ def canonical(
 def _require_tensors(out: Output) -> None:
     """Raise TypeError for a leaf that is no tensor, by its place in what the stage has returned."""
     for name, tree in out._asdict().items():
-        for n, leaf in enumerate(tree_leaves(tree)):
+        try:
+            leaves = tree_leaves(tree)
+        except ValueError:  # what is no tree is refused where the results are taken apart
+            continue
+        for n, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor):
                 path = tree_paths(tree_structure(tree), name)[n]
                 raise TypeError(f"it returned {shown(leaf)} as {path}, expected a tensor")

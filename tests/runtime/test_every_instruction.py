@@ -138,12 +138,12 @@ def announced(transport):
         return run
 
     def instructions(step):
-        def ready(passes):
+        def find(passes):
             entry = step._compiled.find(passes, "run")
             calls = tuple(map(of, entry.compiled.calls, entry.compiled.places))
             return entry._replace(compiled=entry.compiled._replace(calls=calls))
 
-        return lambda *args: step._run(args, {}, ready=ready)[0]
+        return lambda *args: step._run(args, {}, find=find)[0]
 
     return instructions
 
