@@ -56,7 +56,7 @@ class Trainer:
         self._ranks, self._rule, self._accumulate = TrainingRanks.of(rule.shard, schedule, tied, transport), rule, accumulate
         self._require_frozen_alike = partial(require_frozen_alike, stages, tied)
         self._require_frozen_told = partial(require_frozen_told, stages)
-        self._closed, self._name, self._tied = False, uuid4().hex, tied
+        self._closed, self._name = False, uuid4().hex
         self._scale_keys = set() if rule.scale is None else set(rule.scale.init("cpu"))
         reduce = rule.precision.reduce
         sum_dtype = reduce if reduce in (torch.float32, torch.float64) else None
@@ -96,7 +96,7 @@ class Trainer:
         for name, trees in (("params", params), ("state", state)):
             for s, tree in trees.items():
                 flatten(tree, f"{name}[{s}]")  # raises for leaves that are no tensors
-        require_declared_trees(params, self._tied)
+        require_declared_trees(params, self._ranks.tied)
         self._require_frozen_told(params)
         rule, taken = self._rule, set[int]()
         masters = {s: rule.precision.to_master(tree_map(partial(_own, taken), tree)) for s, tree in params.items()}
